@@ -1,0 +1,1 @@
+"""Generation, for training and for people: sampling, prompt files, chat."""

@@ -1,0 +1,232 @@
+"""Settings shared by the three steps.
+
+One frozen dataclass per concern. A field's docstring is its `--help` text and its documentation.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipeline.errors import ConfigError
+
+EMBEDDED = "embedded"
+"""As a model path: build the embedded Llama and its tokenizer. As a data path: the embedded task."""
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Tracker = Literal["tensorboard", "wandb"]
+
+
+def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
+    """Raise `ConfigError(sentence)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(sentence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-5
+    """Peak learning rate (learning_rate), reached after the warm-up."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's first and second moment."""
+
+    eps: float = 1e-8
+    """Added to Adam's denominator."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay; biases, norms and other one-dimensional weights are exempt."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up (lr_scheduler_type)."""
+
+    warmup_ratio: float = 0.03
+    """Share of the steps spent in linear warm-up from 0 to `lr` (num_warmup_steps)."""
+
+    final_lr_ratio: float = 0.0
+    """The schedule ends at this share of `lr`."""
+
+    max_grad_norm: float | None = 1.0
+    """Clip the global gradient L2 norm to this value; null turns clipping off."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"optim.betas must lie in [0, 1), got {self.betas}",
+        )
+        require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
+        require(
+            self.weight_decay >= 0, f"optim.weight_decay must not be below 0: {self.weight_decay}"
+        )
+        require(
+            0 <= self.warmup_ratio < 1,
+            f"optim.warmup_ratio must lie in [0, 1), got {self.warmup_ratio}",
+        )
+        require(
+            0 <= self.final_lr_ratio <= 1,
+            f"optim.final_lr_ratio must lie in [0, 1], got {self.final_lr_ratio}",
+        )
+        require(
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            f"optim.max_grad_norm must be above 0 or null, got {self.max_grad_norm}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021), through peft."""
+
+    rank: int = 16
+    """Rank r of the update B @ A (lora_dim)."""
+
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+
+    dropout: float = 0.0
+    """Dropout on the adapter's input; must be 0 in step 3, where it would break the policy ratio."""
+
+    targets: tuple[str, ...] = ("all-linear",)
+    """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
+
+    lr: float | None = None
+    """Learning rate of the adapters (lora_learning_rate); null uses `optim.lr`."""
+
+    def __post_init__(self) -> None:
+        require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
+        require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}")
+        require(0 <= self.dropout < 1, f"lora.dropout must lie in [0, 1), got {self.dropout}")
+        require(bool(self.targets), 'lora.targets must name a module, or "all-linear"')
+        require(self.lr is None or self.lr > 0, f"lora.lr must be above 0 or null, got {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModelConfig:
+    """A model that only answers."""
+
+    path: str | None = None
+    """Hugging Face model id or local directory; null takes the output of the step before."""
+
+    precision: Precision = "auto"
+    """Number format of the weights (dtype); auto is bf16 on a GPU that has it, else fp32."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig(FrozenModelConfig):
+    """A model that learns: where it starts and how it is trained."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What is sharded over processes: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    lora: LoraConfig | None = None
+    """Train adapters only; null trains all weights."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.zero_stage == 0,
+            f"zero_stage {self.zero_stage} is not available in this version; use 0, which replicates"
+            " the model on every process",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which rows a step reads and how they become tokens."""
+
+    path: tuple[str, ...] = (EMBEDDED,)
+    """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names (data_path); each
+    may end in `:weight`, its share of the mixture. `embedded` is the built-in task."""
+
+    eval_path: tuple[str, ...] = ()
+    """Rows for evaluation; empty holds out `eval_fraction` of `path`, or its test split."""
+
+    eval_fraction: float = 0.1
+    """Share of the rows held out for evaluation where `eval_path` is empty."""
+
+    max_eval_rows: int = 256
+    """At most this many rows are evaluated."""
+
+    split: tuple[float, float, float] = (2, 4, 4)
+    """Proportions of the rows that steps 1, 2 and 3 see; the parts are disjoint (data_split)."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Column names where they differ from the usual: `{"prompt": "question", "chosen": "good"}`."""
+
+    format: str = "auto"
+    """Chat format: auto (the tokenizer's own template, else human_assistant), tokenizer,
+    human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain, or a path to a Jinja file."""
+
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
+
+    max_length: int = 512
+    """Prompt + response, in tokens (max_seq_len); longer dialogues lose their end."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
+        require(
+            0 < self.eval_fraction < 1,
+            f"data.eval_fraction must lie between 0 and 1, got {self.eval_fraction}",
+        )
+        require(
+            self.max_eval_rows > 0, f"data.max_eval_rows must be above 0, got {self.max_eval_rows}"
+        )
+        require(
+            all(part >= 0 and math.isfinite(part) for part in self.split) and sum(self.split) > 0,
+            f"data.split needs three proportions that are not all 0, got {self.split}",
+        )
+        require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What every step needs."""
+
+    output_dir: Path
+    """Receives config.yaml, metrics.jsonl and the model."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+
+    seed: int = 1234
+    """Seed of the data order, the sampling and the initialization of new weights."""
+
+    max_steps: int | None = None
+    """Optimizer steps (iterations of rollout and update in step 3); null runs `epochs`."""
+
+    epochs: float = 1.0
+    """Passes over the training rows (num_train_epochs), where `max_steps` is null."""
+
+    batch_size: int = 32
+    """Sequences in an optimizer step, over all processes (pairs in step 2)."""
+
+    micro_batch_size: int = 8
+    """Sequences in one forward pass of one process (per_device_train_batch_size); accumulation
+    follows from it. It changes memory and speed, not the result."""
+
+    eval_every: int | None = None
+    """Evaluate every so many steps; null evaluates before and after only."""
+
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+
+    trackers: tuple[Tracker, ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+
+    def __post_init__(self) -> None:
+        positive = {
+            name: getattr(self, name)
+            for name in ("max_steps", "batch_size", "micro_batch_size", "eval_every", "log_every")
+        }
+        for name, value in positive.items():
+            require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")

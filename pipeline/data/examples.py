@@ -1,0 +1,55 @@
+"""The one form every row takes, whichever shape it came in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a dialogue."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and what may follow it.
+
+    Steps read what they need: step 1 trains on `prompt + chosen`, step 2 compares `chosen` with
+    `rejected`, step 3 uses `prompt` alone.
+    """
+
+    prompt: tuple[Message, ...]
+    """The dialogue so far; ends in a user turn, and is empty for plain text."""
+
+    chosen: tuple[Message, ...] = ()
+    """The demonstration, or the better response; empty for a prompt without a response."""
+
+    rejected: tuple[Message, ...] = ()
+    """The worse response; empty where there is no preference."""
+
+    margin: float | None = None
+    """By how much `chosen` is better, in units of score, where the data says so."""
+
+    origin: str = ""
+    """Where the row came from, for error messages: `rows.jsonl line 17`."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of one dialogue and which of them the loss counts."""
+
+    input_ids: list[int]
+
+    trained: list[bool]
+    """True on tokens whose prediction is trained: assistant text and its end-of-turn token."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def truncated(self, max_length: int) -> "Encoded":
+        """The first `max_length` tokens."""
+        return Encoded(self.input_ids[:max_length], self.trained[:max_length])

@@ -1,0 +1,38 @@
+"""Settings of step 1."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.config import EMBEDDED, OptimConfig, StepConfig, TrainedModelConfig, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(StepConfig):
+    """Step 1: supervised fine-tuning."""
+
+    output_dir: Path = Path("output/step1_sft")
+
+    model: TrainedModelConfig = field(
+        default_factory=lambda: TrainedModelConfig(
+            path=EMBEDDED, optim=OptimConfig(lr=1e-5, weight_decay=0.0)
+        )
+    )
+
+    packing: bool = True
+    """Lay several dialogues into one sequence without padding; attention never crosses from one to
+    another. Models that can't do it are padded instead."""
+
+    patience: int | None = None
+    """Stop after this many evaluations without a better perplexity; null never stops early. The best
+    weights are the ones exported, whichever step they came from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.patience is None or self.patience > 0,
+            f"patience must be above 0 or null, got {self.patience}",
+        )
+        require(
+            self.patience is None or self.eval_every is not None,
+            "patience counts evaluations: set eval_every as well",
+        )

@@ -1,0 +1,1 @@
+"""Step 3: reinforcement learning against the reward model with PPO."""

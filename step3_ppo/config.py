@@ -1,0 +1,153 @@
+"""Settings of step 3."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.config import FrozenModelConfig, OptimConfig, StepConfig, TrainedModelConfig, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(StepConfig):
+    """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
+
+    output_dir: Path = Path("output/step3_ppo")
+
+    actor: TrainedModelConfig = field(
+        default_factory=lambda: TrainedModelConfig(optim=OptimConfig(lr=1e-6, eps=1e-5))
+    )
+    """The policy; a null path starts from step 1's output."""
+
+    critic: TrainedModelConfig = field(
+        default_factory=lambda: TrainedModelConfig(optim=OptimConfig(lr=5e-6, eps=1e-5))
+    )
+    """The value model; a null path starts from step 2's output."""
+
+    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """What the KL penalty holds the actor to; a null path is the actor as it starts."""
+
+    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The reward model; a null path takes step 2's output."""
+
+    batch_size: int = 64
+    """Sequences in an optimizer step (a PPO minibatch), over all processes."""
+
+    rollout_size: int = 128
+    """Prompts answered before each round of updates, over all processes."""
+
+    generation_batch_size: int = 64
+    """Prompts answered at once by one process; changes memory and speed, not the result."""
+
+    max_prompt_length: int = 256
+    """Longest prompt, in tokens; rows with longer prompts are left out, and counted."""
+
+    max_new_tokens: int = 256
+    """Longest response, in tokens, its end-of-turn token included."""
+
+    temperature: float = 1.0
+    """Of sampling, and of every log-probability that PPO compares."""
+
+    ppo_epochs: int = 1
+    """Passes over each rollout."""
+
+    kl_coef: float = 0.05
+    """Weight of the per-token KL penalty (log pi - log pi_ref) inside the reward."""
+
+    kl_target: float | None = None
+    """Nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019, 2.2); null keeps
+    kl_coef fixed."""
+
+    kl_horizon: int = 10_000
+    """Responses over which the adaptive kl_coef reacts."""
+
+    gamma: float = 1.0
+    """Discount per token."""
+
+    lam: float = 0.95
+    """GAE's bias-variance trade-off: 1 is Monte Carlo, 0 is one-step TD."""
+
+    whiten_advantages: bool = True
+    """Shift and scale advantages to mean 0, variance 1 over the whole rollout of all processes."""
+
+    whiten_rewards: bool = False
+    """Scale token rewards to variance 1, keeping their mean."""
+
+    clip: float = 0.2
+    """Lower side of the trust region: the policy ratio is clipped at 1 - clip."""
+
+    clip_high: float | None = None
+    """Upper side, 1 + clip_high (Yu et al. 2025, clip-higher); null uses `clip`."""
+
+    dual_clip: float | None = None
+    """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null is off."""
+
+    value_clip: float | None = 0.2
+    """Trust region of the value estimate, in units of reward; null is off."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    target_kl: float | None = None
+    """Stop the epochs over a rollout when the approximate KL between new and old policy exceeds 1.5
+    times this, in nats per token; null never stops."""
+
+    normalize_score: bool = True
+    """Subtract the reward model's stored mean and divide by its standard deviation."""
+
+    score_clip: float | None = 5.0
+    """Scores are clipped to ± this, after normalization; null is off."""
+
+    missing_eos_score: float | None = -1.0
+    """Score of a response that did not end by itself, replacing the model's; null is off."""
+
+    critic_warmup_steps: int = 0
+    """First iterations in which only the critic learns."""
+
+    ptx_coef: float = 0.0
+    """Weight of the language-model loss on `ptx_data`, mean per token (PPO-ptx)."""
+
+    ptx_data: tuple[str, ...] = ()
+    """Plain text or dialogues for the PPO-ptx loss, as `data.path`; empty uses step 1's rows."""
+
+    ema_decay: float | None = None
+    """Decay of the exponential moving average of the actor (enable_ema uses 0.992); null is off."""
+
+    samples_every: int = 20
+    """Iterations between printed samples of fixed prompts (print_answers_interval)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = ("rollout_size", "generation_batch_size", "max_prompt_length", "max_new_tokens")
+        for name in (*counts, "ppo_epochs", "kl_horizon", "samples_every"):
+            require(getattr(self, name) > 0, f"ppo.{name} must be above 0: {getattr(self, name)}")
+        require(
+            self.rollout_size >= self.batch_size,
+            f"ppo.batch_size {self.batch_size} is larger than ppo.rollout_size"
+            f" {self.rollout_size}: a minibatch is cut from one rollout",
+        )
+        require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
+        require(self.temperature > 0, f"ppo.temperature must be above 0, got {self.temperature}")
+        require(self.kl_coef >= 0, f"ppo.kl_coef must not be below 0, got {self.kl_coef}")
+        require(0 <= self.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {self.gamma}")
+        require(0 <= self.lam <= 1, f"ppo.lam must lie in [0, 1], got {self.lam}")
+        require(0 < self.clip < 1, f"ppo.clip must lie between 0 and 1, got {self.clip}")
+        for name in ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"ppo.{name} must be above 0 or null, got {value}")
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            f"ppo.dual_clip must be above 1 or null, got {self.dual_clip}",
+        )
+        require(
+            self.ema_decay is None or 0 < self.ema_decay < 1,
+            f"ppo.ema_decay must lie between 0 and 1 or be null, got {self.ema_decay}",
+        )
+        require(
+            self.kl_target is None or self.kl_coef > 0,
+            "ppo.kl_target adapts kl_coef by factors: start from a ppo.kl_coef above 0",
+        )
+        for role in ("actor", "critic"):
+            lora = getattr(self, role).lora
+            require(
+                lora is None or lora.dropout == 0,
+                f"ppo.{role}.lora.dropout must be 0: dropout breaks the ratio of new to old policy",
+            )
