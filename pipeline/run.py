@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import transformers
 import yaml
 
 from pipeline.config import StepConfig
@@ -159,6 +160,7 @@ def configure_logging(*, is_main: bool) -> None:
     root.handlers = [old for old in root.handlers if not isinstance(old, _StderrHandler)]
     root.addHandler(handler)
     root.setLevel(logging.WARNING if is_main else logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
 
