@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 # The server imports these once; every rank is then forked from it in milliseconds.
-_PROCESSES.set_forkserver_preload(["torch.distributed", "pipeline.models.trained", "tests.families"])
+_PROCESSES.set_forkserver_preload(
+    ["torch.distributed", "pipeline.models.trained", "tests.families"]
+)
 _TIMEOUT_SECONDS = 120
 
 

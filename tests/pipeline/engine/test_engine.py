@@ -1,4 +1,4 @@
-"""The engine against a plain loop in PyTorch, and the arithmetic of precision, clipping and skipping."""
+"""The engine against a plain loop in PyTorch; the arithmetic of precision, clipping, skipping."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and scores of a ragged batch are those of each sequence alone, in plain transformers."""
+"""A batch of many lengths says what plain `transformers` says of each sequence alone."""
 
 from pathlib import Path
 
