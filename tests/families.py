@@ -74,7 +74,7 @@ FAMILIES = {**RAGGED_FAMILIES, **PADDED_FAMILIES}
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Two layers, hidden size 32, 101 tokens; padding is the end of sequence, as GPT-2's kind has it."""
+    """Two layers, 101 tokens; padding is the end of sequence, as in models of GPT-2's kind."""
     special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     return AutoConfig.for_model(family, **{**FAMILIES[family], **special, **changes})
 
