@@ -113,7 +113,8 @@ class Run:
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
-            self._write(step, {"tokens_per_second": self._tokens_per_second, **metrics})
+            line = {"tokens": tokens, "tokens_per_second": self._tokens_per_second, **metrics}
+            self._write(step, line)
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
