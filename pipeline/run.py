@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -127,7 +127,11 @@ class Run:
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
-        """Write result.json, whole or not at all: seconds, steps, tokens, `eval` and `extra`."""
+        """Write result.json, whole or not at all.
+
+        It holds seconds, steps, tokens, `eval`, `extra`, and the settings that differ from the
+        defaults.
+        """
         if self._metrics is None:
             return
         result = {
@@ -135,6 +139,7 @@ class Run:
             "steps": self.step,
             "tokens": self.tokens,
             "eval": dict(eval),
+            "changed_settings": changed_settings(self.config),
             **extra,
         }
         temporary = self.path("result.json.tmp")
@@ -173,6 +178,24 @@ class _StderrHandler(logging.Handler):
 def plain_settings(config: StepConfig) -> dict[str, object]:
     """The settings as YAML and JSON know them: mappings, lists, strings, numbers."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def changed_settings(config: StepConfig) -> dict[str, object]:
+    """Dotted names and values of the settings that differ from the step's defaults."""
+    defaults = dict(_flat(plain_settings(type(config)(output_dir=config.output_dir))))
+    return {
+        name: value
+        for name, value in _flat(plain_settings(config))
+        if name not in defaults or defaults[name] != value
+    }
+
+
+def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _finite(value: object) -> object:
