@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from markupsafe import Markup
 
@@ -31,25 +32,46 @@ class Scale:
 
     low: float
     high: float
-    start: float
-    end: float
+    start: int | float
+    end: int | float
+    logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
         """The position of `value`."""
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        if self.logarithmic:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    @property
+    def ticks(self) -> list[float]:
+        """Round numbers within the scale: powers of ten where it is logarithmic."""
+        if self.logarithmic:
+            exponents = range(
+                math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1
+            )
+            return [10.0**exponent for exponent in exponents]
+        return ticks(self.low, self.high)
 
 
-def line_chart(curves: Sequence[Curve], *, label: str) -> Markup:
+def line_chart(curves: Sequence[Curve], *, label: str, logarithmic: bool = False) -> Markup:
     """The curves over steps: raw values pale, their moving average strong.
 
-    `label` is read out where the picture can't be seen.
+    Args:
+        curves: each with a point or more.
+        label: is read out where the picture can't be seen.
+        logarithmic: the values, all positive, may span orders of magnitude; where they do not, the
+            scale is linear all the same.
     """
-    points = [point for curve in curves for point in curve.points]
-    x_low, x_high = _spread([x for x, _ in points], margin=0.0)
-    y_low, y_high = _spread([y for _, y in points], margin=0.06)
+    values = [value for curve in curves for _, value in curve.points]
+    x_low, x_high = _spread([step for curve in curves for step, _ in curve.points], margin=0.0)
     x = Scale(x_low, x_high, LEFT, WIDTH - RIGHT)
-    y = Scale(y_low, y_high, HEIGHT - BOTTOM, TOP)
-    parts = [*_grid(x, y)]
+    if logarithmic and min(values) > 0 and max(values) > 20 * min(values):
+        y = Scale(min(values) / 1.3, max(values) * 1.3, HEIGHT - BOTTOM, TOP, logarithmic=True)
+    else:
+        y = Scale(*_spread(values, margin=0.06), HEIGHT - BOTTOM, TOP)
+    parts = _grid(x, y)
     for place, curve in enumerate(curves):
         parts += _curve(curve, x, y, place)
     return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
@@ -58,14 +80,18 @@ def line_chart(curves: Sequence[Curve], *, label: str) -> Markup:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Exponential moving average over about a fifteenth of the points, without a start-up bias."""
-    keep = 1 - 1 / max(1.0, len(points) / 15)
-    average = weight = 0.0
+    """The mean of each point and its neighbours on both sides, a fifteenth of the curve in all.
+
+    Windows at the ends are narrower, never lopsided: a moving average that looks back only would
+    trail behind a falling loss.
+    """
+    reach = len(points) // 30
+    sums = [0.0, *accumulate(value for _, value in points)]
     result: list[Point] = []
-    for step, value in points:
-        average = keep * average + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        result.append((step, average / weight))
+    for place, (step, _) in enumerate(points):
+        near = min(reach, place, len(points) - 1 - place)
+        first, end = place - near, place + near + 1
+        result.append((step, (sums[end] - sums[first]) / (end - first)))
     return result
 
 
@@ -82,7 +108,7 @@ def thinned(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
     return kept
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers within [low, high]."""
     rough = (high - low) / count
     magnitude = 10.0 ** math.floor(math.log10(rough))
@@ -116,7 +142,7 @@ def _spread(values: Sequence[float], *, margin: float) -> tuple[float, float]:
 def _grid(x: Scale, y: Scale) -> list[Markup]:
     line = Markup('<path class="grid" d="M{} {:.1f}H{}"/>')
     text = Markup('<text class="tick" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
-    rows, columns = ticks(y.low, y.high), ticks(x.low, x.high, 5)
+    rows, columns = y.ticks, x.ticks
     return [
         *(line.format(LEFT, y(value), WIDTH - RIGHT) for value in rows),
         *(text.format(LEFT - 6, y(value) + 3.5, "end", tick_label(value)) for value in rows),

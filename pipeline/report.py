@@ -39,6 +39,9 @@ class Chart:
     key: bool = False
     """The step's curve that is shown first."""
 
+    logarithmic: bool = False
+    """Positive values that may span orders of magnitude."""
+
 
 @dataclass(frozen=True)
 class DrawnChart:
@@ -62,7 +65,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
             {"loss": "training", "eval_loss": "held out"},
             key=True,
         ),
-        Chart("Perplexity", "held-out answers", {"eval_perplexity": "held out"}),
+        Chart("Perplexity", "held-out answers", {"eval_perplexity": "held out"}, logarithmic=True),
         Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
         Chart("Learning rate", "", {"lr": "lr"}),
     ),
@@ -165,8 +168,12 @@ def step_charts(step: StepResult) -> list[DrawnChart]:
             continue
         names = [curve.name for curve in curves]
         last = f"{curves[-1].points[-1][1]:.4g}"
-        label = f"{chart.title} over the steps of {step.name}"
-        drawn.append(DrawnChart(chart, names, last, line_chart(curves, label=label)))
+        picture = line_chart(
+            curves,
+            label=f"{chart.title} over the steps of {step.name}",
+            logarithmic=chart.logarithmic,
+        )
+        drawn.append(DrawnChart(chart, names, last, picture))
     return drawn
 
 
@@ -206,7 +213,7 @@ def chat_path(results: Results, out: Path) -> Path | None:
     return None
 
 
-def count(number: float) -> str:
+def count(number: int | float) -> str:
     """A large whole number in short: 1.2 M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= size:

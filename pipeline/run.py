@@ -1,20 +1,19 @@
 """One training run of one step: its directory, its files, its log. The loop belongs to the step."""
 
-import dataclasses
 import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-import yaml
-
+from pipeline.cli import write_config
 from pipeline.config import StepConfig
 from pipeline.progress import Progress
+from pipeline.settings import flatten, plain
 from pipeline.trackers import Trackers, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -48,15 +47,14 @@ class Run:
         self._seconds_trained = 0.0
         self._logged_at = (0, 0.0)
         if self.is_main:
-            settings = plain_settings(self.config)
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
             self._trackers = open_trackers(
                 self.config.trackers,
                 directory=self.config.output_dir,
                 run_name=self.name,
-                settings=settings,
+                settings=plain(self.config),
             )
-            self.path("config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+            write_config(self.config, self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)
             # Unbuffered: a line is one write, so that a killed run leaves whole lines.
@@ -175,27 +173,14 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-def plain_settings(config: StepConfig) -> dict[str, object]:
-    """The settings as YAML and JSON know them: mappings, lists, strings, numbers."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
 def changed_settings(config: StepConfig) -> dict[str, object]:
     """Dotted names and values of the settings that differ from the step's defaults."""
-    defaults = dict(_flat(plain_settings(type(config)(output_dir=config.output_dir))))
+    defaults = flatten(plain(type(config)(output_dir=config.output_dir)))
     return {
         name: value
-        for name, value in _flat(plain_settings(config))
+        for name, value in flatten(plain(config)).items()
         if name not in defaults or defaults[name] != value
     }
-
-
-def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _finite(value: object) -> object:
