@@ -81,10 +81,7 @@ class ChatFormat:
         The model's embeddings must then have at least `len(tokenizer)` rows. This comes before the
         first dialogue is encoded.
         """
-        from tokenizers import AddedToken
-
-        tokens = [AddedToken(token, special=True, normalized=False) for token in self.new_tokens]
-        return self.tokenizer.add_tokens(tokens, special_tokens=True)
+        return self.tokenizer.add_tokens(list(self.new_tokens), special_tokens=True)
 
     def attach(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Make this the chat template that is saved with `tokenizer`."""
@@ -94,8 +91,8 @@ class ChatFormat:
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an assistant turn: the format's end-of-turn token, and end-of-sequence."""
         self._require_tokens()
-        tokens = [self._end_of_turn, self._eos]
-        return tuple(dict.fromkeys(self.tokenizer.convert_tokens_to_ids(token) for token in tokens))
+        ids = self.tokenizer.get_vocab()
+        return tuple(dict.fromkeys((ids[self._end_of_turn], ids[self._eos])))
 
     def render(self, messages: Messages, *, generation_prompt: bool) -> str:
         """The text of a dialogue, as `apply_chat_template` gives it."""
@@ -104,7 +101,7 @@ class ChatFormat:
         folded = messages if self.system_slot else _fold_system(messages)
         turns = [{"role": message.role, "content": message.content} for message in folded]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 turns,
                 chat_template=self.template,
                 tokenize=False,
@@ -120,6 +117,7 @@ class ChatFormat:
                 f" {', '.join(message.role for message in messages)} turns: {error};"
                 " choose another --format or leave such dialogues out"
             ) from error
+        return str(text)
 
     def segments(self, messages: Messages) -> list[Segment]:
         """The text of a dialogue, cut where assistant turns begin and end.
@@ -135,7 +133,7 @@ class ChatFormat:
         starts = [self._start(messages[:at], text) for at in turns]
         segments: list[Segment] = []
         position = 0
-        for at, start, limit in zip(turns, starts, [*starts[1:], len(text)], strict=True):
+        for at, start, limit in zip(turns, starts, [*starts, len(text)][1:], strict=True):
             region = text[start:limit]
             length = self._turn_length(messages[: at + 1], region)
             turn = region[:length]
@@ -159,7 +157,7 @@ class ChatFormat:
         response: Messages,
         train_on: Literal["assistant", "all"] = "assistant",
     ) -> Encoded:
-        """Token ids of a dialogue and which are trained: `encode_prompt(prompt)`, then the response.
+        """Token ids of a dialogue, which begin with `encode_prompt(prompt)`, and which are trained.
 
         Trained are the texts of all assistant turns and the tokens that end them; with "all",
         every token. The first token follows nothing and is never trained.

@@ -1,8 +1,8 @@
 """The data sets that DeepSpeed-Chat knows by name: one short function for each schema.
 
 The sixteenth, `local/jsonfile`, is the user's own files: `sources` finds them, and their columns
-say what they are. A set that is split into train and test keeps its split; of the others, evaluation
-rows are cut.
+say what they are. A set that is split into train and test keeps its split; of the others, rows for
+evaluation are cut.
 """
 
 import re
