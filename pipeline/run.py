@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import transformers
+
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
 from pipeline.progress import Progress
@@ -162,6 +164,7 @@ def configure_logging(*, is_main: bool) -> None:
     root.handlers = [old for old in root.handlers if not isinstance(old, _StderrHandler)]
     root.addHandler(handler)
     root.setLevel(logging.WARNING if is_main else logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
 

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.prompts import Prompt, read_prompts
     from pipeline.data.examples import Message
+    from pipeline.run import configure_logging
 
+    configure_logging(is_main=True)
     if options.prompts is not None:
         prompts = read_prompts(options.prompts)
     else:

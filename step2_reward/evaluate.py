@@ -57,6 +57,10 @@ def main(argv: Sequence[str]) -> None:
         "--prompt and --data-path exclude each other: score single answers or pairs",
     )
     config = RewardConfig(data=DataConfig(max_length=options.max_length))
+
+    from pipeline.run import configure_logging
+
+    configure_logging(is_main=True)
     scorer, chat = load(options.path)
     if options.data_path is not None:
         examples = read_pairs(options.data_path, seed=config.seed)[: options.pairs]
