@@ -143,7 +143,7 @@ def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--path", "no/such/dir"], "no/such/dir"),
+        (["--path", "/no/such/dir"], "/no/such/dir"),
         (["--path", "embedded", "--temperature", "-1"], "temperature must be 0 or above"),
     ],
 )
