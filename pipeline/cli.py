@@ -1,0 +1,235 @@
+"""The command line: options, files of settings, help, and how commands end.
+
+The steps use:
+
+    parse_step(config_class, argv) -> config           presets, then dotted overrides, then checks
+    write_config(config, path) -> None                 YAML that repeats the run
+    run_main(main, argv=None) -> NoReturn              calls main(argv); wrong input exits 2
+
+A step's module ends with
+
+    def main(argv: Sequence[str]) -> None:
+        config = parse_step(SFTConfig, argv)
+        ...
+
+    if __name__ == "__main__":
+        run_main(main)
+
+`python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4`: dataclass
+defaults, then each file in order, then the command line. Option names take dashes or underscores;
+lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a switch alone is true.
+"""
+
+import os
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import NoReturn, TypeVar
+
+import yaml
+
+from pipeline.errors import ConfigError, UserError
+from pipeline.settings import (
+    Layer,
+    Option,
+    Setting,
+    build_config,
+    config_yaml,
+    list_settings,
+    section_class,
+    without_none,
+)
+
+C = TypeVar("C")
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
+    """The step's settings: defaults, then each `--config` in order, then dotted overrides.
+
+    `--help` and `--print_config` print and exit with code 0; `--local_rank`, which some launchers
+    add, is ignored.
+
+    Raises:
+        ConfigError: a file or setting can't be used; the sentence names it.
+    """
+    layers: list[Layer] = []
+    overrides: list[Option] = []
+    print_config = False
+    for name, words in split_options(argv):
+        match name:
+            case "help":
+                say(step_help(config_class))
+                raise SystemExit(0)
+            case "print_config":
+                print_config = True
+            case "local_rank":
+                continue
+            case "config":
+                layers += read_layers(words)
+            case _:
+                overrides.append((name, words))
+    config = build_config(config_class, layers, overrides)
+    if print_config:
+        say(config_yaml(config))
+        raise SystemExit(0)
+    return config
+
+
+def split_options(argv: Sequence[str]) -> list[Option]:
+    """The options of a command line, dashes in their names turned to underscores.
+
+    Raises:
+        ConfigError: a word stands before the first option.
+    """
+    options: list[Option] = []
+    for word in argv:
+        if word == "-h":
+            options.append(("help", []))
+        elif word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            options.append((name.replace("-", "_"), [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            raise ConfigError(f"unexpected word {word!r}; options start with --")
+    return options
+
+
+def read_layers(words: Sequence[str]) -> list[Layer]:
+    """The settings in the YAML (or JSON) files that follow `--config`.
+
+    Raises:
+        ConfigError: no file named, no such file, not YAML, or not a mapping of names to values.
+    """
+    if not words:
+        raise ConfigError("--config needs a file")
+    return [_read_layer(Path(word)) for word in words]
+
+
+def write_config(config: object, path: Path) -> None:
+    """Write the settings so that `--config path` repeats the run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(config_yaml(config), encoding="utf-8")
+    partial.replace(path)
+
+
+def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
+    """Call `main(argv)` and exit: 0 when it returns, 2 on a `UserError`, 130 on Ctrl-C.
+
+    Errors that are the user's to mend become one line on standard error, printed by the first
+    process only. A `KeyboardInterrupt` with a message prints it. Anything else keeps its traceback.
+    """
+    try:
+        main(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        complain(f"error: {error}")
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt as interrupt:
+        complain(str(interrupt) or "interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)
+
+
+def say(text: str) -> None:
+    """Text on standard output, from the first process only."""
+    if _is_first_process():
+        sys.stdout.write(text.rstrip("\n") + "\n")
+        sys.stdout.flush()
+
+
+def complain(sentence: str) -> None:
+    """One line on standard error, from the first process only."""
+    if _is_first_process():
+        sys.stderr.write(" ".join(sentence.split()) + "\n")
+        sys.stderr.flush()
+
+
+def step_help(config_class: type) -> str:
+    """The `--help` text of a step."""
+    module = f"{config_class.__module__.partition('.')[0]}.train"
+    summary = (config_class.__doc__ or "").strip().splitlines()[0]
+    return "\n".join(
+        [
+            f"usage: python -m {module} [--config FILE ...] [--SETTING VALUE ...]",
+            "",
+            summary,
+            "",
+            *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
+            *help_entry("--print_config", "Print the resolved settings and stop."),
+            "",
+            *settings_help(list_settings(config_class)),
+        ]
+    )
+
+
+def settings_help(settings: Iterable[Setting]) -> list[str]:
+    """Lines that describe settings: name, kind of value, meaning, default."""
+    lines: list[str] = []
+    for setting in settings:
+        default = _default(setting)
+        meaning = f"{setting.description} {default}".strip()
+        lines += help_entry(f"--{setting.name} {_placeholder(setting.kind)}", meaning)
+    return lines
+
+
+def help_entry(option: str, meaning: str) -> list[str]:
+    """Lines of `--help` for one option, the meaning indented below a long one."""
+    indent, width = 28, 96
+    text = textwrap.wrap(meaning, width - indent) or [""]
+    head = f"  {option}"
+    if len(head) + 2 <= indent:
+        head, text = head.ljust(indent) + text[0], text[1:]
+    return [head, *(" " * indent + line for line in text)]
+
+
+def _default(setting: Setting) -> str:
+    value = setting.default
+    if value is None or value in ((), {}):
+        return ""
+    shown = " ".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
+    return f"(default: {shown.lower() if isinstance(value, bool) else shown})"
+
+
+def _placeholder(kind: object) -> str:
+    """What stands for the value in `--help`: N, NUMBER, {auto,fp32,bf16,fp16}, ..."""
+    kind = without_none(kind)
+    if section_class(kind) is not None:
+        return ""
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(str(choice) for choice in typing.get_args(kind)) + "}"
+    if typing.get_origin(kind) is tuple:
+        first, *rest = typing.get_args(kind)
+        return f"{_placeholder(first)} ..." if rest == [...] else _placeholder(first) + ",..."
+    if typing.get_origin(kind) is dict:
+        return "NAME=VALUE ..."
+    names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "DIR", NoneType: ""}
+    return names.get(kind, "TEXT") if isinstance(kind, type) else "VALUE"
+
+
+def _read_layer(path: Path) -> Layer:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} can't be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"--config {path} is not valid YAML{line}") from None
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise ConfigError(f"--config {path} must hold settings, `name: value`")
+    return Layer(settings, str(path))
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
