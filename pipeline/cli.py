@@ -169,13 +169,14 @@ def step_help(config_class: type) -> str:
     )
 
 
-def settings_help(settings: Iterable[Setting]) -> list[str]:
+def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[str]:
     """Lines that describe settings: name, kind of value, meaning, default."""
     lines: list[str] = []
     for setting in settings:
         default = _default(setting)
         meaning = f"{setting.description} {default}".strip()
-        lines += help_entry(f"--{setting.name} {_placeholder(setting.kind)}", meaning)
+        name = setting.name.replace("_", "-") if dashes else setting.name
+        lines += help_entry(f"--{name} {_placeholder(setting.kind)}", meaning)
     return lines
 
 

@@ -141,6 +141,21 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def did_you_mean(settings: Sequence[Setting], name: str) -> list[str]:
+    """Up to two settings with the same last word, or of that name elsewhere, or a close one."""
+    names = [setting.name for setting in settings]
+    last = name.rpartition(".")[2]
+    ends = {known.rpartition(".")[2]: known for known in reversed(names)}
+    candidates = (
+        [known for known in names if known.rpartition(".")[2] == last],
+        # Descriptions give other systems' word for a setting in parentheses: (learning_rate).
+        [setting.name for setting in settings if f"({last})" in setting.description],
+        difflib.get_close_matches(name, names, n=1, cutoff=0.75),
+        [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
+    )
+    return next((found for found in candidates if found), [])[:2]
+
+
 def section_class(kind: object) -> type | None:
     """The dataclass in `kind`, which may be `SomeConfig` or `SomeConfig | None`."""
     kind = without_none(kind)
@@ -254,6 +269,8 @@ def _as_word(option: str, kind: object, words: list[str]) -> str:
     if is_json or words == ["null"]:
         return words[0]
     if typing.get_origin(kind) is tuple:
+        if not words:
+            raise ConfigError(f"{option} takes at least one value, got none")
         return json.dumps(_items(kind, words))
     if typing.get_origin(kind) is dict and words and all("=" in word for word in words):
         return json.dumps(dict(word.split("=", 1) for word in words))
@@ -278,25 +295,10 @@ def _items(kind: object, words: list[str]) -> list[str]:
 
 def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
     """The error for a name that is no setting, with the likely meant ones."""
-    meant = " or ".join(section + match for match in _did_you_mean(config_class, name))
+    matches = did_you_mean(list(list_settings(config_class)), name)
+    meant = " or ".join(section + match for match in matches)
     hint = f"did you mean {meant}?" if meant else "--help lists the settings"
     return ConfigError(f"there is no setting {section}{name}{place}; {hint}")
-
-
-def _did_you_mean(config_class: type, name: str) -> list[str]:
-    """Up to two settings with the same last word, or of that name elsewhere, or a close one."""
-    settings = list(list_settings(config_class))
-    names = [setting.name for setting in settings]
-    last = name.rpartition(".")[2]
-    ends = {known.rpartition(".")[2]: known for known in reversed(names)}
-    candidates = (
-        [known for known in names if known.rpartition(".")[2] == last],
-        # Descriptions give other systems' word for a setting in parentheses: (learning_rate).
-        [setting.name for setting in settings if f"({last})" in setting.description],
-        difflib.get_close_matches(name, names, n=1, cutoff=0.75),
-        [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
-    )
-    return next((found for found in candidates if found), [])[:2]
 
 
 def _one_sentence(message: str, section: str) -> str:
