@@ -1,0 +1,47 @@
+"""Talk to a model in the terminal: `python chat.py --path OUT/step3_ppo/actor`."""
+
+import argparse
+import secrets
+from collections.abc import Sequence
+
+from inference.settings import Sampling
+
+
+def main(argv: Sequence[str]) -> None:
+    """Load the model, then chat until the input ends.
+
+    Raises:
+        UserError: a wrong setting, or no model at the path.
+    """
+    options = parse(argv)
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
+    )
+
+    from inference.conversation import Conversation
+    from inference.terminal import Terminal
+    from pipeline.data.chat_format import resolve_format
+    from pipeline.models.load import load_for_inference
+
+    model, tokenizer = load_for_inference(options.path)
+    conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
+    conversation.reset(options.system)
+    Terminal(conversation).run()
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="chat.py", description="Talk to a model with the chat template it was saved with."
+    )
+    add = parser.add_argument
+    add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")
+    add("--max-new-tokens", "--max_new_tokens", type=int, default=128, metavar="N")
+    add("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy; default 0.7")
+    add("--top-p", "--top_p", type=float, default=1.0, metavar="P", help="nucleus; default 1")
+    add("--system", metavar="TEXT", help="system message")
+    add("--seed", type=int, help="makes the answers repeatable; random without it")
+    return parser.parse_args(argv)

@@ -1,0 +1,152 @@
+"""The chat's terminal: reads lines, runs commands, prints answers as they come."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from inference.conversation import Conversation
+from inference.streaming import printable
+from pipeline.errors import UserError
+
+HELP = """\
+/reset           forget the dialogue, keep the system message (also: clear)
+/system TEXT     begin anew with TEXT as the system message; without TEXT, with none
+/temperature X   0 takes the likeliest token, 1 samples as the model says
+/length N        longest answer, in tokens
+/save FILE       write the dialogue as a JSON list of messages
+/help            this list
+/quit            leave (also: quit, Ctrl-D)
+Ctrl-C           stop the answer"""
+
+ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
+"""Words that are commands when they are the whole line, as in DeepSpeed-Chat."""
+
+
+class Terminal:
+    """Reads from standard input, a terminal or a pipe, until it ends or says /quit."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.interactive = sys.stdin.isatty()
+        self._saved: set[Path] = set()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/reset": self.reset,
+            "/system": self.system,
+            "/temperature": self.temperature,
+            "/length": self.length,
+            "/save": self.save,
+            "/help": self.help,
+        }
+
+    def run(self) -> None:
+        """Chat until the end."""
+        if self.interactive:
+            import readline  # noqa: F401 - gives input() a history and line editing
+
+            self.say("Type a message, or /help. Ctrl-D leaves.")
+        while (line := self.read()) is not None:
+            word, _, rest = line.partition(" ")
+            word = ALIASES.get(line.lower(), word)
+            if word == "/quit":
+                return
+            if word in self._commands:
+                self._commands[word](rest.strip())
+            elif word.startswith("/"):
+                self.say(f"There is no command {word}; /help lists them.")
+            elif line:
+                self.answer(line)
+
+    def read(self) -> str | None:
+        """The next line; None at the end of input, or at Ctrl-C on an empty line."""
+        try:
+            return input("\nYou: " if self.interactive else "").strip()
+        except EOFError:
+            if self.interactive:
+                self.say("")
+            return None
+        except KeyboardInterrupt:
+            if not self.interactive:
+                raise
+            self.say("")
+            return None
+
+    def answer(self, text: str) -> None:
+        """Print the model's answer as it comes."""
+        if self.interactive:
+            self.write("Model: ")
+        try:
+            answer = self.conversation.answer(text, self.write)
+        except UserError as error:
+            self.say(f"({error})")
+            return
+        self.say(" [stopped]" if answer.interrupted else "")
+        if answer.num_left_out:
+            self.say(
+                f"(the {answer.num_left_out} oldest messages no longer fit the model's context"
+                " and were left out)"
+            )
+
+    def reset(self, _: str) -> None:
+        """Forget the dialogue, keep the system message."""
+        self.conversation.reset(self.conversation.system)
+        self.say("(new dialogue)")
+
+    def system(self, text: str) -> None:
+        """Begin anew with a system message, or without one."""
+        self.conversation.reset(text or None)
+        self.say("(new dialogue with this system message)" if text else "(no system message)")
+
+    def temperature(self, text: str) -> None:
+        """Set the temperature."""
+        self._change("temperature", text, float)
+
+    def length(self, text: str) -> None:
+        """Set the longest answer."""
+        self._change("max_new_tokens", text, int)
+
+    def save(self, text: str) -> None:
+        """Write the messages to a file that isn't there yet, or that this chat wrote."""
+        if not text:
+            self.say("(/save needs a file name)")
+            return
+        path = Path(text).expanduser()
+        if path.exists() and path not in self._saved:
+            self.say(f"({path} exists; choose another name)")
+            return
+        messages = [dataclasses.asdict(message) for message in self.conversation.messages]
+        try:
+            path.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            self.say(f"({path} can't be written: {error.strerror})")
+            return
+        self._saved.add(path)
+        self.say(f"(saved {len(messages)} messages in {path})")
+
+    def help(self, _: str) -> None:
+        """List the commands."""
+        self.say(HELP)
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self.write(line + "\n")
+
+    def write(self, text: str) -> None:
+        """Print `text` at once."""
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+
+    def _change(self, name: str, text: str, kind: type[int] | type[float]) -> None:
+        """Replace one of the sampling settings by the number in `text`."""
+        try:
+            number = kind(text)
+            self.conversation.sampling = dataclasses.replace(
+                self.conversation.sampling, **{name: number}
+            )
+        except UserError as error:
+            self.say(f"({error})")
+        except ValueError:
+            self.say(f"({name} takes {'a whole ' if kind is int else 'a '}number, not {text!r})")
+        else:
+            self.say(f"({name} {number})")

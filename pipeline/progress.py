@@ -1,0 +1,75 @@
+"""How far a step is: a bar in a terminal, about twenty plain lines anywhere else."""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+logger = logging.getLogger(__name__)
+
+PLAIN_LINES = 20
+SHOWN = ("score", "kl", "loss", "accuracy")
+"""What a person watches, where a step has it; metrics.jsonl has the rest."""
+
+
+class Progress:
+    """The progress of one step on standard error."""
+
+    def __init__(self, name: str, total_steps: int) -> None:
+        self.name = name
+        self.total_steps = total_steps
+        self._bar: RichProgress | None = None
+
+    def start(self) -> None:
+        """Show the bar, where there is a terminal."""
+        if not sys.stderr.isatty():
+            return
+        bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=Console(stderr=True),
+            refresh_per_second=2,
+        )
+        self._task = bar.add_task(self.name, total=self.total_steps, status="")
+        bar.start()
+        self._bar = bar
+
+    def update(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> None:
+        """`step` of `total_steps` are done, after `seconds` of training."""
+        status = self.status(step, metrics, seconds=seconds)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, status=status)
+        elif self.is_line_due(step):
+            logger.info("%s step %d/%d  %s", self.name, step, self.total_steps, status)
+
+    def stop(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def is_line_due(self, step: int) -> bool:
+        """Whether `step` gets a plain line: the first, the last, and about twenty in all."""
+        every = math.ceil(self.total_steps / PLAIN_LINES)
+        return step in (1, self.total_steps) or step % every == 0
+
+    def status(self, step: int, metrics: Mapping[str, int | float], *, seconds: float) -> str:
+        """What is shown beside the step: watched metrics, speed, time left."""
+        parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+        if metrics.get("tokens_per_second"):
+            parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        left = seconds / step * (self.total_steps - step)
+        parts.append(f"{duration(left)} left" if left else f"took {duration(seconds)}")
+        return "  ".join(parts)
+
+
+def duration(seconds: int | float) -> str:
+    """Seconds as `m:ss`, or `h:mm:ss` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

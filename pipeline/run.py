@@ -1,0 +1,184 @@
+"""One training run of one step: its directory, its files, its log. The loop belongs to the step."""
+
+import dataclasses
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import yaml
+
+from pipeline.config import StepConfig
+from pipeline.progress import Progress
+from pipeline.trackers import Trackers, open_trackers
+
+logger = logging.getLogger(__name__)
+
+OUR_LOGGERS = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo", "__main__")
+STALE = ("result.json", "samples.json")
+
+
+class Run:
+    """Context manager around a step's loop; rank 0 alone writes, on the others all is silent.
+
+    On entry: makes the directory, writes the resolved settings to `config.yaml`, starts a fresh
+    `metrics.jsonl`, removes the results of an earlier run. On exit, also by Ctrl-C: every file
+    holds whole lines only.
+    """
+
+    def __init__(self, config: StepConfig, *, name: str, total_steps: int, is_main: bool) -> None:
+        self.config = config
+        self.name = name
+        self.total_steps = total_steps
+        self.is_main = is_main
+        self.step = 0
+        self.tokens = 0
+        self._progress = Progress(name, total_steps)
+        self._trackers = Trackers({})
+        self._metrics: IO[bytes] | None = None
+        self._tokens_per_second = 0.0
+
+    def __enter__(self) -> "Run":
+        self._start = self._step_end = time.perf_counter()
+        self._seconds_trained = 0.0
+        self._logged_at = (0, 0.0)
+        if self.is_main:
+            settings = plain_settings(self.config)
+            self.config.output_dir.mkdir(parents=True, exist_ok=True)
+            self._trackers = open_trackers(
+                self.config.trackers,
+                directory=self.config.output_dir,
+                run_name=self.name,
+                settings=settings,
+            )
+            self.path("config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+            for stale in STALE:
+                self.path(stale).unlink(missing_ok=True)
+            # Unbuffered: a line is one write, so that a killed run leaves whole lines.
+            self._metrics = self.path("metrics.jsonl").open("wb", buffering=0)
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._metrics is None:
+            return
+        self._progress.stop()
+        self._metrics.close()
+        if kind is KeyboardInterrupt:
+            logger.info(
+                "%s stopped after step %d of %d; its metrics are in %s",
+                self.name,
+                self.step,
+                self.total_steps,
+                self.path("metrics.jsonl"),
+            )
+        self._trackers.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since entry."""
+        return time.perf_counter() - self._start
+
+    def path(self, name: str) -> Path:
+        """`<output_dir>/<name>`."""
+        return self.config.output_dir / name
+
+    def log(self, step: int, *, tokens: int = 0, **metrics: int | float) -> None:
+        """Record that `step` optimizer steps are done, the last one over `tokens` tokens.
+
+        Call it after every step: each moves the progress bar; every `config.log_every`-th and the
+        last one become a line of metrics.jsonl, with `tokens_per_second` since the line before,
+        evaluations not counted.
+        """
+        now = time.perf_counter()
+        self._seconds_trained += now - self._step_end
+        self._step_end = now
+        self.step = step
+        self.tokens += tokens
+        if self._metrics is None:
+            return
+        if step % self.config.log_every == 0 or step == self.total_steps:
+            tokens_before, seconds_before = self._logged_at
+            self._logged_at = (self.tokens, self._seconds_trained)
+            elapsed = max(self._seconds_trained - seconds_before, 1e-9)
+            self._tokens_per_second = (self.tokens - tokens_before) / elapsed
+            self._write(step, {"tokens_per_second": self._tokens_per_second, **metrics})
+        shown = {"tokens_per_second": self._tokens_per_second, **metrics}
+        self._progress.update(step, shown, seconds=self._seconds_trained)
+
+    def evaluated(self, step: int, **metrics: int | float) -> None:
+        """Record an evaluation after `step` optimizer steps, under names that begin `eval_`."""
+        # The time since the last step went into the evaluation (before step 1: and into loading).
+        self._step_end = time.perf_counter()
+        if self._metrics is None:
+            return
+        self._write(step, {f"eval_{name}": value for name, value in metrics.items()})
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
+
+    def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
+        """Write result.json, whole or not at all: seconds, steps, tokens, `eval` and `extra`."""
+        if self._metrics is None:
+            return
+        result = {
+            "seconds": round(self.seconds, 3),
+            "steps": self.step,
+            "tokens": self.tokens,
+            "eval": dict(eval),
+            **extra,
+        }
+        temporary = self.path("result.json.tmp")
+        temporary.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
+        temporary.replace(self.path("result.json"))
+
+    def _write(self, step: int, metrics: Mapping[str, int | float]) -> None:
+        assert self._metrics is not None
+        line = _finite({"step": step, "seconds": round(self.seconds, 3), **metrics})
+        self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._trackers.log(step, metrics)
+
+
+def configure_logging(*, is_main: bool) -> None:
+    """Log one line a message, `HH:MM:SS message`, to standard error.
+
+    Rank 0 shows our messages and the warnings of libraries; other ranks show errors only.
+    """
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers = [old for old in root.handlers if not isinstance(old, _StderrHandler)]
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING if is_main else logging.ERROR)
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what sys.stderr is at the moment: a progress bar puts itself in between."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
+def plain_settings(config: StepConfig) -> dict[str, object]:
+    """The settings as YAML and JSON know them: mappings, lists, strings, numbers."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def _finite(value: object) -> object:
+    """`value` with NaN and infinities as None, which JSON has."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

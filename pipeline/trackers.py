@@ -1,0 +1,131 @@
+"""Where metrics go besides metrics.jsonl, on request: TensorBoard and Weights & Biases."""
+
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from pipeline.config import Tracker
+from pipeline.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes the metrics of a step."""
+
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+        """Record `metrics` at `step`."""
+        ...
+
+    def close(self) -> None:
+        """Flush what is pending."""
+        ...
+
+
+class TensorBoardSink:
+    """Event files under `<directory>/tensorboard`."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides the events of an earlier run in the same directory.
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=0)
+
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+        """Record `metrics` at `step`."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush what is pending."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of the W&B project `rlhf-pipeline`, or of the one in WANDB_PROJECT."""
+
+    def __init__(self, directory: Path, name: str, settings: Mapping[str, object]) -> None:
+        import os
+
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "rlhf-pipeline"),
+            name=name,
+            dir=str(directory),
+            config=dict(settings),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+        """Record `metrics` at `step`."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush what is pending."""
+        self._run.finish()
+
+
+class Trackers:
+    """Hands metrics to sinks; a sink that fails is named once and left out from then on."""
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._sinks = dict(sinks)
+
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+        """Record `metrics` at `step` in every sink that still works."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.log(step, metrics)
+            except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve
+                del self._sinks[name]
+                logger.warning("%s failed at step %d and is off: %s", name, step, error)
+
+    def close(self) -> None:
+        """Flush every sink."""
+        while self._sinks:
+            name, sink = self._sinks.popitem()
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - as in log
+                logger.warning("%s could not be closed: %s", name, error)
+
+
+PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def require_trackers(names: Sequence[Tracker]) -> None:
+    """Check that the packages are installed.
+
+    Raises:
+        ConfigError: one is not; names the command that installs it.
+    """
+    for name in names:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ConfigError(
+                f"trackers: {name} is not installed; run `pip install {PACKAGES[name]}`"
+                " or take it out of `trackers`"
+            )
+
+
+def open_trackers(
+    names: Sequence[Tracker], *, directory: Path, run_name: str, settings: Mapping[str, object]
+) -> Trackers:
+    """The sinks called `names`; one that can't be opened is named in a warning and left out.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    require_trackers(names)
+    sinks: dict[str, Sink] = {}
+    for name in names:
+        try:
+            if name == "tensorboard":
+                sinks[name] = TensorBoardSink(directory)
+            else:
+                sinks[name] = WandbSink(directory, run_name, settings)
+        except Exception as error:  # noqa: BLE001 - such as no login: metrics.jsonl has it all
+            logger.warning("%s can't be opened and is off: %s", name, error)
+    return Trackers(sinks)

@@ -1,0 +1,84 @@
+"""Text from tokens as they come."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from inference.streaming import TextStream, printable
+
+SHARED = Path(
+    os.environ.get("RLHF_SHARED_DATA", Path(__file__).resolve().parents[2].parent / "shared/data")
+)
+TEXT = "Grüße, 東京 🙂🏽!\n\n  two  spaces , and a dot ."
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> PreTrainedTokenizerFast:
+    """A tokenizer that has most characters in several byte tokens, as GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["two spaces and a dot and a space"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def test_pieces_join_to_the_whole_text(byte_level: PreTrainedTokenizerFast) -> None:
+    ids = byte_level.encode(TEXT)
+    stream = TextStream(byte_level)
+
+    pieces = [stream.add(token_id) for token_id in ids]
+
+    assert "".join(pieces) == TEXT
+    assert stream.finish() == ""
+
+
+def test_no_piece_has_half_a_character(byte_level: PreTrainedTokenizerFast) -> None:
+    ids = byte_level.encode("a🙂b")
+    assert len(ids) == 6
+
+    stream = TextStream(byte_level)
+
+    assert [stream.add(token_id) for token_id in ids] == ["a", "", "", "", "🙂", "b"]
+
+
+def test_an_answer_cut_inside_a_character_ends_in_the_replacement_character(
+    byte_level: PreTrainedTokenizerFast,
+) -> None:
+    stream = TextStream(byte_level)
+
+    pieces = [stream.add(token_id) for token_id in byte_level.encode("a🙂")[:-1]]
+
+    assert "".join(pieces) == "a"
+    assert stream.finish() == "\ufffd"
+
+
+def test_special_tokens_have_no_text(byte_level: PreTrainedTokenizerFast) -> None:
+    ids = [*byte_level.encode("two"), byte_level.eos_token_id, *byte_level.encode(" spaces")]
+    stream = TextStream(byte_level)
+
+    assert "".join(stream.add(token_id) for token_id in ids) == "two spaces"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="shared/data is absent: no sentencepiece model")
+def test_sentencepiece_spaces_are_neither_lost_nor_doubled() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "stories260k")
+    ids = tokenizer.encode("Once upon a time,  there 🙂 was\n\n a girl .", add_special_tokens=False)
+    stream = TextStream(tokenizer)
+
+    streamed = "".join(stream.add(token_id) for token_id in ids) + stream.finish()
+
+    whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert streamed == whole
+
+
+def test_control_characters_cannot_steer_the_terminal() -> None:
+    assert printable("ok\n\ttab \x1b[2J \x9b3m \x7f") == "ok\n\ttab \ufffd[2J \ufffd3m \ufffd"

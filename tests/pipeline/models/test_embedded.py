@@ -1,0 +1,120 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.data.embedded import corpus
+from pipeline.models.embedded import VOCABULARY, build_model, build_tokenizer
+
+UNSEEN = "Zürich\tis 12°C — 你好 🙂 \n\n\n  two  spaces, <b>\u2581 1234567"
+
+
+def test_special_tokens_have_the_first_four_ids() -> None:
+    tokenizer = build_tokenizer()
+
+    ids = [tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    assert [*ids, tokenizer.pad_token_id] == [0, 1, 2, 3]
+    assert len(tokenizer) == VOCABULARY
+    assert tokenizer.chat_template is None
+
+
+def test_task_text_survives_tokenizing() -> None:
+    tokenizer = build_tokenizer()
+    texts = corpus()
+
+    encoded = tokenizer(texts)["input_ids"]
+
+    assert {ids[0] for ids in encoded} == {1}
+    assert tokenizer.batch_decode(encoded, skip_special_tokens=True) == texts
+
+
+def test_any_other_text_survives_tokenizing_without_unknown_tokens() -> None:
+    tokenizer = build_tokenizer()
+    # The mark that stands for a space inside pieces reads as one.
+    expected = UNSEEN.replace("\u2581", " ")
+
+    ids = tokenizer(UNSEEN, add_special_tokens=False)["input_ids"]
+
+    assert 0 not in ids
+    assert tokenizer.decode(ids) == expected
+
+
+def test_every_word_of_the_task_is_one_token_and_every_digit_its_own() -> None:
+    tokenizer = build_tokenizer()
+    words = {word for text in corpus() for word in re.findall(r" [A-Za-z]+", text)}
+
+    split = {word for word in words if len(tokenizer.tokenize(word)) > 1}
+
+    assert not split
+    assert tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
+
+
+def test_segments_tokenized_apart_join_without_a_change_at_the_seam() -> None:
+    tokenizer = build_tokenizer()
+    whole = "\n\nHuman: Add 1 and 2.\n\nAssistant: Sure! 1 plus 2 is 3."
+
+    for seam in (": Sure", " Sure", "Sure"):
+        cut = whole.index(seam)
+        ids = [
+            token
+            for part in (whole[:cut], whole[cut:])
+            for token in tokenizer(part, add_special_tokens=False)["input_ids"]
+        ]
+        assert tokenizer.decode(ids) == whole
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_saved_tokenizer_loads_through_auto_tokenizer_with_the_same_ids(
+    tmp_path: Path, with_model: bool
+) -> None:
+    tokenizer = build_tokenizer()
+    texts = [*corpus()[::97], UNSEEN]
+    tokenizer.save_pretrained(tmp_path)
+    if with_model:
+        build_model(vocab_size=len(tokenizer), seed=1).config.save_pretrained(tmp_path)
+
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+
+    assert loaded(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+    assert loaded.all_special_ids == tokenizer.all_special_ids
+    assert loaded.batch_decode(loaded(texts)["input_ids"]) == tokenizer.batch_decode(
+        tokenizer(texts)["input_ids"]
+    )
+
+
+def test_the_model_has_nine_hundred_thousand_parameters_and_the_tokenizers_ids() -> None:
+    tokenizer = build_tokenizer()
+
+    model = build_model(vocab_size=len(tokenizer), seed=1)
+
+    assert 850_000 < model.num_parameters() < 1_000_000
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_weights_depend_on_the_seed_alone_and_leave_the_global_random_state() -> None:
+    state = torch.get_rng_state()
+
+    first = build_model(vocab_size=64, seed=1).state_dict()
+    torch.rand(3)
+    again = build_model(vocab_size=64, seed=1).state_dict()
+    other = build_model(vocab_size=64, seed=2).state_dict()
+    torch.set_rng_state(state)
+    build_model(vocab_size=64, seed=1)
+
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_saved_model_loads_in_plain_transformers(tmp_path: Path) -> None:
+    model = build_model(vocab_size=64, seed=1)
+    model.save_pretrained(tmp_path)
+    tokens = torch.tensor([[1, 5, 9, 2]])
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -1,0 +1,162 @@
+"""One training run: its directory, its files, its log."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config import StepConfig
+from pipeline.run import Run
+
+
+def config(directory: Path, *, log_every: int = 1) -> StepConfig:
+    return StepConfig(output_dir=directory, log_every=log_every)
+
+
+def lines(directory: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
+    with Run(config(tmp_path), name="step1_sft", total_steps=2, is_main=True) as run:
+        run.evaluated(0, perplexity=9.0)
+        run.log(1, tokens=100, loss=2.0, lr=1e-3)
+        run.log(2, tokens=50, loss=1.5, lr=0.0)
+        run.finish(eval={"perplexity_after": 4.5}, best_step=2)
+
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["batch_size"] == 32
+    before, first, second = lines(tmp_path)
+    assert before["eval_perplexity"] == 9.0
+    assert (first["step"], first["loss"], first["lr"]) == (1, 2.0, 1e-3)
+    assert first["tokens_per_second"] > 0
+    assert second["seconds"] >= first["seconds"]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["steps"] == 2
+    assert result["tokens"] == 150
+    assert result["eval"] == {"perplexity_after": 4.5}
+    assert result["best_step"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+    ]
+
+
+def test_every_log_every_th_and_the_last_step_are_logged(tmp_path: Path) -> None:
+    with Run(config(tmp_path, log_every=3), name="run", total_steps=7, is_main=True) as run:
+        for step in range(1, 8):
+            run.log(step, tokens=10, loss=float(step))
+
+    assert [line["step"] for line in lines(tmp_path)] == [3, 6, 7]
+
+
+def test_tokens_per_second_counts_the_interval_without_its_evaluation(tmp_path: Path) -> None:
+    with Run(config(tmp_path), name="run", total_steps=2, is_main=True) as run:
+        time.sleep(0.4)
+        run.evaluated(0, loss=1.0)
+        time.sleep(0.05)
+        run.log(1, tokens=50)
+        time.sleep(0.4)
+        run.evaluated(1, loss=1.0)
+        time.sleep(0.05)
+        run.log(2, tokens=50)
+
+    rates = [line["tokens_per_second"] for line in lines(tmp_path) if "tokens_per_second" in line]
+    # 50 tokens in 0.05 s; with the evaluations it would be 111.
+    assert all(150 < rate <= 1000 for rate in rates)
+
+
+def test_nan_and_infinity_are_null_in_valid_json(tmp_path: Path) -> None:
+    with Run(config(tmp_path), name="run", total_steps=1, is_main=True) as run:
+        run.log(1, loss=float("nan"), ratio_max=float("inf"))
+        run.finish(eval={"judge": {"base": float("nan")}})
+
+    (line,) = lines(tmp_path)
+    assert line["loss"] is None
+    assert line["ratio_max"] is None
+    assert json.loads((tmp_path / "result.json").read_text())["eval"] == {"judge": {"base": None}}
+
+
+def test_a_run_begins_with_none_of_the_old_results(tmp_path: Path) -> None:
+    for name in ("result.json", "samples.json", "metrics.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("old\n")
+
+    with Run(config(tmp_path), name="run", total_steps=1, is_main=True):
+        pass
+
+    assert not (tmp_path / "result.json").exists()
+    assert not (tmp_path / "samples.json").exists()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert (tmp_path / "notes.txt").read_text() == "old\n"
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+
+    with (
+        caplog.at_level(logging.INFO),
+        Run(config(out), name="run", total_steps=1, is_main=False) as run,
+    ):
+        run.evaluated(0, loss=1.0)
+        run.log(1, tokens=5, loss=1.0)
+        run.finish(eval={})
+
+    assert not out.exists()
+    assert caplog.text == ""
+    assert run.path("model") == out / "model"
+
+
+ENDLESS = """
+    import sys
+    from pathlib import Path
+    from pipeline.config import StepConfig
+    from pipeline.run import Run, configure_logging
+
+    configure_logging(is_main=True)
+    config = StepConfig(output_dir=Path(sys.argv[1]))
+    with Run(config, name="step1_sft", total_steps=10**9, is_main=True) as run:
+        for step in range(1, 10**9):
+            run.log(step, tokens=1, loss=0.1 * step)
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_leaves_whole_lines(tmp_path: Path, stop: signal.Signals) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(ENDLESS), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        metrics = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size > 10_000):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(stop)
+        _, errors = process.communicate()
+
+    steps = [line["step"] for line in lines(tmp_path)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert metrics.read_bytes().endswith(b"\n")
+    assert not (tmp_path / "result.json").exists()
+    if stop is signal.SIGINT:
+        assert "step1_sft stopped after step" in errors
+
+
+def test_console_lines_begin_with_the_time_of_day(tmp_path: Path) -> None:
+    script = ENDLESS.replace("10**9", "3")
+
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    shown = done.stderr.splitlines()
+    assert len(shown) == 2
+    for step, line in zip((1, 2), shown, strict=True):
+        clock, rest = line.split(" ", 1)
+        time.strptime(clock, "%H:%M:%S")
+        assert rest.startswith(f"step1_sft step {step}/3  loss 0.{step}  ")
+    assert done.stdout == ""

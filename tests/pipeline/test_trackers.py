@@ -1,0 +1,74 @@
+"""TensorBoard and W&B beside metrics.jsonl."""
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.trackers import Trackers, open_trackers, require_trackers
+
+
+class BreaksAtStep2:
+    """A sink whose server goes away."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+        """Fail on the second step."""
+        assert metrics
+        self.calls += 1
+        if step == 2:
+            raise OSError("no route to host")
+
+    def close(self) -> None:
+        """Fail always."""
+        raise AssertionError("a sink that is off is not closed")
+
+
+def test_a_sink_that_fails_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    sink = BreaksAtStep2()
+    trackers = Trackers({"wandb": sink})
+
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3, 4):
+            trackers.log(step, {"loss": 1.0})
+        trackers.close()
+
+    assert sink.calls == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb failed at step 2 and is off: no route to host"
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_missing_package_stops_the_run_with_the_command_that_installs_it() -> None:
+    with pytest.raises(ConfigError, match="run `pip install wandb`"):
+        require_trackers(("wandb",))
+
+
+def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    trackers = open_trackers(("tensorboard",), directory=tmp_path, run_name="run", settings={})
+    trackers.log(1, {"loss": 2.0})
+    trackers.log(2, {"loss": 0.5})
+    trackers.close()
+
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 0.5)]
+
+
+def test_a_sink_that_cannot_be_opened_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+
+    trackers = open_trackers(("tensorboard",), directory=tmp_path, run_name="run", settings={})
+    trackers.log(1, {"loss": 2.0})
+
+    assert "tensorboard can't be opened and is off" in caplog.text
