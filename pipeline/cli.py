@@ -192,7 +192,7 @@ def help_entry(option: str, meaning: str) -> list[str]:
 
 def _default(setting: Setting) -> str:
     value = setting.default
-    if value is None or value in ((), {}):
+    if value in (None, False, (), {}):
         return ""
     shown = " ".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
     return f"(default: {shown.lower() if isinstance(value, bool) else shown})"
@@ -210,7 +210,7 @@ def _placeholder(kind: object) -> str:
         return f"{_placeholder(first)} ..." if rest == [...] else _placeholder(first) + ",..."
     if typing.get_origin(kind) is dict:
         return "NAME=VALUE ..."
-    names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "DIR", NoneType: ""}
+    names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "PATH", NoneType: ""}
     return names.get(kind, "TEXT") if isinstance(kind, type) else "VALUE"
 
 

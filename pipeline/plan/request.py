@@ -65,7 +65,7 @@ class Request:
     """Processes of single_node. Without it, one per GPU, or 2 where there is none."""
 
     hostfile: Path | None = None
-    """Machines of multi_node."""
+    """Machines of multi_node; not available in this version."""
 
     data_path: tuple[str, ...] = ()
     """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names, each with an
@@ -98,7 +98,7 @@ class Request:
     """Replace what an earlier run left in the output directory; other files stay."""
 
     save_every: int | None = None
-    """Steps between checkpoints."""
+    """Steps between checkpoints; not available in this version."""
 
     def __post_init__(self) -> None:
         require(bool(self.step), "--step names no step; give some of 1 2 3")
@@ -243,7 +243,7 @@ def _help(stages: Sequence[Stage]) -> str:
         ),
         "",
         "Settings of the steps, such as --sft.max_steps 100 --ppo.kl_coef 0.05, are listed by",
-        *(f"  python -m {stage.module} --help{'':4}(--{stage.section}.*)" for stage in stages),
+        *(f"  python -m {stage.module} --help" for stage in stages),
         "",
         "Examples",
         "  python train.py",

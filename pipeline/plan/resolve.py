@@ -11,13 +11,13 @@ from typing import Any
 
 from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig, require
-from pipeline.request import CommandLine, Request, Stage
+from pipeline.plan.request import CommandLine, Request, Stage
 from pipeline.settings import Layer, build_config
 
 DEFAULT_DATA = "Dahoas/rm-static"
 """Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
 
