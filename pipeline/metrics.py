@@ -1,6 +1,7 @@
 """Scalars of a step, gathered on the device and read once."""
 
 import math
+import time
 from collections.abc import Mapping
 
 import torch
@@ -58,3 +59,16 @@ def _mean(weighted: list[tuple[float, int | float]]) -> float:
 def _maximum(values: list[float]) -> float:
     # max() drops a NaN or keeps it depending on its place; a NaN must be seen.
     return float("nan") if any(map(math.isnan, values)) else max(values)
+
+
+class Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the clock was made."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds

@@ -28,6 +28,9 @@ class PPOConfig(StepConfig):
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model; a null path takes step 2's output."""
 
+    base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The model before step 1, for the comparison in the report; a null path leaves it out."""
+
     batch_size: int = 64
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
 
@@ -113,6 +116,11 @@ class PPOConfig(StepConfig):
 
     samples_every: int = 20
     """Iterations between printed samples of fixed prompts (print_answers_interval)."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt with its response, in tokens."""
+        return self.max_prompt_length + self.max_new_tokens
 
     def __post_init__(self) -> None:
         super().__post_init__()

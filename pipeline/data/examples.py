@@ -47,9 +47,23 @@ class Encoded:
     trained: list[bool]
     """True on tokens whose prediction is trained: assistant text and its end-of-turn token."""
 
+    @classmethod
+    def untrained(cls, input_ids: list[int]) -> "Encoded":
+        """A sequence that is read and not learned."""
+        return cls(input_ids, [False] * len(input_ids))
+
     def __len__(self) -> int:
         return len(self.input_ids)
 
-    def truncated(self, max_length: int) -> "Encoded":
+    @property
+    def num_targets(self) -> int:
+        """Tokens the loss counts; the first of a sequence is predicted from nothing."""
+        return sum(self.trained[1:])
+
+    def head(self, max_length: int) -> "Encoded":
         """The first `max_length` tokens."""
         return Encoded(self.input_ids[:max_length], self.trained[:max_length])
+
+    def tail(self, max_length: int) -> "Encoded":
+        """The last `max_length` tokens."""
+        return Encoded(self.input_ids[-max_length:], self.trained[-max_length:])

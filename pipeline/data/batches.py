@@ -1,0 +1,151 @@
+"""Batches: sequences laid end to end, and how a global batch is cut into pieces.
+
+No padding: a batch is one long row of real tokens and the lengths of the sequences in it, so masks
+can only come from lengths. Dimension names: N tokens of all sequences, B sequences, K targets.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from pipeline.data.examples import Encoded
+from pipeline.distributed import global_max
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B sequences, one after the other."""
+
+    input_ids: Int[Tensor, " N"]
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence; they add up to N."""
+
+    targets: Int[Tensor, " K"]
+    """Indices into `input_ids` of the tokens whose prediction counts, in ascending order. The first
+    token of a sequence is predicted from nothing and never among them."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens the loss counts."""
+        return len(self.targets)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens; there are no others."""
+        return len(self.input_ids)
+
+    @property
+    def last_tokens(self) -> Int[Tensor, " B"]:
+        """Index of the last token of each sequence."""
+        return torch.tensor(self.lengths).cumsum(0).to(self.input_ids.device) - 1
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        """The same batch on `device`."""
+        return TokenBatch(self.input_ids.to(device), self.lengths, self.targets.to(device))
+
+
+def collate(rows: Sequence[Encoded]) -> TokenBatch:
+    """Lay `rows` end to end."""
+    input_ids = torch.tensor([token for row in rows for token in row.input_ids])
+    trained = torch.tensor(
+        [flag and position > 0 for row in rows for position, flag in enumerate(row.trained)]
+    )
+    return TokenBatch(input_ids, tuple(len(row) for row in rows), trained.nonzero().squeeze(-1))
+
+
+def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:
+    """Lay `rows` end to end; where there are none, `spare` without targets, so that a process with
+    nothing to learn still runs the same passes as the others.
+    """
+    return collate(rows) if rows else collate([Encoded.untrained(spare.input_ids)])
+
+
+def pad(sequences: Sequence[Tensor], *, fill: float = 0) -> tuple[Tensor, Bool[Tensor, "B T"]]:
+    """Stack 1-D tensors of different lengths into (B, T) and say which entries are real."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True, padding_value=fill)
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    return padded, mask.to(padded.device)
+
+
+class RowStream:
+    """Endless shuffled row numbers, cut into global batches; the same on every process.
+
+    Each pass over the rows has its own permutation, drawn from (seed, pass). A batch may begin in
+    one pass and end in the next, so that no row is left out.
+    """
+
+    def __init__(self, *, num_rows: int, batch_size: int, seed: int) -> None:
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.position = 0  # rows handed out so far, over all passes
+        self._pass = -1
+        self._order: list[int] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        rows = [self._row(self.position + offset) for offset in range(self.batch_size)]
+        self.position += self.batch_size
+        return rows
+
+    def _row(self, position: int) -> int:
+        number, offset = divmod(position, self.num_rows)
+        if number != self._pass:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            self._order = torch.randperm(self.num_rows, generator=generator).tolist()
+            self._pass = number
+        return self._order[offset]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where another stream with the same rows and seed stood."""
+        self.position = state["position"]
+
+
+def num_steps(*, num_rows: int, batch_size: int, epochs: float, max_steps: int | None) -> int:
+    """Optimizer steps of a run: `max_steps`, or `epochs` passes over the rows, rounded up."""
+    return max_steps if max_steps is not None else math.ceil(epochs * num_rows / batch_size)
+
+
+def micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, num_processes: int, process: int
+) -> list[list[int]]:
+    """Pack the rows of a global batch into micro-batches; return those of one process.
+
+    Rows go to the least filled of k micro-batches, longest first, with k the smallest multiple of
+    `num_processes` whose micro-batches all hold at most `max_tokens` (or a single row). Every
+    process gets the same number of micro-batches of nearly the same size; where there are fewer
+    rows than micro-batches, some are empty.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    count = math.ceil(max(1, math.ceil(sum(lengths) / max_tokens)) / num_processes) * num_processes
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for row in longest_first:
+            emptiest = min(range(count), key=lambda index: (filled[index], index))
+            bins[emptiest].append(row)
+            filled[emptiest] += lengths[row]
+        if all(tokens <= max_tokens or len(b) == 1 for tokens, b in zip(filled, bins, strict=True)):
+            return [sorted(b) for b in bins[process::num_processes]]
+        count += num_processes
+
+
+def local_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Pack rows that only this process has; every process gets the same number of micro-batches,
+    some of them empty.
+    """
+    parts = micro_batches(lengths, max_tokens=max_tokens, num_processes=1, process=0)
+    most = int(global_max(len(parts)))
+    return parts + [[] for _ in range(most - len(parts))]

@@ -1,0 +1,327 @@
+r"""Chat formats: from a dialogue to the token ids a model is trained on and prompted with.
+
+A format is a Jinja template and the rule for cutting its text. The text is cut where the model's
+part begins and ends, and each piece is tokenized by itself:
+
+    Human: Hi there.\n\nAssistant: | Hello!</s> | \n\nHuman: How are you?\n\nAssistant: | Fine.</s>
+
+So the tokens of a prompt in training are the tokens of that prompt in generation, and what the
+model generated keeps its tokens in the next turn. An assistant turn ends with the token that ends
+generation. Loss masks follow from the cut, never from token ids, so a padding token that is also
+the end-of-sequence token does no harm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.data.continuation import Encoder, beginning_encoder, continuation_encoder
+from pipeline.data.examples import Encoded, Message
+from pipeline.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Message]
+
+FORMATS = {
+    "human_assistant": (),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama2": (),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "alpaca": (),
+    "vicuna": (),
+    "plain": (),
+}
+"""The formats in formats/*.jinja and the special tokens each one needs."""
+
+_PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
+_PROBE_RESPONSE = Message("assistant", "Four.")
+_PROBE_SYSTEM = Message("system", "Zero.")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a dialogue's text that is tokenized by itself."""
+
+    text: str
+
+    by_assistant: bool
+    """The assistant wrote it, up to and including its end-of-turn token."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A chat template bound to a tokenizer."""
+
+    name: str
+
+    template: str
+    """The Jinja text saved with the model: `apply_chat_template` renders what we train on."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+
+    tokens: tuple[str, ...] = ()
+    """The special tokens the template needs."""
+
+    system_slot: bool = True
+    """The template takes a system message; if not, it is put in front of the first user turn."""
+
+    @property
+    def new_tokens(self) -> tuple[str, ...]:
+        """Special tokens that the template needs and the tokenizer lacks."""
+        added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        return tuple(token for token in self.tokens if token not in added)
+
+    def add_new_tokens(self) -> int:
+        """Add `new_tokens` to the tokenizer; return how many.
+
+        The model's embeddings must then have at least `len(tokenizer)` rows. This comes before the
+        first dialogue is encoded.
+        """
+        return self.tokenizer.add_tokens(list(self.new_tokens), special_tokens=True)
+
+    def attach(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Make this the chat template that is saved with `tokenizer`."""
+        tokenizer.chat_template = self.template
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn: the format's end-of-turn token, and end-of-sequence."""
+        self._require_tokens()
+        ids = self.tokenizer.get_vocab()
+        return tuple(dict.fromkeys((ids[self._end_of_turn], ids[self._eos])))
+
+    def render(self, messages: Messages, *, generation_prompt: bool) -> str:
+        """The text of a dialogue, as `apply_chat_template` gives it."""
+        import jinja2
+
+        folded = messages if self.system_slot else _fold_system(messages)
+        turns = [{"role": message.role, "content": message.content} for message in folded]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                turns,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"--format {self.name}: line {error.lineno} of the template: {error.message}"
+            ) from error
+        except (jinja2.TemplateError, TypeError) as error:
+            raise DataError(
+                f"chat format {self.name} can't render a dialogue of"
+                f" {', '.join(message.role for message in messages)} turns: {error};"
+                " choose another --format or leave such dialogues out"
+            ) from error
+        return str(text)
+
+    def segments(self, messages: Messages) -> list[Segment]:
+        """The text of a dialogue, cut where assistant turns begin and end.
+
+        A dialogue that ends in a user turn ends with the generation prompt; one that ends in an
+        assistant turn ends with that turn's last token.
+        """
+        answered = messages[-1].role == "assistant"
+        if answered and len(messages) == 1:  # text that answers nobody has no roles
+            return [Segment(self._bos + messages[0].content + self._eos, by_assistant=True)]
+        text = self.render(messages, generation_prompt=not answered)
+        turns = [at for at, message in enumerate(messages) if message.role == "assistant"]
+        starts = [self._start(messages[:at], text) for at in turns]
+        segments: list[Segment] = []
+        position = 0
+        for at, start, limit in zip(turns, starts, [*starts, len(text)][1:], strict=True):
+            region = text[start:limit]
+            length = self._turn_length(messages[: at + 1], region)
+            turn = region[:length]
+            closed = turn if turn.endswith(self._end_of_turn) else turn + self._end_of_turn
+            segments.append(Segment(text[position:start], by_assistant=False))
+            segments.append(Segment(closed, by_assistant=True))
+            position = start + length
+        if not answered:
+            segments.append(Segment(text[position:], by_assistant=False))
+        return segments
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """Token ids of a dialogue that the assistant is to continue, generation prompt included."""
+        if not messages or messages[-1].role == "assistant":
+            raise DataError("a prompt must end in a user turn")
+        return [token for ids in self._ids(self.segments(messages)) for token in ids]
+
+    def encode(
+        self,
+        prompt: Messages,
+        response: Messages,
+        train_on: Literal["assistant", "all"] = "assistant",
+    ) -> Encoded:
+        """Token ids of a dialogue, which begin with `encode_prompt(prompt)`, and which are trained.
+
+        Trained are the texts of all assistant turns and the tokens that end them; with "all",
+        every token. The first token follows nothing and is never trained.
+        """
+        messages = [*prompt, *response]
+        if not response or messages[-1].role != "assistant":
+            raise DataError("a response must end in an assistant turn")
+        segments = self.segments(messages)
+        input_ids: list[int] = []
+        trained: list[bool] = []
+        for segment, ids in zip(segments, self._ids(segments), strict=True):
+            input_ids += ids
+            trained += [segment.by_assistant or train_on == "all"] * len(ids)
+        trained[0] = False
+        return Encoded(input_ids, trained)
+
+    def _ids(self, segments: Sequence[Segment]) -> list[list[int]]:
+        begin, go_on = self._encoders
+        return [begin(segments[0].text), *(go_on(segment.text) for segment in segments[1:])]
+
+    def _start(self, before: Messages, text: str) -> int:
+        """Where in `text` the assistant's turn after `before` begins."""
+        prompt = self.render(before, generation_prompt=True)
+        if not text.startswith(prompt):
+            raise DataError(
+                f"chat format {self.name} renders the first {len(before)} turns of a dialogue"
+                " differently once more turns follow, so a prompt would not be trained on as it is"
+                " generated from; choose another --format"
+            )
+        return len(prompt)
+
+    def _turn_length(self, messages: Messages, region: str) -> int:
+        """How much of `region` is the last of `messages`, up to and including its end of turn.
+
+        Args:
+            messages: a dialogue up to and including an assistant turn.
+            region: the text from that turn on, up to the assistant turn after it.
+        """
+        content = messages[-1].content.strip()
+        found = region.find(content)
+        end = region.find(self._end_of_turn, found + len(content) if found >= 0 else 0)
+        if end >= 0:
+            return end + len(self._end_of_turn)
+        # The template ends turns in the middle without a token of its own.
+        alone = self.render(messages, generation_prompt=False)
+        start = self._start(messages[:-1], alone)
+        turn = alone[start:].rstrip().removesuffix(self._end_of_turn).rstrip()
+        if not region.startswith(turn):
+            raise DataError(
+                f"chat format {self.name} changes the text of an assistant turn once more turns"
+                " follow, so it can't be trained on as it is generated; choose another --format"
+            )
+        return len(turn)
+
+    @cached_property
+    def _encoders(self) -> tuple[Encoder, Encoder]:
+        self._require_tokens()
+        return beginning_encoder(self.tokenizer), continuation_encoder(self.tokenizer)
+
+    def _require_tokens(self) -> None:
+        if self.new_tokens:
+            raise ModelError(
+                f"chat format {self.name} needs the tokens {' '.join(self.new_tokens)}, which the"
+                " tokenizer lacks: they must be added, and the model's embeddings resized, first"
+            )
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        """The special token after an assistant turn's text; end-of-sequence where there is none."""
+        prompt = self.render(_PROBE_PROMPT, generation_prompt=True)
+        dialogue = self.render((*_PROBE_PROMPT, _PROBE_RESPONSE), generation_prompt=False)
+        tail = dialogue[len(prompt) :].partition(_PROBE_RESPONSE.content)[2]
+        specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        specials.update(self.tokenizer.all_special_tokens, self.tokens)
+        found = [(tail.find(token), -len(token), token) for token in specials if token in tail]
+        return min(found)[2] if found else self._eos
+
+    @property
+    def _eos(self) -> str:
+        return str(self.tokenizer.eos_token)
+
+    @property
+    def _bos(self) -> str:
+        return str(self.tokenizer.bos_token) if _adds_bos(self.tokenizer) else ""
+
+
+def resolve_format(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatFormat:
+    """The chat format called `name`, for `tokenizer`.
+
+    Args:
+        tokenizer: of the model; it isn't changed.
+        name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
+            one of `FORMATS`, or a path to a Jinja file.
+
+    Raises:
+        ConfigError: there is no such format.
+        ModelError: the tokenizer lacks what the format needs.
+        DataError: the template can't be cut into prompts and responses.
+    """
+    if tokenizer.eos_token is None:
+        raise ModelError(
+            "the tokenizer has no end-of-sequence token, so the model could not learn to stop;"
+            " set eos_token in its tokenizer_config.json"
+        )
+    if name == "auto":
+        name = "tokenizer" if tokenizer.chat_template else "human_assistant"
+    chat_format = ChatFormat(name, _template(tokenizer, name), tokenizer, FORMATS.get(name, ()))
+    chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
+    text = chat_format.render(_PROBE_PROMPT, generation_prompt=True)
+    if _adds_bos(tokenizer) and not text.startswith(str(tokenizer.bos_token)):
+        chat_format = replace(chat_format, template="{{- bos_token }}" + chat_format.template)
+    chat_format.segments((*_PROBE_PROMPT, _PROBE_RESPONSE))
+    return chat_format
+
+
+def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+    """The Jinja text behind the name of a format."""
+    if name in FORMATS:
+        return (Path(__file__).parent / "formats" / f"{name}.jinja").read_text(encoding="utf-8")
+    if name == "tokenizer":
+        if not tokenizer.chat_template:
+            raise ModelError(
+                "--format tokenizer: the tokenizer has no chat template; choose"
+                f" {', '.join(FORMATS)} or a Jinja file"
+            )
+        try:
+            return tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ModelError(f"--format tokenizer: {error}") from error
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"--format {name} is neither a Jinja file nor one of auto, tokenizer,"
+            f" {', '.join(FORMATS)}"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _has_system_slot(chat_format: ChatFormat) -> bool:
+    """Whether a dialogue with a system message renders, keeps it, and can be cut."""
+    dialogue = (_PROBE_SYSTEM, *_PROBE_PROMPT, _PROBE_RESPONSE)
+    try:
+        segments = chat_format.segments(dialogue)
+    except DataError:
+        return False
+    return any(_PROBE_SYSTEM.content in segment.text for segment in segments)
+
+
+def _fold_system(messages: Messages) -> list[Message]:
+    """The dialogue with system messages put in front of the user turn after them."""
+    folded: list[Message] = []
+    system: list[str] = []
+    for message in messages:
+        if message.role == "system":
+            system.append(message.content)
+        elif system and message.role == "user":
+            folded.append(Message("user", "\n\n".join([*system, message.content])))
+            system = []
+        else:
+            folded.append(message)
+    return folded
+
+
+def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the tokenizer puts a beginning-of-sequence token before a text by itself."""
+    ids = tokenizer("a", verbose=False)["input_ids"]
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

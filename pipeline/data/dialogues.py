@@ -1,0 +1,85 @@
+"""Dialogues in text and in turns: reading them, and finding where prompt and response meet."""
+
+import re
+from collections.abc import Sequence
+
+from pipeline.data.examples import Message, Role
+
+Turns = tuple[Message, ...]
+
+# The form of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...", a marker at the start of the text.
+_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+# The form of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
+_ONE_LINE = re.compile(r"\A\s*Human:(?P<user>.*)\sAssistant:(?P<assistant>.*)\Z", re.DOTALL)
+_ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
+
+
+def parse_dialogue(text: str) -> Turns | None:
+    """The turns of a "Human: ... Assistant: ..." text; None where it isn't one.
+
+    An empty "Assistant:" at the end, which asks for the response, is not a turn.
+    """
+    marks = list(_MARKER.finditer(text))
+    if not marks or marks[0].start() != 0 or marks[0][1] != "Human":
+        return None
+    if len(marks) == 1:
+        match = _ONE_LINE.match(text)
+        turns = [("Human", match["user"]), ("Assistant", match["assistant"])] if match else []
+    else:
+        turns = []
+    if not turns:
+        ends = [*(mark.start() for mark in marks[1:]), len(text)]
+        turns = [(mark[1], text[mark.end() : end]) for mark, end in zip(marks, ends, strict=True)]
+    messages = [Message(_ROLES[name], content.strip()) for name, content in turns]
+    if messages[-1] == Message("assistant", ""):
+        messages.pop()
+    return join_turns(messages)
+
+
+def join_turns(messages: Sequence[Message]) -> Turns:
+    """`messages` with neighbours of one role joined by a blank line.
+
+    Many chat formats refuse dialogues in which the roles don't take turns.
+    """
+    joined: list[Message] = []
+    for message in messages:
+        if joined and joined[-1].role == message.role:
+            content = f"{joined[-1].content}\n\n{message.content}"
+            joined[-1] = Message(message.role, content.strip("\n"))
+        else:
+            joined.append(message)
+    return tuple(joined)
+
+
+def last_response(turns: Turns) -> tuple[Turns, Turns]:
+    """(prompt, response) of one dialogue: the response is its last assistant turn.
+
+    A dialogue that ends in a user turn is a prompt without a response.
+    """
+    if turns and turns[-1].role == "assistant":
+        return turns[:-1], turns[-1:]
+    return turns, ()
+
+
+def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns] | None:
+    """(prompt, chosen, rejected) of two whole dialogues: the prompt is what they share.
+
+    The prompt ends in a user turn and each response in an assistant turn; None where that can't be.
+    """
+    chosen, rejected = _ending_in_assistant(chosen), _ending_in_assistant(rejected)
+    shared = 0
+    for ours, theirs in zip(chosen[:-1], rejected[:-1], strict=False):
+        if ours != theirs:
+            break
+        shared += 1
+    while shared and chosen[shared - 1].role != "user":
+        shared -= 1
+    if not shared:
+        return None
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _ending_in_assistant(turns: Turns) -> Turns:
+    while turns and turns[-1].role != "assistant":
+        turns = turns[:-1]
+    return turns

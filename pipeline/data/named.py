@@ -1,0 +1,176 @@
+"""The data sets that DeepSpeed-Chat knows by name: one short function for each schema.
+
+The sixteenth, `local/jsonfile`, is the user's own files: `sources` finds them, and their columns
+say what they are. A set that is split into train and test keeps its split; of the others, rows for
+evaluation are cut.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.data.dialogues import Turns, join_turns, last_response, parse_dialogue
+from pipeline.data.examples import Example, Message
+from pipeline.data.sources import Row
+from pipeline.errors import DataError
+
+Columns = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    """A data set whose rows need a reader of their own."""
+
+    to_example: Callable[[Columns], Example | None]
+    """The example in a row; None drops the row."""
+
+    has_rejected: bool = False
+    """Rows have a rejected response, so that step 2 can use them."""
+
+    def read(self, row: Row) -> Example | None:
+        """The example in `row`; DataError where the row isn't of the set's schema."""
+        try:
+            example = self.to_example(row.columns)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{row.origin} is not of the schema of its data set ({type(error).__name__}:"
+                f" {error}); say which column is which with --fields"
+            ) from error
+        return example and replace(example, origin=row.origin)
+
+
+def named_set(name: str) -> NamedSet | None:
+    """The set called `name`; also for a directory whose last parts are that name."""
+    parts = name.replace("\\", "/").rstrip("/").split("/")
+    return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
+
+
+def _pair(prompt: str | Turns, chosen: str, rejected: str | None = None) -> Example | None:
+    """An example of texts, stripped; None where a text is empty."""
+    turns = _user(prompt) if isinstance(prompt, str) else prompt
+    texts = [chosen] if rejected is None else [chosen, rejected]
+    if not turns or turns[-1].role != "user" or not turns[-1].content:
+        return None
+    if not all(text.strip() for text in texts):
+        return None
+    return Example(turns, _assistant(chosen), _assistant(rejected) if rejected else ())
+
+
+def _assistant(text: str) -> Turns:
+    return (Message("assistant", text.strip()),)
+
+
+def _user(text: str) -> Turns:
+    return (Message("user", text.strip()),)
+
+
+def _prompt_chosen_rejected(row: Columns) -> Example | None:
+    """Dahoas/rm-static and full-hh-rlhf: a prompt in the form of hh-rlhf, and two responses."""
+    prompt = parse_dialogue(row["prompt"]) or _user(row["prompt"])
+    return _pair(prompt, row["chosen"], row["rejected"])
+
+
+def _synthetic_instruct(row: Columns) -> Example | None:
+    return _pair(row["prompt"], row["chosen"], row["rejected"])
+
+
+def _reward_datasets(row: Columns) -> Example | None:
+    """The word "Assistant:" stands before the responses, not after the prompt."""
+    prompt = parse_dialogue(f"{row['prompt'].rstrip()}\n\nAssistant:") or _user(row["prompt"])
+    chosen, rejected = (row[name].split("Assistant:")[-1] for name in ("chosen", "rejected"))
+    return _pair(prompt, chosen, rejected)
+
+
+def _webgpt(row: Columns) -> Example | None:
+    """Two answers with scores; a tie says nothing. Citations like [1] and [2, 3] are taken out."""
+    scores = float(row["score_0"]), float(row["score_1"])
+    answers = [re.sub(r" ?\[\d+(?:, ?\d+)*\]", "", row[name]) for name in ("answer_0", "answer_1")]
+    if scores[0] == scores[1]:
+        return None
+    better = 0 if scores[0] > scores[1] else 1
+    example = _pair(row["question"]["full_text"], answers[better], answers[1 - better])
+    return example and replace(example, margin=abs(scores[0] - scores[1]))
+
+
+def _shp(row: Columns) -> Example | None:
+    """Two comments on a Reddit post; label 1 says that A has more votes."""
+    responses = row["human_ref_A"], row["human_ref_B"]
+    chosen, rejected = responses if int(row["labels"]) == 1 else responses[::-1]
+    return _pair(row["history"], chosen, rejected)
+
+
+def _sharegpt_vicuna(row: Columns) -> Example | None:
+    """A prompt of USER: and ASSISTANT: turns, and the response in `label`."""
+    if not row["prompt"] or not row["label"]:
+        return None
+    pieces = re.split(r"(?:\A|\s)(USER|ASSISTANT):", row["prompt"])
+    turns = [
+        Message("user" if name == "USER" else "assistant", text.strip())
+        for name, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    ]
+    if turns and turns[-1] == Message("assistant", ""):
+        turns.pop()
+    prompt, answered = last_response(join_turns(turns or _user(row["prompt"])))
+    return None if answered else _pair(prompt, row["label"])
+
+
+def _zhihu(row: Columns) -> Example | None:
+    return _optional_pair(row["INSTRUCTION"], row["RESPONSE"])
+
+
+def _miracl(row: Columns) -> Example | None:
+    """A query, a passage that answers it, and one that doesn't."""
+    positive, negative = row["positive_passages"], row["negative_passages"]
+    if not positive or not negative:
+        return None
+    return _pair(row["query"], positive[0]["text"], negative[0]["text"])
+
+
+def _hc3_chinese(row: Columns) -> Example | None:
+    answers = row["human_answers"]
+    return _optional_pair(row["question"], answers[0] if answers else None)
+
+
+def _mkqa(language: str) -> Callable[[Columns], Example | None]:
+    def to_example(row: Columns) -> Example | None:
+        answers = row["answers"][language]
+        return _optional_pair(row["queries"][language], answers[0]["text"] if answers else None)
+
+    return to_example
+
+
+def _qg_jaquad(row: Columns) -> Example | None:
+    """A question and the sentence that answers it."""
+    return _pair(row["question"], row["sentence"])
+
+
+def _qag_jaquad(row: Columns) -> Example | None:
+    """The first question and the paragraph that answers it."""
+    return _pair(row["questions"][0], row["paragraph"]) if row["questions"] else None
+
+
+def _optional_pair(prompt: str | None, chosen: str | None) -> Example | None:
+    return None if prompt is None or chosen is None else _pair(prompt, chosen)
+
+
+_MIRACL = NamedSet(_miracl, has_rejected=True)
+
+NAMED = {
+    "Dahoas/rm-static": NamedSet(_prompt_chosen_rejected, has_rejected=True),
+    "Dahoas/full-hh-rlhf": NamedSet(_prompt_chosen_rejected, has_rejected=True),
+    "Dahoas/synthetic-instruct-gptj-pairwise": NamedSet(_synthetic_instruct, has_rejected=True),
+    "yitingxie/rlhf-reward-datasets": NamedSet(_reward_datasets, has_rejected=True),
+    "openai/webgpt_comparisons": NamedSet(_webgpt, has_rejected=True),
+    "stanfordnlp/SHP": NamedSet(_shp, has_rejected=True),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": NamedSet(_sharegpt_vicuna),
+    "wangrui6/Zhihu-KOL": NamedSet(_zhihu),
+    "Cohere/miracl-zh-queries-22-12": _MIRACL,
+    "Cohere/miracl-ja-queries-22-12": _MIRACL,
+    "Cohere/miracl-ja": _MIRACL,
+    "Hello-SimpleAI/HC3-Chinese": NamedSet(_hc3_chinese),
+    "mkqa-Chinese": NamedSet(_mkqa("zh_cn")),
+    "mkqa-Japanese": NamedSet(_mkqa("ja")),
+    "lmqg/qg_jaquad": NamedSet(_qg_jaquad),
+    "lmqg/qag_jaquad": NamedSet(_qag_jaquad),
+}

@@ -1,0 +1,136 @@
+"""Causal attention over sequences laid end to end, for any Hugging Face model.
+
+Registered under the name `ragged` in the attention-function registry of `transformers`: a model's
+own layers call it and pass on the keyword `ragged` that the model was called with. Each token sees
+the earlier tokens of its own sequence and nothing else. Called without that keyword, as generation
+with a cache does, it is the library's own scaled-dot-product attention.
+
+Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+RAGGED = "ragged"
+
+MAX_PADDING = 1.3
+"""Sequences share one attention call while it computes at most this many times their tokens."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of similar length that share one padded attention call."""
+
+    tokens: Int[Tensor, "B T"]
+    """Index of each token in the row; padding repeats the sequence's last token."""
+
+    real: Int[Tensor, " n"]
+    """Indices of the real tokens among the B * T."""
+
+
+class Ragged:
+    """How sequences lie in one row, and which of them share an attention call."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self.lengths = tuple(lengths)
+        self.groups = [_group(rows, lengths, device) for rows in similar_lengths(lengths)]
+        order = torch.cat([group.tokens.flatten()[group.real] for group in self.groups])
+        self.restore = order.argsort()
+        """Index that puts the groups' real tokens, one group after the other, back in row order."""
+
+
+def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) -> list[list[int]]:
+    """Cut the sequences, sorted by length, so that padding each part wastes little."""
+    by_length = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    parts: list[list[int]] = []
+    tokens = 0
+    for row in by_length:
+        tokens += lengths[row]
+        if parts and lengths[parts[-1][0]] * (len(parts[-1]) + 1) <= max_padding * tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            tokens = lengths[row]
+    return parts
+
+
+def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> Group:
+    sizes = torch.tensor(lengths)
+    first = (sizes.cumsum(0) - sizes)[list(rows), None]  # (B, 1)
+    size = sizes[list(rows), None]
+    step = torch.arange(int(size.max()))[None, :]  # (1, T)
+    tokens = first + torch.minimum(step, size - 1)
+    return Group(tokens.to(device), (step < size).flatten().nonzero().squeeze(-1).to(device))
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Float[Tensor, "S H N D"],
+    key: Float[Tensor, "S G M D"],
+    value: Float[Tensor, "S G M E"],
+    attention_mask: Tensor | None,
+    *,
+    ragged: Ragged | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: object,
+) -> tuple[Float[Tensor, "S N H E"], None]:
+    """Causal attention of each sequence to itself, within `sliding_window` tokens if given.
+
+    With `ragged`, S is 1 and M is N.
+
+    Padding sits on the right, for the attention alone: under a causal mask no real token sees what
+    comes after it, so padding needs no mask.
+    """
+    if ragged is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    outputs: list[Tensor] = []
+    for group in ragged.groups:
+        window = window_mask(group.tokens.shape[1], sliding_window, query.device)
+        attended = F.scaled_dot_product_attention(
+            _take(query, group.tokens),
+            _take(key, group.tokens),
+            _take(value, group.tokens),
+            attn_mask=window,
+            is_causal=window is None,
+            dropout_p=dropout if module.training else 0.0,
+            scale=scaling,
+        )  # (B, H, T, E)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, group.real))
+    return torch.cat(outputs).index_select(0, ragged.restore).unsqueeze(0), None
+
+
+def _take(heads: Float[Tensor, "1 H N D"], tokens: Int[Tensor, "B T"]) -> Tensor:
+    rows = heads[0].transpose(0, 1).index_select(0, tokens.flatten())  # (B * T, H, D)
+    return rows.unflatten(0, tokens.shape).transpose(1, 2)
+
+
+def window_mask(
+    length: int, sliding_window: int | None, device: torch.device
+) -> Bool[Tensor, "T T"] | None:
+    """True where token i sees token j: j <= i < j + sliding_window. None while all earlier are seen."""
+    if sliding_window is None or length <= sliding_window:
+        return None
+    index = torch.arange(length, device=device)
+    distance = index[:, None] - index[None, :]
+    return (distance >= 0) & (distance < sliding_window)
+
+
+AttentionInterface.register(RAGGED, ragged_attention)
+AttentionMaskInterface.register(RAGGED, sdpa_mask)

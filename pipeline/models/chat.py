@@ -1,0 +1,37 @@
+"""A model's tokenizer and chat format, together."""
+
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.config import FrozenModelConfig
+from pipeline.data.chat_format import ChatFormat, resolve_format
+from pipeline.errors import ModelError
+from pipeline.models.load import load_tokenizer
+
+
+def load_chat(config: FrozenModelConfig, name: str) -> tuple[PreTrainedTokenizerBase, ChatFormat]:
+    """The tokenizer with the format's special tokens and template, and the format called `name`.
+
+    Saving the tokenizer saves the template, so that chat uses the one the model was trained with.
+    """
+    tokenizer = load_tokenizer(config)
+    chat = resolve_format(tokenizer, name)
+    chat.add_new_tokens()
+    chat.attach(tokenizer)
+    return tokenizer, chat
+
+
+def require_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, model: str, path: str
+) -> None:
+    """Refuse two models that number their tokens differently: they read each other's token ids.
+
+    Raises:
+        ModelError: the vocabularies differ.
+    """
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        differing = sum(ours.get(token) != theirs.get(token) for token in ours.keys() | theirs)
+        raise ModelError(
+            f"{model} and {path} have different tokenizers ({differing} tokens differ); start both"
+            " from models of one family"
+        )

@@ -1,0 +1,209 @@
+"""Loading models and tokenizers: from Hugging Face, from a directory, or built here."""
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pipeline.config import EMBEDDED, FrozenModelConfig, Precision
+from pipeline.errors import ModelError
+from pipeline.models.attention import RAGGED
+from pipeline.models.embedded import build_model, build_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The number format of the weights; `auto` is bf16 on a GPU that has it, else fp32."""
+    if precision == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bf16 else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def model_path(config: FrozenModelConfig) -> str:
+    """Where the model is.
+
+    Raises:
+        ModelError: no path was given.
+    """
+    if config.path is None:
+        raise ModelError("no model path was given; set it, or run the step before through train.py")
+    return config.path
+
+
+def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; where it has no padding token, padding uses the end-of-sequence one.
+
+    Masks come from lengths here, so the padding token never decides anything.
+    """
+    path = model_path(config)
+    if path == EMBEDDED:
+        return build_tokenizer()
+    tokenizer = _load(
+        path,
+        lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code),
+    )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {path} has no end-of-sequence token; set eos_token in its"
+            " tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_causal_lm(
+    config: FrozenModelConfig, *, device: torch.device, seed: int = 0
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, without dropout."""
+    path = model_path(config)
+    dtype = weight_dtype(config.precision, device)
+    if path == EMBEDDED:
+        model: PreTrainedModel = build_model(vocab_size=len(build_tokenizer()), seed=seed).to(dtype)
+    else:
+        settings = _without_dropout(path, config)
+        model = _load(
+            path,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                path, config=settings, dtype=dtype, trust_remote_code=config.trust_remote_code
+            ),
+        )
+    return _prepared(model, device)
+
+
+def load_classifier(
+    config: FrozenModelConfig, *, device: torch.device, seed: int = 0
+) -> PreTrainedModel:
+    """A sequence classifier with one label, in evaluation mode, without dropout.
+
+    A head that the directory doesn't hold is drawn from N(0, 1 / sqrt(d + 1)), d the hidden size
+    (Stiennon et al. 2020, appendix B).
+    """
+    path = model_path(config)
+    if path == EMBEDDED:
+        raise ModelError(
+            "the embedded model is a language model: a reward model starts from step 1's output;"
+            " run `python train.py --step 1` first"
+        )
+    dtype = weight_dtype(config.precision, device)
+    settings = _without_dropout(path, config)
+    settings.num_labels = 1
+    model, info = _load(
+        path,
+        lambda: AutoModelForSequenceClassification.from_pretrained(
+            path,
+            config=settings,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        ),
+    )
+    if any(name.startswith("score.") for name in info["missing_keys"]):
+        initialize_head(model.score, seed=seed)
+    return _prepared(model, device)
+
+
+def initialize_head(head: nn.Linear, *, seed: int) -> None:
+    """Draw the head's weights from N(0, 1 / sqrt(d + 1)); the same on every process."""
+    generator = torch.Generator().manual_seed(seed)
+    std = (head.in_features + 1) ** -0.5
+    weight = torch.randn(head.weight.shape, generator=generator) * std
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def load_for_inference(
+    path: str | Path, *, precision: Precision = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, on this machine's best device, to generate with."""
+    config = FrozenModelConfig(path=str(path), precision=precision)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_causal_lm(config, device=device), load_tokenizer(config)
+
+
+def load_reward_for_inference(
+    path: str | Path, *, precision: Precision = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A reward model and its tokenizer, on this machine's best device, to score with."""
+    config = FrozenModelConfig(path=str(path), precision=precision)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_classifier(config, device=device), load_tokenizer(config)
+
+
+def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the model a row for each token of the tokenizer; a larger table is left as it is."""
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+
+
+DROPOUTS = (
+    "dropout",
+    "attention_dropout",
+    "hidden_dropout",
+    "activation_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "summary_first_dropout",
+    "layerdrop",
+    "classifier_dropout",
+    "ffn_dropout",
+)
+
+
+def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
+    settings = _load(
+        path, lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    )
+    for name in DROPOUTS:
+        if getattr(settings, name, None):
+            setattr(settings, name, 0.0)
+    return settings
+
+
+def _prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """On its device, in evaluation mode, with ragged attention where the model allows it."""
+    settings = model.config
+    # Attention that is not a plain causal product (ALiBi, soft-capping) is padded instead.
+    plain = (
+        getattr(model, "_supports_attention_backend", False)
+        and not getattr(settings, "alibi", False)
+        and getattr(settings, "attn_logit_softcapping", None) is None
+    )
+    if plain:
+        model.set_attn_implementation(RAGGED)
+    return model.to(device).eval()
+
+
+def _load(path: str, load: "Callable[[], Any]") -> Any:  # noqa: ANN401
+    """Call `load`; say what is wrong with `path` in one sentence if it fails."""
+    local = Path(path).expanduser()
+    if local.is_dir() and not (local / "config.json").is_file():
+        raise ModelError(f"{path} holds no model: it has no config.json")
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"no such model: {path} is neither a local model directory nor a Hub model that can be"
+            f" reached ({reason})"
+        ) from error

@@ -1,0 +1,44 @@
+"""LoRA through peft: adapters on the linear layers, heads always trained in full."""
+
+from typing import Literal
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, TaskType, get_peft_model
+from transformers import PreTrainedModel
+
+from pipeline.config import LoraConfig
+from pipeline.errors import ConfigError
+
+SCORE_HEAD = "score"
+
+
+def add_lora(
+    model: PreTrainedModel, config: LoraConfig, *, task: Literal["causal", "classifier"], seed: int
+) -> PeftModel:
+    """Freeze `model` and add fp32 adapters; a score head stays trained.
+
+    The adapters' random half is drawn from `seed`, the same on every process.
+
+    Raises:
+        ConfigError: no module matches `lora.targets`.
+    """
+    everything = config.targets == ("all-linear",)
+    settings = PeftLoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it only
+        lora_dropout=config.dropout,
+        target_modules="all-linear" if everything else list(config.targets),
+        modules_to_save=[SCORE_HEAD] if task == "classifier" else None,
+        task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            peft_model = get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(f"lora.targets {list(config.targets)}: {error}") from error
+    for name, param in peft_model.named_parameters():
+        if ".lora_" in name:
+            param.data = param.data.float()
+    return peft_model  # pyright: ignore[reportReturnType]

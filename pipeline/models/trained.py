@@ -1,0 +1,89 @@
+"""Models that learn: loaded, given their adapters, ready for the engine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipeline.config import TrainedModelConfig
+from pipeline.models.forward import base_model
+from pipeline.models.load import add_tokens, load_causal_lm, load_classifier
+from pipeline.models.lora import add_lora
+
+
+def trained_causal_lm(
+    config: TrainedModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device,
+    seed: int,
+) -> nn.Module:
+    """The causal language model that a step trains, with adapters if the settings ask for them."""
+    model = load_causal_lm(config, device=device, seed=seed)
+    add_tokens(model, tokenizer)
+    if config.lora is None:
+        return _prepared(model, config)
+    return _prepared(add_lora(model, config.lora, task="causal", seed=seed), config)
+
+
+def trained_classifier(
+    config: TrainedModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device,
+    seed: int,
+) -> nn.Module:
+    """The reward model or critic that a step trains, with adapters if the settings ask for them."""
+    model = load_classifier(config, device=device, seed=seed)
+    add_tokens(model, tokenizer)
+    if config.lora is None:
+        return _prepared(model, config)
+    return _prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
+
+
+def _prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
+    plain: PreTrainedModel = base_model(model)
+    if config.gradient_checkpointing:
+        plain.gradient_checkpointing_enable({"use_reentrant": False})
+    plain.config.use_cache = True  # said of the exported model; training passes its own flag
+    return model.train()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients: no checkpointing, no adapter dropout."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+class BestWeights:
+    """A copy, in host memory, of the trained weights at the best evaluation so far."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.value = self.last = float("inf")
+        self.step = 0
+        self.worse_in_a_row = 0
+        self._copy: dict[str, Tensor] = {}
+
+    def update(self, value: float, *, step: int) -> None:
+        """Keep the present weights if `value`, the lower the better, beats the best so far."""
+        self.last = value
+        if value < self.value:
+            self.value, self.step, self.worse_in_a_row = value, step, 0
+            self._copy = {name: p.detach().to("cpu", copy=True) for name, p in self.trained.items()}
+        else:
+            self.worse_in_a_row += 1
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the best weights back into the model."""
+        for name, weight in self._copy.items():
+            self.trained[name].copy_(weight)

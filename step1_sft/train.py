@@ -1,0 +1,133 @@
+"""Step 1: supervised fine-tuning of the actor on demonstrations.
+
+python -m step1_sft.train --config configs/sft/opt-125m.yaml
+torchrun --nproc_per_node 2 -m step1_sft.train --config configs/sft/opt-125m.yaml
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.cli import parse_step, run_main
+from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches, num_steps
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Example
+from pipeline.data.stages import load_examples
+from pipeline.distributed import (
+    global_sum,
+    global_sums,
+    is_main,
+    local_device,
+    process_group,
+    rank,
+    world_size,
+)
+from pipeline.engine.engine import Engine
+from pipeline.models.chat import load_chat
+from pipeline.models.export import export
+from pipeline.models.forward import Policy
+from pipeline.models.trained import BestWeights, evaluating, trained_causal_lm
+from pipeline.run import Run, configure_logging
+from step1_sft.config import SFTConfig
+from step1_sft.losses import next_token_nll
+
+
+def train(config: SFTConfig) -> Path:
+    """Fine-tune the actor; return the directory of the exported model."""
+    tokenizer, chat = load_chat(config.model, config.data.format)
+    data = load_examples(config.data, step=1, seed=config.seed)
+    stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
+    total_steps = num_steps(
+        num_rows=len(data.train),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+    )
+    with Run(config, name="step1_sft", total_steps=total_steps, is_main=is_main()) as run:
+        model = trained_causal_lm(config.model, tokenizer, device=local_device(), seed=config.seed)
+        engine = Engine(Policy(model), config.model, total_steps=total_steps)
+        held_out = encode(data.eval, chat, config)
+        best = BestWeights(model)
+        before = perplexity(engine, held_out, config)
+        run.evaluated(0, perplexity=before)
+
+        for step in range(1, total_steps + 1):
+            rows = encode([data.train[row] for row in next(stream)], chat, config)
+            num_targets = max(1, sum(row.num_targets for row in rows))
+            nll = 0.0
+            for batch in cut(rows, config):
+                loss = next_token_nll(engine(batch).logprobs)
+                engine.backward(loss / num_targets)
+                nll += loss.item()
+            result = engine.step()
+            run.log(
+                step,
+                tokens=sum(len(row) for row in rows),
+                loss=global_sum(nll) / num_targets,
+                lr=result.lr,
+                grad_norm=result.grad_norm,
+                skipped=int(result.skipped),
+            )
+            if step == total_steps or step % (config.eval_every or total_steps) == 0:
+                best.update(perplexity(engine, held_out, config), step=step)
+                run.evaluated(step, perplexity=best.last)
+                if best.worse_in_a_row == config.patience:
+                    break
+
+        best.restore()
+        export(model, tokenizer, config.output_dir)
+        run.finish(
+            eval={
+                "perplexity_before": before,
+                "perplexity_after": best.value,
+                "best_step": best.step,
+            }
+        )
+    return config.output_dir
+
+
+def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
+    """Token ids and loss masks; what is longer than `max_length` loses its end."""
+    return [
+        chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(
+            config.data.max_length
+        )
+        for example in examples
+    ]
+
+
+def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
+    """This process's micro-batches of the rows."""
+    parts = micro_batches(
+        [len(row) for row in rows],
+        max_tokens=config.micro_batch_size * config.data.max_length,
+        num_processes=world_size(),
+        process=rank(),
+    )
+    return [
+        collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        for part in parts
+    ]
+
+
+def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> float:
+    """Exp of the mean negative log-likelihood of the held-out target tokens."""
+    nll, num_targets = 0.0, 0
+    with evaluating(engine.model):
+        for batch in cut(rows, config):
+            nll += next_token_nll(engine(batch).logprobs).item()
+            num_targets += batch.num_targets
+    total_nll, total_targets = global_sums([nll, num_targets])
+    return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the settings and run the step on the processes that torchrun started."""
+    config = parse_step(SFTConfig, argv)
+    with process_group():
+        configure_logging(is_main=is_main())
+        train(config)
+
+
+if __name__ == "__main__":
+    run_main(main)

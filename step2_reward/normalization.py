@@ -1,0 +1,90 @@
+"""The zero and the unit of a reward model's score."""
+
+import math
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from inference.generation import generate
+from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Example
+from pipeline.distributed import global_sums, local_device, share_of_rank
+from pipeline.models.chat import require_same_tokens
+from pipeline.models.forward import Scorer
+from pipeline.models.load import load_causal_lm, load_tokenizer
+from pipeline.models.trained import evaluating
+from step2_reward.config import RewardConfig
+
+
+def measure_scores(
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    examples: Sequence[Example],
+    config: RewardConfig,
+) -> tuple[float, float]:
+    """Mean and standard deviation of the score over responses that step 1's model samples.
+
+    With them step 3 shifts and scales scores to mean 0, variance 1 where PPO starts (Ziegler et al.
+    2019, section 2.1). Without a step-1 model the data's own responses are scored.
+    """
+    if config.actor.path is None:
+        sequences = responses_of_data(examples[: config.normalization_prompts], chat, config)
+    else:
+        require_same_tokens(
+            tokenizer, load_tokenizer(config.actor), "the reward model", config.actor.path
+        )
+        sequences = responses_of_actor(examples, chat, config)
+    scores: list[float] = []
+    with evaluating(scorer):
+        max_tokens = config.micro_batch_size * config.data.max_length
+        for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
+            spare = Encoded.untrained([tokenizer.eos_token_id])
+            batch = collate_part([sequences[row] for row in part], spare=spare).to(local_device())
+            scores += scorer.final_scores(batch).tolist()[: len(part)]
+    return mean_and_std(scores)
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation of the values of all processes; 1 where they do not vary."""
+    total, squares, count = global_sums(
+        [sum(values), sum(value * value for value in values), len(values)]
+    )
+    mean = total / count
+    variance = max(0.0, squares / count - mean * mean)
+    return mean, math.sqrt(variance) if variance > 0 else 1.0
+
+
+def responses_of_actor(
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+) -> list[Encoded]:
+    """This process's share of prompts, each with a response of step 1's model."""
+    unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
+    rows = share_of_rank(range(len(unique)))
+    limit = config.data.max_length - 1
+    prompts = [chat.encode_prompt(unique[row])[-limit:] for row in rows]
+    actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
+    responses = generate(
+        actor,
+        prompts,
+        max_new_tokens=config.max_new_tokens,
+        temperature=1.0,
+        stop_ids=chat.stop_ids,
+        seed=config.seed,
+        keys=rows,
+    )
+    return [
+        Encoded.untrained(prompt + response.ids).tail(config.data.max_length)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
+def responses_of_data(
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+) -> list[Encoded]:
+    return [
+        chat.encode(example.prompt, response).tail(config.data.max_length)
+        for example in share_of_rank(examples)
+        for response in (example.chosen, example.rejected)
+    ]

@@ -1,0 +1,200 @@
+"""Step 2: a reward model from pairs of responses.
+
+python -m step2_reward.train --config configs/reward/opt-350m.yaml --actor.path DIR
+torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-350m.yaml
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pipeline.cli import parse_step, run_main
+from pipeline.data.batches import RowStream, TokenBatch, collate, micro_batches, num_steps
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Example
+from pipeline.data.stages import load_examples
+from pipeline.distributed import (
+    global_sums,
+    is_main,
+    local_device,
+    process_group,
+    rank,
+    world_size,
+)
+from pipeline.engine.engine import Engine
+from pipeline.models.chat import load_chat
+from pipeline.models.export import export
+from pipeline.models.forward import Scorer, base_model
+from pipeline.models.trained import evaluating, trained_classifier
+from pipeline.run import Run, configure_logging
+from step2_reward.config import RewardConfig
+from step2_reward.losses import pairwise_loss
+from step2_reward.normalization import measure_scores
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """Token ids of a prompt with its better and its worse response."""
+
+    chosen: Encoded
+    rejected: Encoded
+    margin: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Of both sequences."""
+        return len(self.chosen) + len(self.rejected)
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """B pairs as 2 B sequences, the chosen ones first."""
+
+    tokens: TokenBatch
+    """Two sequences more where B is 0: a process without pairs still runs the same passes."""
+
+    margin: Float[Tensor, " B"]
+
+    def split(self, scores: Float[Tensor, " S"]) -> tuple[Tensor, Tensor]:
+        """Scores of the chosen and of the rejected responses, each (B,)."""
+        num_pairs = len(self.margin)
+        return scores[:num_pairs], scores[num_pairs : 2 * num_pairs]
+
+
+def train(config: RewardConfig) -> Path:
+    """Train the reward model; return the directory of the exported model."""
+    tokenizer, chat = load_chat(config.model, config.data.format)
+    data = load_examples(config.data, step=2, seed=config.seed)
+    stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
+    total_steps = num_steps(
+        num_rows=len(data.train),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+    )
+    with Run(config, name="step2_reward", total_steps=total_steps, is_main=is_main()) as run:
+        model = trained_classifier(config.model, tokenizer, device=local_device(), seed=config.seed)
+        scorer = Scorer(model)
+        engine = Engine(scorer, config.model, total_steps=total_steps)
+        held_out = encode(data.eval, chat, config)
+        before = evaluate(scorer, held_out, config)
+        run.evaluated(0, **before)
+
+        for step in range(1, total_steps + 1):
+            pairs = encode([data.train[row] for row in next(stream)], chat, config)
+            totals = [0.0, 0.0]
+            for batch in cut(pairs, config):
+                scores = engine(batch.tokens)[batch.tokens.last_tokens]
+                chosen, rejected = batch.split(scores)
+                loss = pairwise_loss(
+                    chosen,
+                    rejected,
+                    margin=batch.margin if config.margin else None,
+                    center_coef=config.center_coef,
+                )
+                engine.backward(loss / len(pairs))
+                totals[0] += loss.item()
+                totals[1] += (chosen > rejected).sum().item()
+            result = engine.step()
+            loss_sum, num_right = global_sums(totals)
+            run.log(
+                step,
+                tokens=sum(pair.num_tokens for pair in pairs),
+                loss=loss_sum / len(pairs),
+                accuracy=num_right / len(pairs),
+                lr=result.lr,
+                grad_norm=result.grad_norm,
+                skipped=int(result.skipped),
+            )
+            if step == total_steps or step % (config.eval_every or total_steps) == 0:
+                after = evaluate(scorer, held_out, config)
+                run.evaluated(step, **after)
+
+        mean, std = measure_scores(scorer, tokenizer, chat, data.train, config)
+        base_model(model).config.update({"score_mean": mean, "score_std": std})
+        export(model, tokenizer, config.output_dir)
+        run.finish(
+            eval={
+                "accuracy_before": before["accuracy"],
+                "accuracy_after": after["accuracy"],
+                "mean_chosen": after["mean_chosen"],
+                "mean_rejected": after["mean_rejected"],
+                "mean_chosen_before": before["mean_chosen"],
+                "mean_rejected_before": before["mean_rejected"],
+                "pairs": len(held_out),
+                "score_mean": mean,
+                "score_std": std,
+            }
+        )
+    return config.output_dir
+
+
+def encode(
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+) -> list[EncodedPair]:
+    """Token ids of both dialogues; what is longer than `max_length` loses its beginning, because the
+    score is read at the end.
+    """
+    limit = config.data.max_length
+    return [
+        EncodedPair(
+            chosen=chat.encode(example.prompt, example.chosen).tail(limit),
+            rejected=chat.encode(example.prompt, example.rejected).tail(limit),
+            margin=example.margin or 0.0,
+        )
+        for example in examples
+    ]
+
+
+def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:
+    """This process's micro-batches of the pairs."""
+    parts = micro_batches(
+        [pair.num_tokens for pair in pairs],
+        max_tokens=2 * config.micro_batch_size * config.data.max_length,
+        num_processes=world_size(),
+        process=rank(),
+    )
+    return [collate_pairs([pairs[row] for row in part], spare=pairs[0]) for part in parts]
+
+
+def collate_pairs(pairs: Sequence[EncodedPair], *, spare: EncodedPair) -> PairBatch:
+    """The chosen sequences, then the rejected ones, end to end; `spare` where there are none."""
+    present = pairs or [spare]
+    sequences = [pair.chosen for pair in present] + [pair.rejected for pair in present]
+    margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float32)
+    device = local_device()
+    return PairBatch(collate(sequences).to(device), margin.to(device))
+
+
+def evaluate(
+    scorer: Scorer, pairs: Sequence[EncodedPair], config: RewardConfig
+) -> dict[str, float]:
+    """Accuracy (ties count half) and mean scores over held-out pairs, of all processes."""
+    totals = [0.0, 0.0, 0.0]
+    with evaluating(scorer):
+        for batch in cut(pairs, config):
+            chosen, rejected = batch.split(scorer.final_scores(batch.tokens))
+            right = (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
+            totals[0] += right.item()
+            totals[1] += chosen.sum().item()
+            totals[2] += rejected.sum().item()
+    accuracy, mean_chosen, mean_rejected = (
+        total / max(1, len(pairs)) for total in global_sums(totals)
+    )
+    return {"accuracy": accuracy, "mean_chosen": mean_chosen, "mean_rejected": mean_rejected}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the settings and run the step on the processes that torchrun started."""
+    config = parse_step(RewardConfig, argv)
+    with process_group():
+        configure_logging(is_main=is_main())
+        train(config)
+
+
+if __name__ == "__main__":
+    run_main(main)

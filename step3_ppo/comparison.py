@@ -1,0 +1,97 @@
+"""Base, step 1 and step 3 side by side: the figures of the summary and the report's samples."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import FrozenModelConfig
+from pipeline.data.embedded import judge
+from pipeline.distributed import local_device
+from pipeline.models.load import add_tokens, load_causal_lm
+from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
+
+NUM_SAMPLES = 12
+"""Held-out prompts whose answers the report shows."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Two sets of answers of one model to the held-out prompts."""
+
+    greedy: list[Answer]
+    sampled: list[Answer]
+    kl: float
+    """Nats per sampled response to the reference."""
+
+
+def answer_all(held_out: HeldOut) -> Answers:
+    """Let the actor, as it is now, answer the held-out prompts."""
+    policy = held_out.models.policy
+    sampled = held_out.respond(policy, temperature=held_out.config.temperature)
+    return Answers(
+        greedy=held_out.answers(held_out.respond(policy, temperature=0.0)),
+        sampled=held_out.answers(sampled),
+        kl=held_out.kl(sampled),
+    )
+
+
+def answers_of_base(held_out: HeldOut, base: FrozenModelConfig) -> list[Answer] | None:
+    """Sampled answers of the model before step 1; None where none is named."""
+    if base.path is None:
+        return None
+    model = load_causal_lm(base, device=local_device(), seed=held_out.config.seed)
+    add_tokens(model, held_out.models.tokenizer)
+    return held_out.answers(held_out.respond(model, temperature=held_out.config.temperature))
+
+
+def summarize(before: Answers, after: Answers) -> dict[str, float]:
+    """The `eval` object of step 3: greedy answers, except for the KL."""
+    return {
+        "score_before": mean_score(before.greedy),
+        "score_after": mean_score(after.greedy),
+        "kl": after.kl,
+        "win_rate": win_rate(after.greedy, before.greedy),
+        "length_before": mean_length(before.greedy),
+        "length_after": mean_length(after.greedy),
+        "stop_rate": stop_rate(after.greedy),
+        "sampled_score_before": mean_score(before.sampled),
+        "sampled_score_after": mean_score(after.sampled),
+        "sampled_stop_rate": stop_rate(after.sampled),
+    }
+
+
+def judged_rates(held_out: HeldOut, sampled: dict[str, list[Answer]]) -> dict[str, float] | None:
+    """The judge's rate of each model on the embedded task; None on any other data."""
+    rates = {name: held_out.judged(answers) for name, answers in sampled.items()}
+    known = {name: rate for name, rate in rates.items() if rate is not None}
+    return known if len(known) == len(rates) else None
+
+
+def write_samples(held_out: HeldOut, sampled: dict[str, list[Answer]], path: Path) -> None:
+    """Write the first answers of each model, side by side, for the report."""
+    rows = [
+        {
+            "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
+            "answers": {
+                name: describe(prompt.messages[-1].content, answers[row])
+                for name, answers in sampled.items()
+            },
+        }
+        for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
+    ]
+    document = {"models": list(sampled), "rows": rows}
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def describe(question: str, answer: Answer) -> dict[str, Any]:
+    """An answer as JSON, with the judge's verdict where the question is of the embedded task."""
+    described: dict[str, Any] = {
+        "text": answer.text,
+        "score": answer.score,
+        "stopped": answer.stopped,
+    }
+    verdict = judge(question, answer.text)
+    if verdict is not None:
+        described |= {"correct": verdict.correct, "polite": verdict.polite}
+    return described

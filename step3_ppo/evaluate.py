@@ -1,0 +1,153 @@
+"""How models answer held-out prompts: texts, scores, win rate, KL, the judge's rate."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from inference.generation import Response, generate
+from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.embedded import judge
+from pipeline.data.examples import Encoded
+from pipeline.distributed import gather_objects, global_sums, local_device, rank, world_size
+from pipeline.models.trained import evaluating
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Models
+from step3_ppo.prompts import Prompt
+from step3_ppo.rollout import gather_experience
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 2
+"""Prompts whose answers are printed during training."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to a held-out prompt."""
+
+    text: str
+    score: float
+    """The reward model's raw score."""
+    length: int
+    """Tokens, the end-of-turn token included."""
+    stopped: bool
+
+
+class HeldOut:
+    """Prompts that no step trained on; every process answers its share."""
+
+    def __init__(self, models: Models, prompts: Sequence[Prompt], config: PPOConfig) -> None:
+        self.models = models
+        self.prompts = list(prompts)
+        self.config = config
+        # Every process takes equally many; the last ones go round to the first prompts again.
+        share = math.ceil(len(self.prompts) / world_size())
+        self.rows = [
+            (rank() + number * world_size()) % len(self.prompts) for number in range(share)
+        ]
+
+    def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
+        """Responses of `model` to this process's prompts; 0 decodes greedily."""
+        with evaluating(model):
+            return generate(
+                model,
+                self._inputs(),
+                max_new_tokens=self.config.max_new_tokens,
+                temperature=temperature,
+                stop_ids=self.models.chat.stop_ids,
+                seed=self.config.seed + 1,
+                keys=self.rows,
+                batch_size=self.config.generation_batch_size,
+            )
+
+    def answers(self, responses: Sequence[Response]) -> list[Answer]:
+        """Text and score of the responses of all processes, in the order of the prompts."""
+        decode = self.models.tokenizer.decode
+        mine = [
+            Answer(
+                text=decode(response.ids, skip_special_tokens=True).strip(),
+                score=score,
+                length=len(response.ids),
+                stopped=response.stopped,
+            )
+            for response, score in zip(responses, self._scores(responses), strict=True)
+        ]
+        everyones = gather_objects(dict(zip(self.rows, mine, strict=True)))
+        merged = {row: answer for answers in everyones for row, answer in answers.items()}
+        return [merged[row] for row in range(len(self.prompts))]
+
+    def kl(self, responses: Sequence[Response]) -> float:
+        """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
+        experience = gather_experience(self.models, self._inputs(), responses, self.config)
+        log_ratio = (experience.logprobs - experience.ref_logprobs)[experience.mask]
+        total, count = global_sums([log_ratio.double().sum().item(), len(responses)])
+        return total / count
+
+    def judged(self, answers: Sequence[Answer]) -> float | None:
+        """Share of answers that the embedded task's judge finds correct and polite; None where a
+        prompt is not of that task.
+        """
+        verdicts = [
+            judge(prompt.messages[-1].content, answer.text) if len(prompt.messages) == 1 else None
+            for prompt, answer in zip(self.prompts, answers, strict=True)
+        ]
+        known = [verdict.both for verdict in verdicts if verdict is not None]
+        return sum(known) / len(known) if len(known) == len(verdicts) else None
+
+    def print_samples(self, iteration: int) -> None:
+        """Log the actor's greedy answers to the first prompts."""
+        shown = self.prompts[:SHOWN]
+        with evaluating(self.models.policy):
+            responses = generate(
+                self.models.policy,
+                [prompt.input_ids for prompt in shown],
+                max_new_tokens=self.config.max_new_tokens,
+                temperature=0.0,
+                stop_ids=self.models.chat.stop_ids,
+                seed=self.config.seed,
+            )
+        for prompt, response in zip(shown, responses, strict=True):
+            text = self.models.tokenizer.decode(response.ids, skip_special_tokens=True).strip()
+            logger.info("iteration %d: %r -> %r", iteration, prompt.messages[-1].content, text)
+
+    def _inputs(self) -> list[list[int]]:
+        return [self.prompts[row].input_ids for row in self.rows]
+
+    def _scores(self, responses: Sequence[Response]) -> list[float]:
+        rows = [
+            Encoded.untrained([*prompt, *response.ids])
+            for prompt, response in zip(self._inputs(), responses, strict=True)
+        ]
+        scores = [0.0] * len(rows)
+        limit = self.config.micro_batch_size * self.config.max_length
+        for part in local_micro_batches([len(row) for row in rows], max_tokens=limit):
+            batch = collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+            for row, score in zip(part, self.models.reward.scores(batch).tolist(), strict=False):
+                scores[row] = score
+        return scores
+
+
+def win_rate(new: Sequence[Answer], old: Sequence[Answer]) -> float:
+    """Share of prompts on which the new answer scores higher; ties count half."""
+    wins = sum(
+        (a.score > b.score) + 0.5 * (a.score == b.score) for a, b in zip(new, old, strict=True)
+    )
+    return wins / len(new)
+
+
+def mean_score(answers: Sequence[Answer]) -> float:
+    """Mean raw score of the reward model."""
+    return sum(answer.score for answer in answers) / len(answers)
+
+
+def mean_length(answers: Sequence[Answer]) -> float:
+    """Mean length in tokens."""
+    return sum(answer.length for answer in answers) / len(answers)
+
+
+def stop_rate(answers: Sequence[Answer]) -> float:
+    """Share of answers that ended by themselves."""
+    return sum(answer.stopped for answer in answers) / len(answers)

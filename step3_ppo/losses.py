@@ -1,0 +1,137 @@
+"""The mathematics of PPO on token sequences: pure functions of tensors, no models, no settings.
+
+Dimension names: B responses, T response tokens (padded; masks are True on real tokens), K response
+tokens without padding. Conventions follow Ziegler et al. 2019 and Ouyang et al. 2022. Losses are
+sums; the caller divides by the token count of the whole optimizer step over all processes.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to ± this before exp, which keeps fp32 finite."""
+
+
+def token_rewards(
+    score: Float[Tensor, " B"],
+    logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    kl_coef: float,
+) -> Float[Tensor, "B T"]:
+    """Reward of each token: -kl_coef * KL everywhere, plus the score on the last token.
+
+    KL is the k1 estimate log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"). Zero on
+    padding. Every response has at least one token.
+    """
+    rewards = -kl_coef * (logprobs - ref_logprobs) * mask
+    last = mask.sum(dim=1, keepdim=True) - 1  # (B, 1) index of the final response token
+    return rewards.scatter_add(1, last, score[:, None])
+
+
+def gae(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16).
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * lam * A_{t+1}
+
+    `values[:, t]` is the value of the state before token t. The value after the last token is 0: the
+    episode ends there, by its end-of-turn token or by the length limit.
+
+    Returns:
+        (advantages, returns), both zero on padding; returns = advantages + values.
+    """
+    values = values * mask
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = (delta + gamma * lam * next_advantage) * mask[:, t]
+        next_value, next_advantage = values[:, t], advantages[:, t]
+    return advantages, advantages + values
+
+
+def whiten(
+    values: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    mean: float,
+    variance: float,
+    shift_mean: bool,
+) -> Float[Tensor, "B T"]:
+    """(x - mean) / sqrt(variance + 1e-8) on real tokens, 0 on padding; without `shift_mean` the mean
+    is added back. Mean and (biased) variance are those of all processes.
+    """
+    whitened = (values - mean) * (variance + 1e-8) ** -0.5
+    if not shift_mean:
+        whitened = whitened + mean
+    return whitened * mask
+
+
+def policy_loss(
+    logprobs: Float[Tensor, " K"],
+    old_logprobs: Float[Tensor, " K"],
+    advantages: Float[Tensor, " K"],
+    *,
+    clip: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Float[Tensor, ""]:
+    """Clipped surrogate objective (Schulman et al. 2017, eq. 7), negated, summed over tokens.
+
+    The ratio is clipped to [1 - clip, 1 + clip_high] (two sides: Yu et al. 2025, section 3.1).
+    `dual_clip` c bounds the loss of a negative advantage by -c * A (Ye et al. 2020, eq. 5).
+    """
+    ratio = policy_ratio(logprobs, old_logprobs)
+    losses = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip_high))
+    if dual_clip is not None:
+        bounded = torch.min(losses, -advantages * dual_clip)
+        losses = torch.where(advantages < 0, bounded, losses)
+    return losses.sum()
+
+
+def policy_ratio(
+    logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"]
+) -> Float[Tensor, " K"]:
+    """pi(token) / pi_old(token)."""
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def value_loss(
+    values: Float[Tensor, " K"],
+    old_values: Float[Tensor, " K"],
+    returns: Float[Tensor, " K"],
+    *,
+    clip: float | None,
+) -> Float[Tensor, ""]:
+    """Half the squared error, the worse of clipped and unclipped, summed over tokens.
+
+    The clipped value stays within `clip` of `old_values`, the critic's estimate at rollout time.
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.max(error, (clipped - returns).square())
+    return 0.5 * error.sum()
+
+
+def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """exp(-d) - 1 + d for d = log pi - log pi_ref of tokens drawn from pi: an estimate of the KL
+    divergence that is never negative (Schulman 2020).
+    """
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (-log_ratio).exp() - 1 + log_ratio
+
+
+def explained_variance(*, residual_variance: float, return_variance: float) -> float:
+    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+    return 1 - residual_variance / return_variance if return_variance > 0 else 0.0

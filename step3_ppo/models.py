@@ -1,0 +1,146 @@
+"""The four models of RLHF: actor and critic learn, reference and reward model answer.
+
+Dimension names: N tokens of a batch, K response tokens (its targets), B responses.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.config import FrozenModelConfig, TrainedModelConfig
+from pipeline.data.batches import TokenBatch
+from pipeline.data.chat_format import ChatFormat
+from pipeline.distributed import local_device
+from pipeline.engine.engine import Engine
+from pipeline.models.chat import require_same_tokens
+from pipeline.models.forward import Policy, Scorer, base_model
+from pipeline.models.load import load_causal_lm, load_classifier, load_tokenizer
+from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
+from step3_ppo.config import PPOConfig
+
+
+class Reference:
+    """The policy that the KL penalty holds the actor to."""
+
+    def __init__(self, policy: Policy, *, adapter_off: bool) -> None:
+        self.policy = policy
+        self.adapter_off = adapter_off
+
+    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Float[Tensor, " K"]:
+        """Log pi_ref of the response tokens."""
+        with evaluating(self.policy):
+            if not self.adapter_off:
+                return self.policy(batch, temperature=temperature).logprobs
+            with self.policy.model.disable_adapter():
+                return self.policy(batch, temperature=temperature).logprobs
+
+
+class RewardModel:
+    """The frozen judge, with the mean and standard deviation that step 2 stored."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.scorer = Scorer(model)
+        self.mean, self.std = stored_normalization(model)
+
+    def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
+        """Raw score of each sequence, read at its last token."""
+        with evaluating(self.scorer):
+            return self.scorer.final_scores(batch)
+
+    def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Scores with mean 0 and variance 1 over step 1's responses."""
+        return (scores - self.mean) / self.std
+
+
+class Critic(nn.Module):
+    """Value of the state before each response token, in units of PPO's reward.
+
+    It starts as the reward model, whose score is shifted and scaled as the reward is, so that its
+    first estimates are on the scale of the returns.
+    """
+
+    def __init__(self, model: nn.Module, *, normalize: bool) -> None:
+        super().__init__()
+        self.scorer = Scorer(model)
+        self.mean, self.std = stored_normalization(model) if normalize else (0.0, 1.0)
+
+    def forward(self, batch: TokenBatch) -> Float[Tensor, " K"]:
+        """Values, read at the token before each target."""
+        return (self.scorer(batch)[batch.targets - 1] - self.mean) / self.std
+
+
+@dataclass(frozen=True)
+class Models:
+    """What step 3 trains and asks."""
+
+    actor: Engine
+    critic: Engine
+    reference: Reference
+    reward: RewardModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+
+    @property
+    def policy(self) -> nn.Module:
+        """The actor's Hugging Face model, with its adapters if it has any."""
+        return self.actor.model.model
+
+    @property
+    def value_model(self) -> nn.Module:
+        """The critic's Hugging Face model, with its adapters if it has any."""
+        return self.critic.model.scorer.model
+
+
+def load_models(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, iterations: int
+) -> Models:
+    """Load the outputs of steps 1 and 2, for so many rollouts.
+
+    Raises:
+        ModelError: a model is missing, or actor, critic and reward model number their tokens
+            differently.
+    """
+    device = local_device()
+    for model in (config.critic, config.reward, config.reference):
+        if model.path is not None:
+            require_same_tokens(tokenizer, load_tokenizer(model), "the actor", model.path)
+
+    updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
+    actor_iterations = max(1, iterations - config.critic_warmup_steps)
+    actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
+    critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
+    reward = load_classifier(config.reward, device=device, seed=config.seed)
+    return Models(
+        actor=Engine(Policy(actor), config.actor, total_steps=actor_iterations * updates),
+        critic=Engine(
+            Critic(critic, normalize=config.normalize_score),
+            config.critic,
+            total_steps=iterations * updates,
+        ),
+        reference=load_reference(config, actor, device),
+        reward=RewardModel(reward.requires_grad_(False)),
+        tokenizer=tokenizer,
+        chat=chat,
+    )
+
+
+def load_reference(config: PPOConfig, actor: nn.Module, device: torch.device) -> Reference:
+    """The configured reference; else the actor as it starts: with LoRA the base with the adapter
+    off, which needs no second copy.
+    """
+    if config.reference.path is None and config.actor.lora is not None:
+        return Reference(Policy(actor), adapter_off=True)
+    same = config.reference.path is None
+    source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
+    model = load_causal_lm(source, device=device, seed=config.seed)
+    return Reference(Policy(model.requires_grad_(False)), adapter_off=False)
+
+
+def stored_normalization(model: nn.Module) -> tuple[float, float]:
+    """Mean and standard deviation in the model's config.json; 0 and 1 where it has none."""
+    settings = base_model(model).config
+    return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))

@@ -1,0 +1,64 @@
+"""The prompts of step 3."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Example, Message
+from pipeline.data.stages import load_examples
+from pipeline.errors import DataError
+from step3_ppo.config import PPOConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A dialogue that waits for its answer."""
+
+    messages: tuple[Message, ...]
+    input_ids: list[int]
+    """With the format's opening of the assistant's turn."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts to learn from and prompts held out."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+
+def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
+    """Read, encode and sift the prompts; those over `max_prompt_length` are left out, and counted.
+
+    Raises:
+        DataError: no prompt is short enough.
+    """
+    data = load_examples(config.data, step=3, seed=config.seed)
+    train = _encode(data.train, chat)
+    short = _short(train, config.max_prompt_length)
+    held_out = _short(_encode(data.eval, chat), config.max_prompt_length)
+    if not short or not held_out:
+        lengths = [len(prompt.input_ids) for prompt in train]
+        raise DataError(
+            f"every prompt is longer than ppo.max_prompt_length {config.max_prompt_length} (the"
+            f" shortest has {min(lengths)} tokens); raise it"
+        )
+    if len(short) < len(train):
+        logger.info(
+            "left out %d of %d prompts that are longer than max_prompt_length %d",
+            len(train) - len(short),
+            len(train),
+            config.max_prompt_length,
+        )
+    return Prompts(train=short, held_out=held_out)
+
+
+def _encode(examples: Sequence[Example], chat: ChatFormat) -> list[Prompt]:
+    return [Prompt(example.prompt, chat.encode_prompt(example.prompt)) for example in examples]
+
+
+def _short(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    return [prompt for prompt in prompts if len(prompt.input_ids) <= limit]

@@ -1,0 +1,43 @@
+"""PPO-ptx: a language-model loss beside PPO (Ouyang et al. 2022, eq. 2)."""
+
+from dataclasses import replace
+
+from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.stages import load_examples
+from pipeline.distributed import local_device, rank, world_size
+from step3_ppo.config import PPOConfig
+
+
+class PtxStream:
+    """Batches of dialogues or plain text, as large as PPO's minibatches."""
+
+    def __init__(self, chat: ChatFormat, config: PPOConfig) -> None:
+        self.chat = chat
+        self.config = config
+        data = config.data if not config.ptx_data else replace(config.data, path=config.ptx_data)
+        self.examples = load_examples(data, step=1, seed=config.seed).train
+        self.rows = RowStream(
+            num_rows=len(self.examples), batch_size=config.batch_size, seed=config.seed
+        )
+
+    def __next__(self) -> tuple[list[TokenBatch], int]:
+        """This process's micro-batches, and the targets of all processes."""
+        data = self.config.data
+        encoded = [
+            self.chat.encode(example.prompt, example.chosen, train_on=data.train_on).head(
+                data.max_length
+            )
+            for example in (self.examples[row] for row in next(self.rows))
+        ]
+        parts = micro_batches(
+            [len(row) for row in encoded],
+            max_tokens=self.config.micro_batch_size * data.max_length,
+            num_processes=world_size(),
+            process=rank(),
+        )
+        batches = [
+            collate_part([encoded[row] for row in part], spare=encoded[0]).to(local_device())
+            for part in parts
+        ]
+        return batches, max(1, sum(row.num_targets for row in encoded))

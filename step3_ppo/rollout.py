@@ -1,0 +1,200 @@
+"""What the four models say about a batch of prompts, before any update.
+
+Dimension names: B responses of this process, T response tokens (padded), K without padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from inference.generation import Response, generate
+from pipeline.data.batches import TokenBatch, collate, local_micro_batches, pad
+from pipeline.data.examples import Encoded
+from pipeline.distributed import global_sums, local_device
+from pipeline.models.trained import evaluating
+from step3_ppo.config import PPOConfig
+from step3_ppo.losses import gae, token_rewards, whiten
+from step3_ppo.models import Models
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Responses as the models saw them when they were sampled."""
+
+    sequences: list[Encoded]
+    """Prompt and response; the response's tokens are the trained ones."""
+
+    stopped: Bool[Tensor, " B"]
+    """Whether the response ended by itself."""
+
+    mask: Bool[Tensor, "B T"]
+    """True on response tokens, the end-of-turn token included."""
+
+    sampled_logprobs: Float[Tensor, "B T"]
+    """log pi as generation computed it."""
+
+    logprobs: Float[Tensor, "B T"]
+    """log pi as training computes it, before any update: the old policy of the ratio."""
+
+    ref_logprobs: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"]
+    values: Float[Tensor, "B T"]
+    """Value of the state before each token."""
+
+    score: Float[Tensor, " B"]
+    """The reward model's raw score of the whole sequence."""
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Response tokens of some rows, in one piece: everything an update needs."""
+
+    tokens: TokenBatch
+    old_logprobs: Float[Tensor, " K"]
+    old_values: Float[Tensor, " K"]
+    advantages: Float[Tensor, " K"]
+    returns: Float[Tensor, " K"]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Experience with what PPO derives from it; fixed over all epochs of updates."""
+
+    experience: Experience
+    rewards: Float[Tensor, "B T"]
+    advantages: Float[Tensor, "B T"]
+    returns: Float[Tensor, "B T"]
+
+    def minibatch(self, rows: Sequence[int]) -> Minibatch:
+        """The rows laid end to end; without rows, one that teaches nothing."""
+        experience = self.experience
+        index = torch.tensor(list(rows) or [0], device=experience.mask.device)
+        mask = experience.mask[index] if rows else torch.zeros_like(experience.mask[index])
+        sequences = [experience.sequences[row] for row in index.tolist()]
+        if not rows:
+            sequences = [Encoded.untrained(sequences[0].input_ids)]
+        return Minibatch(
+            tokens=collate(sequences).to(local_device()),
+            old_logprobs=experience.logprobs[index][mask],
+            old_values=experience.values[index][mask],
+            advantages=self.advantages[index][mask],
+            returns=self.returns[index][mask],
+        )
+
+
+def sample_responses(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    config: PPOConfig,
+    *,
+    keys: Sequence[int],
+) -> list[Response]:
+    """The actor's answers, sampled by `keys`, which no other rollout of the run uses."""
+    with evaluating(models.policy):
+        return generate(
+            models.policy,
+            prompts,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            stop_ids=models.chat.stop_ids,
+            seed=config.seed,
+            keys=keys,
+            batch_size=config.generation_batch_size,
+        )
+
+
+def gather_experience(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    config: PPOConfig,
+) -> Experience:
+    """Ask actor, reference, critic and reward model about the responses, without dropout."""
+    sequences = [
+        Encoded([*prompt, *response.ids], [False] * len(prompt) + [True] * len(response.ids))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    answers: dict[str, list[Tensor]] = {
+        name: [torch.empty(0)] * len(sequences)
+        for name in ("logprobs", "entropy", "ref_logprobs", "values", "score")
+    }
+    max_tokens = config.micro_batch_size * config.max_length
+    for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
+        rows = part or [0]
+        batch = collate([sequences[row] for row in rows]).to(local_device())
+        said = _ask(models, batch, config)
+        lengths = [len(responses[row].ids) for row in rows]
+        for name, answer in said.items():
+            pieces = answer.split(lengths) if name != "score" else answer.unbind()
+            for row, piece in zip(rows, pieces, strict=True):
+                answers[name][row] = piece
+    device = local_device()
+    sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
+    return Experience(
+        sequences=sequences,
+        stopped=torch.tensor([response.stopped for response in responses], device=device),
+        mask=mask,
+        sampled_logprobs=sampled,
+        logprobs=pad(answers["logprobs"])[0],
+        ref_logprobs=pad(answers["ref_logprobs"])[0],
+        entropy=pad(answers["entropy"])[0],
+        values=pad(answers["values"])[0],
+        score=torch.stack(answers["score"]),
+    )
+
+
+def _ask(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
+    with evaluating(models.actor.model), evaluating(models.critic.model):
+        actor = models.actor(batch, temperature=config.temperature, entropy=True)
+        values = models.critic(batch)
+    return {
+        "logprobs": actor.logprobs,
+        "entropy": actor.entropy,
+        "ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature),
+        "values": values,
+        "score": models.reward.scores(batch),
+    }
+
+
+def reward_of_score(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
+    """The score as PPO counts it, (B,): normalized, clipped, and replaced where a response did not
+    end by itself.
+    """
+    score = experience.score
+    if config.normalize_score:
+        score = models.reward.normalized(score)
+    if config.score_clip is not None:
+        score = score.clamp(-config.score_clip, config.score_clip)
+    if config.missing_eos_score is not None:
+        score = torch.where(experience.stopped, score, config.missing_eos_score)
+    return score
+
+
+def finish_rollout(
+    experience: Experience, score: Float[Tensor, " B"], config: PPOConfig, *, kl_coef: float
+) -> Rollout:
+    """Turn scores and KL into token rewards, advantages and returns."""
+    mask = experience.mask
+    rewards = token_rewards(
+        score, experience.logprobs, experience.ref_logprobs, mask, kl_coef=kl_coef
+    )
+    if config.whiten_rewards:
+        mean, variance = global_moments(rewards, mask)
+        rewards = whiten(rewards, mask, mean=mean, variance=variance, shift_mean=False)
+    advantages, returns = gae(rewards, experience.values, mask, gamma=config.gamma, lam=config.lam)
+    if config.whiten_advantages:
+        mean, variance = global_moments(advantages, mask)
+        advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
+    return Rollout(experience, rewards, advantages, returns)
+
+
+def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:
+    """Mean and biased variance over the real tokens of all processes."""
+    real = values[mask].double()
+    total, count = global_sums([real.sum().item(), real.numel()])
+    mean = total / max(1.0, count)
+    (squares,) = global_sums([(real - mean).square().sum().item()])
+    return mean, squares / max(1.0, count)

@@ -1,0 +1,70 @@
+"""What a rollout looks like, in numbers over all processes."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from pipeline.distributed import global_sums
+from step3_ppo.losses import explained_variance, k3
+from step3_ppo.rollout import Experience, Rollout, global_moments
+
+
+def rollout_statistics(rollout: Rollout, reward_score: Float[Tensor, " B"]) -> dict[str, float]:
+    """Scores, KL per response in nats, entropy per token, lengths, and how good the critic was.
+
+    `score` is the reward model's raw score, `reward_score` what PPO made of it; `kl` is the k1
+    estimate summed over each response, `kl_k3` the k3 estimate; `rollout_gap` the mean absolute
+    difference between generation's and training's log-probabilities.
+    """
+    experience = rollout.experience
+    mask = experience.mask
+    log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
+    gap = (experience.sampled_logprobs - experience.logprobs)[mask].abs()
+    sums = {
+        "responses": float(len(mask)),
+        "tokens": mask.sum(),
+        "score": experience.score.double().sum(),
+        "score_squares": experience.score.double().square().sum(),
+        "reward_score": reward_score.double().sum(),
+        "kl": log_ratio.double().sum(),
+        "kl_k3": k3(log_ratio).double().sum(),
+        "entropy": experience.entropy[mask].double().sum(),
+        "stopped": experience.stopped.sum(),
+        "gap": gap.double().sum(),
+        "value": experience.values[mask].double().sum(),
+        "repeated": float(repeated_tokens(experience)),
+    }
+    totals = dict(zip(sums, global_sums([float(value) for value in sums.values()]), strict=True))
+    responses, tokens = totals["responses"], totals["tokens"]
+    score = totals["score"] / responses
+    residual_variance = global_moments(rollout.returns - experience.values, mask)[1]
+    return_variance = global_moments(rollout.returns, mask)[1]
+    return {
+        "score": score,
+        "score_std": max(0.0, totals["score_squares"] / responses - score**2) ** 0.5,
+        "reward_score": totals["reward_score"] / responses,
+        "kl": totals["kl"] / responses,
+        "kl_k3": totals["kl_k3"] / responses,
+        "entropy": totals["entropy"] / tokens,
+        "value": totals["value"] / tokens,
+        "explained_variance": explained_variance(
+            residual_variance=residual_variance, return_variance=return_variance
+        ),
+        "response_length": tokens / responses,
+        "stop_rate": totals["stopped"] / responses,
+        "repetition": totals["repeated"] / tokens,
+        "rollout_gap": totals["gap"] / tokens,
+    }
+
+
+def repeated_tokens(experience: Experience) -> int:
+    """Response tokens that end a trigram already seen in the response: the sign of a loop."""
+    repeated = 0
+    for sequence in experience.sequences:
+        ids = [
+            token
+            for token, trained in zip(sequence.input_ids, sequence.trained, strict=True)
+            if trained
+        ]
+        trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
+        repeated += len(trigrams) - len(set(trigrams))
+    return repeated

@@ -1,0 +1,175 @@
+"""Step 3: PPO against the reward model.
+
+python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_reward \\
+        --reward.path OUT/step2_reward
+torchrun --nproc_per_node 2 -m step3_ppo.train ...
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pipeline.cli import parse_step, run_main
+from pipeline.data.batches import RowStream, num_steps
+from pipeline.distributed import is_main, process_group, rank, share_of_rank, world_size
+from pipeline.errors import ConfigError
+from pipeline.metrics import Clock
+from pipeline.models.chat import load_chat
+from pipeline.models.export import export
+from pipeline.run import Run, configure_logging
+from step3_ppo.comparison import (
+    answer_all,
+    answers_of_base,
+    judged_rates,
+    summarize,
+    write_samples,
+)
+from step3_ppo.config import PPOConfig
+from step3_ppo.ema import Ema
+from step3_ppo.evaluate import HeldOut, mean_score, stop_rate
+from step3_ppo.kl import KLController
+from step3_ppo.models import Models, load_models
+from step3_ppo.prompts import load_prompts
+from step3_ppo.ptx import PtxStream
+from step3_ppo.rollout import (
+    Rollout,
+    finish_rollout,
+    gather_experience,
+    reward_of_score,
+    sample_responses,
+)
+from step3_ppo.statistics import rollout_statistics
+from step3_ppo.update import Updates, update_models
+
+
+def train(config: PPOConfig) -> Path:
+    """Improve the actor; return the directory that holds actor and critic."""
+    if config.rollout_size < world_size():
+        raise ConfigError(
+            f"ppo.rollout_size {config.rollout_size} leaves some of {world_size()} processes"
+            " without a prompt; raise it"
+        )
+    tokenizer, chat = load_chat(config.actor, config.data.format)
+    prompts = load_prompts(chat, config)
+    stream = RowStream(
+        num_rows=len(prompts.train), batch_size=config.rollout_size, seed=config.seed
+    )
+    total_steps = num_steps(
+        num_rows=len(prompts.train),
+        batch_size=config.rollout_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+    )
+    with Run(config, name="step3_ppo", total_steps=total_steps, is_main=is_main()) as run:
+        models = load_models(config, tokenizer, chat, iterations=total_steps)
+        held_out = HeldOut(models, prompts.held_out, config)
+        controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
+        ema = Ema(models.policy, decay=config.ema_decay) if config.ema_decay else None
+        ptx = PtxStream(chat, config) if config.ptx_coef > 0 else None
+        before = answer_all(held_out)
+        run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))
+
+        for step in range(1, total_steps + 1):
+            clock = Clock()
+            rows = share_of_rank(next(stream))
+            inputs = [prompts.train[row].input_ids for row in rows]
+            first_key = (step - 1) * config.rollout_size
+            responses = sample_responses(
+                models,
+                inputs,
+                config,
+                keys=share_of_rank(range(first_key, first_key + config.rollout_size)),
+            )
+            seconds_generation = clock.lap()
+
+            experience = gather_experience(models, inputs, responses, config)
+            score = reward_of_score(experience, models, config)
+            rollout = finish_rollout(experience, score, config, kl_coef=controller.coef)
+            statistics = rollout_statistics(rollout, score)
+            seconds_experience = clock.lap()
+
+            updates = learn(models, rollout, config, step=step, ema=ema, ptx=ptx)
+            run.log(
+                step,
+                tokens=updates.tokens,
+                **statistics,
+                **updates.values(),
+                kl_coef=controller.coef,
+                seconds_generation=seconds_generation,
+                seconds_experience=seconds_experience,
+                seconds_training=clock.lap(),
+            )
+            controller.update(statistics["kl"], responses=config.rollout_size)
+            if step % config.samples_every == 0:
+                held_out.print_samples(step)
+            if config.eval_every is not None and step % config.eval_every == 0:
+                run.evaluated(step, **summarize(before, answer_all(held_out)))
+
+        after = answer_all(held_out)
+        evaluation = summarize(before, after)
+        run.evaluated(step, **evaluation)
+        export(models.policy, tokenizer, run.path("actor"))
+        export(models.value_model, tokenizer, run.path("critic"))
+        if ema is not None:
+            with ema.applied():
+                export(models.policy, tokenizer, run.path("ema"))
+        sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
+        base = answers_of_base(held_out, config.base)
+        if base is not None:
+            sampled = {"base": base, **sampled}
+        write_samples(held_out, sampled, run.path("samples.json"))
+        rates = judged_rates(held_out, sampled)
+        run.finish(eval=evaluation if rates is None else {**evaluation, "judge": rates})
+    return config.output_dir
+
+
+def learn(
+    models: Models,
+    rollout: Rollout,
+    config: PPOConfig,
+    *,
+    step: int,
+    ema: Ema | None,
+    ptx: PtxStream | None,
+) -> Updates:
+    """Update actor and critic over the epochs and minibatches of one rollout.
+
+    The order of the responses depends on (seed, step, epoch) alone, so that every process cuts the
+    same minibatches, however many processes hold them.
+    """
+    updates = Updates()
+    for epoch in range(config.ppo_epochs):
+        generator = torch.Generator().manual_seed(
+            config.seed * 1_000_003 + step * config.ppo_epochs + epoch
+        )
+        order = torch.randperm(config.rollout_size, generator=generator)
+        for minibatch in order.split(config.batch_size):
+            slots = minibatch.tolist()  # slot s of the rollout is row s // W of process s % W
+            rows = [slot // world_size() for slot in slots if slot % world_size() == rank()]
+            update = update_models(
+                models,
+                rollout,
+                rows,
+                config,
+                train_actor=step > config.critic_warmup_steps,
+                ptx=ptx,
+            )
+            updates.add(update)
+            if update.stopped:
+                return updates
+            if ema is not None:
+                ema.update()
+    return updates
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the settings and run the step on the processes that torchrun started."""
+    config = parse_step(PPOConfig, argv)
+    with process_group():
+        configure_logging(is_main=is_main())
+        train(config)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,165 @@
+"""One optimizer step of actor and critic on one minibatch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.data.batches import local_micro_batches
+from pipeline.distributed import global_max, global_sum, global_sums
+from step3_ppo.config import PPOConfig
+from step3_ppo.losses import policy_loss, policy_ratio, value_loss
+from step3_ppo.models import Models
+from step3_ppo.ptx import PtxStream
+from step3_ppo.rollout import Minibatch, Rollout
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a minibatch did, over all processes."""
+
+    metrics: dict[str, float]
+    tokens: int
+    stopped: bool
+    """True where the new policy was too far from the old one, and nothing was changed."""
+
+
+class Updates:
+    """All updates of one rollout."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._all: list[Update] = []
+
+    def add(self, update: Update) -> None:
+        """Record an update."""
+        self.tokens += update.tokens
+        self._all.append(update)
+
+    def values(self) -> dict[str, float]:
+        """Means over the updates, of maxima the largest, of rates the last; and how far we came."""
+        names = {name for update in self._all for name in update.metrics}
+        seen = {
+            name: [update.metrics[name] for update in self._all if name in update.metrics]
+            for name in sorted(names)
+        }
+        values = {name: sum(numbers) / len(numbers) for name, numbers in seen.items()}
+        values["ratio_max"] = max(seen["ratio_max"])
+        for name in ("lr", "critic_lr"):
+            if name in seen:
+                values[name] = seen[name][-1]
+        values["updates"] = float(sum(not update.stopped for update in self._all))
+        return values
+
+
+def update_models(
+    models: Models,
+    rollout: Rollout,
+    rows: Sequence[int],
+    config: PPOConfig,
+    *,
+    train_actor: bool,
+    ptx: PtxStream | None,
+) -> Update:
+    """Learn from this process's `rows` of a minibatch that all processes share.
+
+    Every token of the minibatch weighs the same, wherever and in whichever micro-batch it lies.
+    With `target_kl`, a minibatch whose approximate KL to the old policy is over 1.5 times the target
+    changes nothing and says so.
+    """
+    lengths = [len(rollout.experience.sequences[row]) for row in rows]
+    max_tokens = config.micro_batch_size * config.max_length
+    num_tokens = int(global_sum(rollout.experience.mask[list(rows)].sum().item()))
+    sums: dict[str, float] = {}
+    ratio_max = 0.0
+    for part in local_micro_batches(lengths, max_tokens=max_tokens):
+        minibatch = rollout.minibatch([rows[index] for index in part])
+        said = _backward(models, minibatch, config, num_tokens=num_tokens, train_actor=train_actor)
+        ratio_max = max(ratio_max, said.pop("ratio_max").item())
+        for name, value in said.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+
+    totals = dict(zip(sums, global_sums(list(sums.values())), strict=True))
+    metrics = {name: total / num_tokens for name, total in totals.items()}
+    metrics["ratio_max"] = global_max(ratio_max)
+    too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
+    if too_far:
+        models.actor.discard()
+        models.critic.discard()
+        return Update(metrics, num_tokens, stopped=True)
+
+    critic = models.critic.step()
+    metrics |= {"critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
+    metrics["skipped"] = float(critic.skipped)
+    if train_actor:
+        if ptx is not None:
+            metrics["ptx_loss"] = _backward_ptx(models, ptx, config)
+        actor = models.actor.step()
+        metrics |= {"actor_grad_norm": actor.grad_norm, "lr": actor.lr}
+        metrics["skipped"] += float(actor.skipped)
+    return Update(metrics, num_tokens, stopped=False)
+
+
+def _backward(
+    models: Models, minibatch: Minibatch, config: PPOConfig, *, num_tokens: int, train_actor: bool
+) -> dict[str, Tensor]:
+    """Add the gradients of one micro-batch; return sums over its tokens."""
+    clip_high = config.clip if config.clip_high is None else config.clip_high
+    with torch.set_grad_enabled(train_actor):
+        said = models.actor(
+            minibatch.tokens,
+            temperature=config.temperature,
+            entropy=config.entropy_coef > 0,
+        )
+    actor_loss = policy_loss(
+        said.logprobs,
+        minibatch.old_logprobs,
+        minibatch.advantages,
+        clip=config.clip,
+        clip_high=clip_high,
+        dual_clip=config.dual_clip,
+    )
+    objective = actor_loss
+    if said.entropy is not None:
+        objective = objective - config.entropy_coef * said.entropy.sum()
+    if train_actor:
+        models.actor.backward(objective / num_tokens)
+
+    values = models.critic(minibatch.tokens)
+    critic_loss = value_loss(
+        values, minibatch.old_values, minibatch.returns, clip=config.value_clip
+    )
+    models.critic.backward(critic_loss / num_tokens)
+
+    with torch.no_grad():
+        ratio = policy_ratio(said.logprobs, minibatch.old_logprobs)
+        beyond = torch.where(
+            minibatch.advantages > 0, ratio > 1 + clip_high, ratio < 1 - config.clip
+        )
+        return {
+            "policy_loss": actor_loss.detach(),
+            "value_loss": critic_loss.detach(),
+            "approx_kl": 0.5 * ratio.log().square().sum(),
+            "clip_fraction": beyond.sum(),
+            "value_clip_fraction": _value_clipped(values, minibatch, config),
+            "ratio_mean": ratio.sum(),
+            "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
+        }
+
+
+def _value_clipped(values: Tensor, minibatch: Minibatch, config: PPOConfig) -> Tensor:
+    if config.value_clip is None:
+        return values.new_zeros(())
+    return ((values - minibatch.old_values).abs() > config.value_clip).sum()
+
+
+def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
+    """Add the gradient of ptx_coef * mean NLL per token; return the mean NLL."""
+    batches, num_targets = next(ptx)
+    nll = 0.0
+    for batch in batches:
+        loss = -models.actor(batch).logprobs.sum()
+        models.actor.backward(config.ptx_coef * loss / num_targets)
+        nll += loss.item()
+    return global_sum(nll) / num_targets
