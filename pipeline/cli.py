@@ -194,8 +194,9 @@ def _default(setting: Setting) -> str:
     value = setting.default
     if value in (None, False, (), {}):
         return ""
-    shown = " ".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
-    return f"(default: {shown.lower() if isinstance(value, bool) else shown})"
+    items = value if isinstance(value, tuple) else (value,)
+    shown = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+    return f"(default: {'true' if value is True else ' '.join(shown)})"
 
 
 def _placeholder(kind: object) -> str:

@@ -104,12 +104,15 @@ def _closing_table(plan: Plan) -> Iterator[str]:
         yield f"{name:<14}{work}   {_numbers(result.get('eval', {}))}"
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
-    yield f"models   {', '.join(str(out / stage.name) for stage in plan.stages)}"
+    made = [out / stage.name for stage in plan.stages]
+    models = [path / "actor" if (path / "actor").is_dir() else path for path in made]
+    yield f"models   {'  '.join(str(path) for path in models)}"
     actors = (out / "step3_ppo" / "actor", out / "step1_sft")
     for model in [path for path in actors if (path / "config.json").is_file()][:1]:
         yield f"chat     python chat.py --path {model}"
 
 
 def _numbers(values: Mapping[str, object]) -> str:
+    """The first few numbers of an evaluation; summary.json has all of them."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    return "  ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:4])

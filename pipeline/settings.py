@@ -7,6 +7,7 @@ is one sentence that starts with the setting's full name.
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import types
@@ -82,11 +83,8 @@ def build_config(
         if kind is None:
             raise _unknown(config_class, name, section=section, place="")
         arguments.append(f"--{name}={_as_word(f'--{section}{name}', kind, words)}")
-    parser = ArgumentParser(exit_on_error=False, default_env=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(config_class)
     try:
-        parsed = parser.parse_args(arguments)
+        parsed = _parser(config_class).parse_args(arguments)
     except ArgumentError as error:
         raise ConfigError(_one_sentence(str(error), section)) from None
     return _instantiate(config_class, parsed, section)
@@ -170,12 +168,21 @@ def without_none(kind: object) -> object:
     return kind
 
 
+@functools.cache
+def _parser(config_class: type) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False, default_env=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(config_class)
+    return parser
+
+
 def _default(field: dataclasses.Field[Any]) -> object:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
+@functools.cache
 def _descriptions(config_class: type) -> dict[str, str]:
     """Field name to the docstring below it, base classes first."""
     return {
@@ -242,6 +249,9 @@ def _instantiate(config_class: type[C], values: Namespace, path: str) -> C:
         inner = section_class(hints[field.name])
         if inner is not None and isinstance(value, Namespace):
             value = _instantiate(inner, value, f"{path}{field.name}.")
+        elif value is None and without_none(hints[field.name]) is hints[field.name]:
+            # jsonargparse takes null for "not given", whatever the type.
+            raise ConfigError(f"{path}{field.name} can't be null")
         arguments[field.name] = value
     try:
         return config_class(**arguments)
@@ -315,7 +325,8 @@ def _one_sentence(message: str, section: str) -> str:
     if not expected or not got:
         return f"{name}: {' '.join(problem.split())}"
     kinds = " or ".join(_in_words(kind) for kind in expected)
-    return f"{name} must be {kinds}, got {got[1].strip()}"
+    value = got[1].strip()
+    return f"{name} must be {kinds}, got {'null' if value == 'None' else value}"
 
 
 _WORDS = {

@@ -22,18 +22,19 @@ class Ending:
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
     """Run a command to its end; its output goes where ours goes.
 
-    The child has a process group of its own and gets each signal from us: so Ctrl-C in a terminal
-    and `kill` from a scheduler reach it alike, once, and it closes its files before we go on.
+    The child has a process group of its own and hears of every interruption from us, as SIGINT: so
+    Ctrl-C in a terminal and SIGTERM from a scheduler reach it alike, once, and it closes its files
+    before we go on.
     Standard input is closed to it, for it would stop a group in the background.
     """
     child: subprocess.Popen[bytes] | None = None
     interrupted = False
 
-    def pass_on(number: int, _frame: object) -> None:
+    def pass_on(_number: int, _frame: object) -> None:
         nonlocal interrupted
         interrupted = True
         if child is not None and child.poll() is None:
-            child.send_signal(signal.SIGINT if number == signal.SIGHUP else number)
+            child.send_signal(signal.SIGINT)
 
     before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:

@@ -16,7 +16,7 @@ from pipeline.cli import EXIT_INTERRUPTED
 
 def main(argv: list[str]) -> int:
     """Run the processes; return the exit code."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # of this process, which only starts and watches the others
     try:
         run(parse_args(argv))
     except ChildFailedError as error:

@@ -112,10 +112,10 @@ def _check_model(name: str, path: str) -> None:
 
 
 def _check_data(name: str, path: str) -> None:
-    path = without_weight(path)
-    if path == EMBEDDED or Path(path).expanduser().exists():
+    bare = without_weight(path)
+    if bare == EMBEDDED or Path(bare).expanduser().exists():
         return
-    if is_local(path) or path.endswith(DATA_SUFFIXES):
+    if is_local(bare) or bare.endswith(DATA_SUFFIXES):
         raise DataError(f"{name} {path}: no such file or directory")
 
 

@@ -77,10 +77,20 @@ def clear_step(out: Path, name: str) -> None:
 
 
 def record_step(out: Path, name: str) -> None:
-    """Remember which files the step left, whether it finished or not."""
+    """Remember which files the step left, whether it finished or not.
+
+    A step that stopped before it made anything leaves nothing, so that a corrected command finds
+    the directory free.
+    """
     directory = out / name
-    files = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
-    _record_files(out, name, sorted(str(file.relative_to(directory)) for file in files))
+    found = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
+    files = sorted(str(file.relative_to(directory)) for file in found)
+    if files == [MARK]:
+        shutil.rmtree(directory)
+        if not any(out.iterdir()):
+            out.rmdir()
+        return
+    _record_files(out, name, files)
 
 
 def add_to_summary(out: Path, name: str) -> None:
@@ -101,7 +111,7 @@ def read_summary(out: Path) -> dict[str, Any]:
 
 def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
     seconds = sum(result.get("seconds", 0) for result in steps.values())
-    _write_json(out / SUMMARY, {"steps": steps, "seconds": seconds})
+    _write_json(out / SUMMARY, {"steps": steps, "seconds": round(seconds, 3)})
 
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
@@ -109,7 +119,8 @@ def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     ours = {SUMMARY, REPORT, FILES, *(stage.name for stage in stages)}
     if not out.is_dir():
         return []
-    names = (path.name for path in out.iterdir())
+    # A run that was cut off while it wrote one of them leaves it under a temporary name.
+    names = (path.name.removesuffix(".tmp").removesuffix(".partial") for path in out.iterdir())
     return sorted(name for name in names if name not in ours and not name.startswith("."))
 
 
@@ -218,8 +229,10 @@ def _record_files(out: Path, name: str, files: list[str] | None) -> None:
     recorded = {step: each for step, each in _read_json(out / FILES).items() if step != name}
     if files is not None:
         recorded[name] = files
-    if recorded or (out / FILES).exists():
+    if recorded:
         _write_json(out / FILES, recorded)
+    else:
+        (out / FILES).unlink(missing_ok=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
