@@ -156,7 +156,7 @@ class DataConfig:
     max_eval_rows: int = 256
     """At most this many rows are evaluated."""
 
-    split: tuple[float, float, float] = (2, 4, 4)
+    split: tuple[float, float, float] = (2.0, 4.0, 4.0)
     """Proportions of the rows that steps 1, 2 and 3 see; the parts are disjoint (data_split)."""
 
     fields: dict[str, str] = field(default_factory=dict)

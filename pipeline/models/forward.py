@@ -72,7 +72,7 @@ class Scorer(nn.Module):
     def forward(self, batch: TokenBatch) -> Float[Tensor, " N"]:
         """Score at every token, fp32."""
         classifier = base_model(self.model)
-        backbone: Callable[..., BaseModelOutputWithPast] = classifier.base_model
+        backbone = cast("Callable[..., BaseModelOutputWithPast]", classifier.base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device)
         if is_ragged(classifier):
             hidden = backbone(**ragged_inputs(batch, ragged)).last_hidden_state[0]
