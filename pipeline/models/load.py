@@ -184,17 +184,28 @@ def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
 
 def _prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """On its device, in evaluation mode, with ragged attention where the model allows it."""
-    settings = model.config
-    # Attention that is not a plain causal product (ALiBi, soft-capping) is padded instead.
-    plain = (
-        getattr(model, "_supports_attention_backend", False)
-        and not getattr(settings, "alibi", False)
-        and getattr(settings, "attn_logit_softcapping", None) is None
-    )
-    if plain:
+    if takes_ragged(model):
         model.set_attn_implementation(RAGGED)
     nn.Module.to(model, device=device)
     return model.eval()
+
+
+def takes_ragged(model: PreTrainedModel) -> bool:
+    """Whether every layer is causal attention, full or in a sliding window, and nothing more.
+
+    Other models are padded: those with recurrent or convolutional layers, which carry their state
+    from one sequence into the next, attention in chunks, ALiBi, soft-capping, attention sinks.
+    """
+    settings = model.config.get_text_config()
+    layers = set(getattr(settings, "layer_types", None) or ())
+    return (
+        getattr(model, "_supports_attention_backend", False)
+        and not getattr(model, "_is_stateful", False)
+        and layers <= {"full_attention", "sliding_attention"}
+        and not getattr(settings, "alibi", False)
+        and getattr(settings, "attn_logit_softcapping", None) is None
+        and not any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    )
 
 
 def _load(path: str, load: "Callable[[], Any]") -> Any:  # noqa: ANN401
