@@ -72,11 +72,32 @@ PADDED_FAMILIES: dict[str, dict[str, Any]] = {
 
 FAMILIES = {**RAGGED_FAMILIES, **PADDED_FAMILIES}
 
+PECULIAR: dict[str, dict[str, Any]] = {
+    "lfm2": {**_GROUPED, "layer_types": ["conv", "full_attention"]},
+    "gpt_oss": {
+        **_GROUPED,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": WINDOW,
+    },
+    "llama4_text": {
+        **_GROUPED,
+        "head_dim": 8,
+        "attention_chunk_size": WINDOW,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
+}
+"""Model types that plug into attention like the ragged ones and yet must be padded: convolutions,
+attention sinks, attention in chunks."""
+
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """Two layers, 101 tokens; padding is the end of sequence, as in models of GPT-2's kind."""
     special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    return AutoConfig.for_model(family, **{**FAMILIES[family], **special, **changes})
+    return AutoConfig.for_model(family, **{**{**FAMILIES, **PECULIAR}[family], **special, **changes})
 
 
 def tiny_causal_lm(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from pipeline.data.examples import Encoded
 from pipeline.errors import DataError
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
-from tests.families import FAMILIES, random_rows, saved, tiny_causal_lm
+from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 NEW_TOKENS = 8
@@ -33,7 +33,7 @@ def greedy_of_transformers(model: PreTrainedModel, prompt: list[int]) -> list[in
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR])
 def test_greedy_answers_to_prompts_of_many_lengths_are_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from pipeline.models.forward import Policy, Scorer, categorical_entropy, is_ragg
 from pipeline.models.load import load_causal_lm, load_classifier
 from tests.families import (
     FAMILIES,
+    PECULIAR,
     RAGGED_FAMILIES,
     WINDOW,
     random_rows,
@@ -37,7 +38,7 @@ def target_logprobs(model: torch.nn.Module, row: Encoded) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR])
 @torch.no_grad()
 def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
     family: str, tmp_path: Path
