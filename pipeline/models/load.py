@@ -157,29 +157,21 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
-DROPOUTS = (
-    "dropout",
-    "attention_dropout",
-    "hidden_dropout",
-    "activation_dropout",
-    "attn_pdrop",
-    "embd_pdrop",
-    "resid_pdrop",
-    "summary_first_dropout",
-    "layerdrop",
-    "classifier_dropout",
-    "ffn_dropout",
-)
-
-
 def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
     settings = _load(
         path, lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     )
-    for name in DROPOUTS:
-        if getattr(settings, name, None):
-            setattr(settings, name, 0.0)
+    switch_off_dropout(settings)
     return settings
+
+
+def switch_off_dropout(settings: PreTrainedConfig) -> None:
+    """Set every rate to 0, under whichever of its dozen names a family has it."""
+    for name, value in list(vars(settings).items()):
+        if isinstance(value, PreTrainedConfig):
+            switch_off_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
 
 
 def _prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
