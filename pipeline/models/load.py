@@ -150,11 +150,16 @@ def load_reward_for_inference(
     return load_classifier(config, device=device), load_tokenizer(config)
 
 
-def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the model a row for each token of the tokenizer; a larger table is left as it is."""
+def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+    """Give the model a row for each token of the tokenizer; a larger table is left as it is.
+
+    New rows are drawn from `seed`, the same on every process and for every copy of the model.
+    """
     table = cast("nn.Embedding", model.get_input_embeddings())
     if len(tokenizer) > table.num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
 def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
