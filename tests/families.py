@@ -97,7 +97,9 @@ attention sinks, attention in chunks."""
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """Two layers, 101 tokens; padding is the end of sequence, as in models of GPT-2's kind."""
     special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    return AutoConfig.for_model(family, **{**{**FAMILIES, **PECULIAR}[family], **special, **changes})
+    return AutoConfig.for_model(
+        family, **{**{**FAMILIES, **PECULIAR}[family], **special, **changes}
+    )
 
 
 def tiny_causal_lm(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
