@@ -11,6 +11,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -88,8 +89,9 @@ class Scorer(nn.Module):
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a peft wrapper, or the model itself."""
+    # Not by attribute: peft marks the model inside as well as its wrapper.
     return cast(
-        "PreTrainedModel", model.get_base_model() if hasattr(model, "peft_config") else model
+        "PreTrainedModel", model.get_base_model() if isinstance(model, PeftModel) else model
     )
 
 
