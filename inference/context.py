@@ -2,21 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from transformers import PreTrainedModel
-
 from pipeline.data.examples import Message
 from pipeline.errors import DataError
-
-
-def context_length(model: PreTrainedModel) -> int | None:
-    """Most tokens the model reads, prompt and response together; None where it sets no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def fit_turns(
     messages: Sequence[Message],
     encode: Callable[[Sequence[Message]], list[int]],
-    max_tokens: int | None,
+    max_tokens: int,
 ) -> tuple[list[int], int]:
     """Leave out the oldest turns until the rest has at most `max_tokens` tokens.
 
@@ -36,7 +29,7 @@ def fit_turns(
             continue
         token_ids = encode([*system, *turns[start:]])
         num_tokens = len(token_ids)
-        if max_tokens is None or num_tokens <= max_tokens:
+        if num_tokens <= max_tokens:
             return token_ids, start
     raise DataError(
         f"the message has {num_tokens} tokens, and {max_tokens} fit beside an answer"

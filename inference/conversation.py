@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.context import context_length, fit_turns
-from inference.generation import generate
+from inference.context import fit_turns
+from inference.generation import context_length, generate
 from inference.settings import Sampling
 from inference.streaming import TextStream
 from pipeline.data.chat_format import ChatFormat
@@ -64,13 +64,9 @@ class Conversation:
         asked = [*self.messages, Message("user", text)]
         limit = context_length(self.model)
         max_new_tokens = self.sampling.max_new_tokens
-        if limit is not None:
-            max_new_tokens = min(max_new_tokens, max(1, limit // 2))
-        token_ids, num_left_out = fit_turns(
-            asked,
-            self.chat_format.encode_prompt,
-            None if limit is None else limit - max_new_tokens,
-        )
+        # No more than half of the context is kept free for the answer, so that some dialogue stays.
+        room = limit - min(max_new_tokens, limit // 2)
+        token_ids, num_left_out = fit_turns(asked, self.chat_format.encode_prompt, room)
         stream = TextStream(self.tokenizer)
         pieces: list[str] = []
 

@@ -1,25 +1,9 @@
 """Text from tokens as they come: whole characters only."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
 """What tokenizers decode the bytes of an unfinished character to."""
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """The one thing streaming asks of a tokenizer."""
-
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = ...,
-        clean_up_tokenization_spaces: bool = ...,
-    ) -> str | list[str]:
-        """The text of `token_ids`."""
-        ...
 
 
 class TextStream:
@@ -30,7 +14,7 @@ class TextStream:
     read without it.
     """
 
-    def __init__(self, tokenizer: Decoder) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._context: list[int] = []
         self._pending: list[int] = []
@@ -51,15 +35,22 @@ class TextStream:
         return piece
 
     def _piece(self) -> str:
-        return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
+        return continuation(self._tokenizer, self._context, self._pending)
 
-    def _decode(self, token_ids: list[int]) -> str:
-        # The clean-up would take back spaces that are already printed.
-        text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+
+def continuation(
+    tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: list[int]
+) -> str:
+    """The text that `token_ids` add to the text of `before`."""
+    return plain_text(tokenizer, before + token_ids)[len(plain_text(tokenizer, before)) :]
+
+
+def plain_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """The text of `token_ids`, without special tokens."""
+    # The clean-up would take back spaces that are already printed.
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 def printable(text: str) -> str:

@@ -169,13 +169,14 @@ def step_help(config_class: type) -> str:
     )
 
 
-def settings_help(settings: Iterable[Setting]) -> list[str]:
+def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[str]:
     """Lines that describe settings: name, kind of value, meaning, default."""
     lines: list[str] = []
     for setting in settings:
         default = _default(setting)
         meaning = f"{setting.description} {default}".strip()
-        lines += help_entry(f"--{setting.name} {_placeholder(setting.kind)}", meaning)
+        name = setting.name.replace("_", "-") if dashes else setting.name
+        lines += help_entry(f"--{name} {_placeholder(setting.kind)}", meaning)
     return lines
 
 
@@ -191,10 +192,11 @@ def help_entry(option: str, meaning: str) -> list[str]:
 
 def _default(setting: Setting) -> str:
     value = setting.default
-    if value is None or value in ((), {}):
+    if value in (None, False, (), {}):
         return ""
-    shown = " ".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
-    return f"(default: {shown.lower() if isinstance(value, bool) else shown})"
+    items = value if isinstance(value, tuple) else (value,)
+    shown = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+    return f"(default: {'true' if value is True else ' '.join(shown)})"
 
 
 def _placeholder(kind: object) -> str:
@@ -209,7 +211,7 @@ def _placeholder(kind: object) -> str:
         return f"{_placeholder(first)} ..." if rest == [...] else _placeholder(first) + ",..."
     if typing.get_origin(kind) is dict:
         return "NAME=VALUE ..."
-    names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "DIR", NoneType: ""}
+    names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "PATH", NoneType: ""}
     return names.get(kind, "TEXT") if isinstance(kind, type) else "VALUE"
 
 

@@ -1,6 +1,5 @@
 """One training run of one step: its directory, its files, its log. The loop belongs to the step."""
 
-import dataclasses
 import json
 import logging
 import math
@@ -11,10 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-import yaml
+import transformers
 
+from pipeline.cli import write_config
 from pipeline.config import StepConfig
 from pipeline.progress import Progress
+from pipeline.settings import flatten, plain
 from pipeline.trackers import Trackers, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -48,15 +49,14 @@ class Run:
         self._seconds_trained = 0.0
         self._logged_at = (0, 0.0)
         if self.is_main:
-            settings = plain_settings(self.config)
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
             self._trackers = open_trackers(
                 self.config.trackers,
                 directory=self.config.output_dir,
                 run_name=self.name,
-                settings=settings,
+                settings=plain(self.config),
             )
-            self.path("config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+            write_config(self.config, self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)
             # Unbuffered: a line is one write, so that a killed run leaves whole lines.
@@ -112,7 +112,8 @@ class Run:
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
-            self._write(step, {"tokens_per_second": self._tokens_per_second, **metrics})
+            line = {"tokens": tokens, "tokens_per_second": self._tokens_per_second, **metrics}
+            self._write(step, line)
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
@@ -127,7 +128,11 @@ class Run:
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
-        """Write result.json, whole or not at all: seconds, steps, tokens, `eval` and `extra`."""
+        """Write result.json, whole or not at all.
+
+        It holds seconds, steps, tokens, `eval`, `extra`, and the settings that differ from the
+        defaults.
+        """
         if self._metrics is None:
             return
         result = {
@@ -135,6 +140,7 @@ class Run:
             "steps": self.step,
             "tokens": self.tokens,
             "eval": dict(eval),
+            "changed_settings": changed_settings(self.config),
             **extra,
         }
         temporary = self.path("result.json.tmp")
@@ -159,6 +165,7 @@ def configure_logging(*, is_main: bool) -> None:
     root.handlers = [old for old in root.handlers if not isinstance(old, _StderrHandler)]
     root.addHandler(handler)
     root.setLevel(logging.WARNING if is_main else logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
 
@@ -170,9 +177,14 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-def plain_settings(config: StepConfig) -> dict[str, object]:
-    """The settings as YAML and JSON know them: mappings, lists, strings, numbers."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+def changed_settings(config: StepConfig) -> dict[str, object]:
+    """Dotted names and values of the settings that differ from the step's defaults."""
+    defaults = flatten(plain(type(config)(output_dir=config.output_dir)))
+    return {
+        name: value
+        for name, value in flatten(plain(config)).items()
+        if name not in defaults or defaults[name] != value
+    }
 
 
 def _finite(value: object) -> object:

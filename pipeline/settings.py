@@ -7,6 +7,7 @@ is one sentence that starts with the setting's full name.
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import types
@@ -82,11 +83,8 @@ def build_config(
         if kind is None:
             raise _unknown(config_class, name, section=section, place="")
         arguments.append(f"--{name}={_as_word(f'--{section}{name}', kind, words)}")
-    parser = ArgumentParser(exit_on_error=False, default_env=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(config_class)
     try:
-        parsed = parser.parse_args(arguments)
+        parsed = _parser(config_class).parse_args(arguments)
     except ArgumentError as error:
         raise ConfigError(_one_sentence(str(error), section)) from None
     return _instantiate(config_class, parsed, section)
@@ -141,6 +139,21 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def did_you_mean(settings: Sequence[Setting], name: str) -> list[str]:
+    """Up to two settings with the same last word, or of that name elsewhere, or a close one."""
+    names = [setting.name for setting in settings]
+    last = name.rpartition(".")[2]
+    ends = {known.rpartition(".")[2]: known for known in reversed(names)}
+    candidates = (
+        [known for known in names if known.rpartition(".")[2] == last],
+        # Descriptions give other systems' word for a setting in parentheses: (learning_rate).
+        [setting.name for setting in settings if f"({last})" in setting.description],
+        difflib.get_close_matches(name, names, n=1, cutoff=0.75),
+        [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
+    )
+    return next((found for found in candidates if found), [])[:2]
+
+
 def section_class(kind: object) -> type | None:
     """The dataclass in `kind`, which may be `SomeConfig` or `SomeConfig | None`."""
     kind = without_none(kind)
@@ -155,12 +168,21 @@ def without_none(kind: object) -> object:
     return kind
 
 
+@functools.cache
+def _parser(config_class: type) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False, default_env=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(config_class)
+    return parser
+
+
 def _default(field: dataclasses.Field[Any]) -> object:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
+@functools.cache
 def _descriptions(config_class: type) -> dict[str, str]:
     """Field name to the docstring below it, base classes first."""
     return {
@@ -227,6 +249,9 @@ def _instantiate(config_class: type[C], values: Namespace, path: str) -> C:
         inner = section_class(hints[field.name])
         if inner is not None and isinstance(value, Namespace):
             value = _instantiate(inner, value, f"{path}{field.name}.")
+        elif value is None and without_none(hints[field.name]) is hints[field.name]:
+            # jsonargparse takes null for "not given", whatever the type.
+            raise ConfigError(f"{path}{field.name} can't be null")
         arguments[field.name] = value
     try:
         return config_class(**arguments)
@@ -254,6 +279,8 @@ def _as_word(option: str, kind: object, words: list[str]) -> str:
     if is_json or words == ["null"]:
         return words[0]
     if typing.get_origin(kind) is tuple:
+        if not words:
+            raise ConfigError(f"{option} takes at least one value, got none")
         return json.dumps(_items(kind, words))
     if typing.get_origin(kind) is dict and words and all("=" in word for word in words):
         return json.dumps(dict(word.split("=", 1) for word in words))
@@ -278,25 +305,10 @@ def _items(kind: object, words: list[str]) -> list[str]:
 
 def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
     """The error for a name that is no setting, with the likely meant ones."""
-    meant = " or ".join(section + match for match in _did_you_mean(config_class, name))
+    matches = did_you_mean(list(list_settings(config_class)), name)
+    meant = " or ".join(section + match for match in matches)
     hint = f"did you mean {meant}?" if meant else "--help lists the settings"
     return ConfigError(f"there is no setting {section}{name}{place}; {hint}")
-
-
-def _did_you_mean(config_class: type, name: str) -> list[str]:
-    """Up to two settings with the same last word, or of that name elsewhere, or a close one."""
-    settings = list(list_settings(config_class))
-    names = [setting.name for setting in settings]
-    last = name.rpartition(".")[2]
-    ends = {known.rpartition(".")[2]: known for known in reversed(names)}
-    candidates = (
-        [known for known in names if known.rpartition(".")[2] == last],
-        # Descriptions give other systems' word for a setting in parentheses: (learning_rate).
-        [setting.name for setting in settings if f"({last})" in setting.description],
-        difflib.get_close_matches(name, names, n=1, cutoff=0.75),
-        [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
-    )
-    return next((found for found in candidates if found), [])[:2]
 
 
 def _one_sentence(message: str, section: str) -> str:
@@ -313,7 +325,8 @@ def _one_sentence(message: str, section: str) -> str:
     if not expected or not got:
         return f"{name}: {' '.join(problem.split())}"
     kinds = " or ".join(_in_words(kind) for kind in expected)
-    return f"{name} must be {kinds}, got {got[1].strip()}"
+    value = got[1].strip()
+    return f"{name} must be {kinds}, got {'null' if value == 'None' else value}"
 
 
 _WORDS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import StepConfig
+from pipeline.config import DataConfig, StepConfig
 from pipeline.run import Run
 
 
@@ -47,6 +47,16 @@ def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
         "metrics.jsonl",
         "result.json",
     ]
+
+
+def test_the_result_names_the_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
+    config = StepConfig(output_dir=tmp_path, seed=7, data=DataConfig(path=("a.jsonl",)))
+
+    with Run(config, name="run", total_steps=1, is_main=True) as run:
+        run.finish(eval={})
+
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["changed_settings"] == {"data.path": ["a.jsonl"], "seed": 7}
 
 
 def test_every_log_every_th_and_the_last_step_are_logged(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+# make demo    a fresh environment in .venv, then the three steps on the embedded default
+# make test    a fresh environment in .test-venv, then lint, types and tests
+# make check   lint, types and tests in the current environment
+#
+# PYTHON chooses the interpreter: make demo PYTHON=python3.12
+# TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,
+# which on Linux may be the CUDA build, gigabytes of it. Without a GPU:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+OUTPUT ?= output
+
+.PHONY: demo test check
+
+demo:
+	$(call install,.venv,.)
+	.venv/bin/python train.py --output-dir $(OUTPUT) --resume
+	@echo "The report is in $(OUTPUT)/report.html"
+
+test:
+	$(call install,.test-venv,.[dev])
+	PATH="$(CURDIR)/.test-venv/bin:$$PATH" $(MAKE) check
+
+check:
+	ruff check .
+	ruff format --check .
+	pyright
+	python -m pytest
+
+# torch comes first and alone, so that nothing else decides its build.
+define install
+	$(PYTHON) -m venv --clear $(1)
+	grep -v '^torch==' requirements.lock > $(1)/constraints.txt
+	$(1)/bin/python -m pip install --quiet --constraint $(1)/constraints.txt $(TORCH)
+	$(1)/bin/python -m pip install --quiet --constraint $(1)/constraints.txt --editable '$(2)'
+endef

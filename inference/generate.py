@@ -1,0 +1,79 @@
+"""Answer a file of prompts: `python -m inference.generate --path DIR --prompts IN --out OUT`.
+
+Reads a JSON object a line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one a line, in
+the same order: the prompt, `answers`, `token_ids`, `logprobs` and why each answer ended (`stop`).
+OUT appears when all is done; until then its lines are in a file beside it, and the same command
+goes on from there.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from inference.settings import Sampling
+from pipeline.cli import run_main
+from pipeline.config import require
+
+
+def main(argv: Sequence[str]) -> None:
+    """Answer the prompts.
+
+    Raises:
+        UserError: a wrong setting, no model at the path, a line that is no prompt.
+    """
+    options = parse(argv)
+    require(options.samples > 0, f"--samples must be above 0, got {options.samples}")
+    require(options.batch_size > 0, f"--batch-size must be above 0, got {options.batch_size}")
+    require(all(options.stop), "--stop needs a text that is not empty")
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+
+    from inference.answering import Answerer, answer_file
+    from inference.prompts import read_prompts
+    from pipeline.models.load import load_for_inference
+    from pipeline.run import configure_logging
+
+    configure_logging(is_main=True)
+    prompts = read_prompts(options.prompts)
+    model, tokenizer = load_for_inference(options.path)
+    answerer = Answerer(
+        model,
+        tokenizer,
+        sampling,
+        raw=options.raw,
+        num_samples=options.samples,
+        stop_strings=options.stop,
+    )
+    answer_file(
+        answerer, prompts, options.out, model_path=options.path, batch_size=options.batch_size
+    )
+    logging.getLogger(__name__).info("%d prompts answered in %s", len(prompts), options.out)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.generate", description="Answer a file of prompts."
+    )
+    add = parser.add_argument
+    add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")
+    add("--prompts", required=True, type=Path, metavar="IN.jsonl")
+    add("--out", required=True, type=Path, metavar="OUT.jsonl")
+    add("--max-new-tokens", "--max_new_tokens", type=int, default=64, metavar="N")
+    add("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+    add("--top-p", "--top_p", type=float, default=1.0, metavar="P", help="nucleus; default 1")
+    add("--samples", type=int, default=1, metavar="N", help="answers to each prompt")
+    add("--raw", action="store_true", help="prompts are text to continue: no chat template")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end answers before TEXT")
+    add("--batch-size", "--batch_size", type=int, default=32, metavar="N")
+    add("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,118 @@
+"""The run: each step of the plan in processes of its own, its result kept before the next."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, say, write_config
+from pipeline.errors import ConfigError
+from pipeline.launch.child import Ending, run_child
+from pipeline.launch.commands import step_environment
+from pipeline.plan.output import (
+    REPORT,
+    SUMMARY,
+    add_to_summary,
+    clear_step,
+    read_summary,
+    record_step,
+)
+from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.request import Stage
+
+FAILED = 1
+
+
+def run_plan(plan: Plan) -> None:
+    """Run the steps one after the other, each in processes of its own.
+
+    Raises:
+        SystemExit: a step failed; 2 where it found wrong input, else 1.
+        KeyboardInterrupt: the run was told to stop; its message says how to go on.
+    """
+    out = plan.request.output_dir
+    environment = step_environment(plan.processes)
+    for stage in plan.stages:
+        if stage.name in plan.finished:
+            say(f"step {stage.number} is finished, skipped")
+            continue
+        try:
+            clear_step(out, stage.name)
+            write_config(plan.configs[stage.name], plan.config_file(stage))
+        except OSError as error:
+            raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
+        say(f"step {stage.number}: {stage.name}")
+        try:
+            ending = run_child(plan.command(stage), environment)
+        finally:
+            record_step(out, stage.name)
+        _stop_unless_done(plan, stage, ending)
+        add_to_summary(out, stage.name)
+        _write_report(out)
+    say("\n".join(_closing_table(plan)))
+
+
+def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
+    """`train.py`: make the plan, then print it or run it."""
+    plan = make_plan(argv, stages)
+    if plan.request.dry_run:
+        from pipeline.plan.describe import describe_plan
+
+        say(describe_plan(plan))
+    else:
+        run_plan(plan)
+
+
+def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
+    out = plan.request.output_dir
+    if ending.interrupted or ending.code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt(
+            f"interrupted in step {stage.number}; {out} keeps the finished steps, and the same"
+            " command with --resume goes on"
+        )
+    if ending.code == 0:
+        return
+    if ending.code == EXIT_USER_ERROR:  # the step has said what is wrong
+        raise SystemExit(EXIT_USER_ERROR)
+    how = f"was ended by signal {-ending.code}" if ending.code < 0 else "failed"
+    section = stage.section
+    complain(
+        f"step {stage.number} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
+        f" If memory ran out: a smaller --{section}.micro_batch_size, gradient checkpointing"
+        f" (--{section}.{_trained(stage)}.gradient_checkpointing) or LoRA"
+        f" (--{section}.{_trained(stage)}.lora.rank 16). --resume then goes on from this step."
+    )
+    raise SystemExit(FAILED)
+
+
+def _trained(stage: Stage) -> str:
+    """The model that trains in this step, as its settings call it."""
+    return "actor" if stage.section == "ppo" else "model"
+
+
+def _write_report(out: Path) -> None:
+    from pipeline.report import write_report
+
+    write_report(out)
+
+
+def _closing_table(plan: Plan) -> Iterator[str]:
+    """The steps' numbers, and where everything is."""
+    out = plan.request.output_dir
+    yield f"\n{'step':<14}{'seconds':>9}{'steps':>8}{'tokens':>12}   result"
+    for name, result in read_summary(out)["steps"].items():
+        work = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
+        yield f"{name:<14}{work}   {_numbers(result.get('eval', {}))}"
+    yield f"\nreport   {out / REPORT}"
+    yield f"numbers  {out / SUMMARY}"
+    made = [out / stage.name for stage in plan.stages]
+    models = [path / "actor" if (path / "actor").is_dir() else path for path in made]
+    yield f"models   {'  '.join(str(path) for path in models)}"
+    actors = (out / "step3_ppo" / "actor", out / "step1_sft")
+    for model in [path for path in actors if (path / "config.json").is_file()][:1]:
+        yield f"chat     python chat.py --path {model}"
+
+
+def _numbers(values: Mapping[str, object]) -> str:
+    """The first few numbers of an evaluation; summary.json has all of them."""
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return "  ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:4])

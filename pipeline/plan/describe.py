@@ -1,0 +1,81 @@
+"""The plan of a run in words: commands, inputs, outputs, settings, memory."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+
+from pipeline.config import StepConfig
+from pipeline.launch.commands import count_gpus
+from pipeline.launch.memory_table import Row, memory_rows
+from pipeline.plan.inputs import model_paths
+from pipeline.plan.plan import Plan
+from pipeline.plan.request import Stage
+
+ROW = "{:<10} {:<28} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9}"
+UNITS = {"GiB": 2**30, "MiB": 2**20}
+
+
+def describe_plan(plan: Plan) -> str:
+    """What `--dry-run` prints."""
+    lines = [
+        f"The plan: {len(plan.stages)} step(s), {plan.processes} process(es) each,"
+        f" into {plan.request.output_dir}. Nothing is run."
+    ]
+    for stage in plan.stages:
+        lines += ["", *_step(plan, stage)]
+    return "\n".join([*lines, "", *_memory(plan)])
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    gpus, origins = count_gpus(), _origins(plan)
+    tables = {
+        stage.name: memory_rows(plan.configs[stage.name], origins, gpus=gpus)
+        for stage in plan.stages
+    }
+    largest = max((row.total for rows in tables.values() for row in rows), default=0)
+    unit = "GiB" if largest >= UNITS["GiB"] else "MiB"
+    yield f"Memory on each process in {unit}, without activations and KV cache"
+    yield ""
+    head = ("role", "model", "parameters", "weights", "gradients", "masters", "Adam", "total")
+    yield ROW.format(*head)
+    for name, rows in tables.items():
+        yield name
+        yield from (_row(row, unit) for row in rows)
+        if all(row.parameters is not None for row in rows):
+            together = sum(row.total for row in rows) / UNITS[unit]
+            yield f"{'':<10} {'together':<28} {together:>60.1f}"
+
+
+def _step(plan: Plan, stage: Stage) -> Iterator[str]:
+    config = plan.configs[stage.name]
+    done = " (finished, skipped)" if stage.name in plan.finished else ""
+    yield f"Step {stage.number}: {stage.name}{done}"
+    yield f"  command    {shlex.join(plan.command(stage))}"
+    for name, path in model_paths(config):
+        yield f"  {name:<10} {path}"
+    yield f"  data       {' '.join(config.data.path)}, split {_split(config)}"
+    yield f"  output     {config.output_dir}"
+    length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
+    yield (
+        f"  training   {length}, batch {config.batch_size} in micro-batches of"
+        f" {config.micro_batch_size}, length {config.data.max_length}, seed {config.seed}"
+    )
+
+
+def _split(config: StepConfig) -> str:
+    return ",".join(f"{part:g}" for part in config.data.split)
+
+
+def _origins(plan: Plan) -> Mapping[str, str]:
+    """For each step's output the model it starts from."""
+    configs = plan.configs.values()
+    paths = {str(config.output_dir): dict(model_paths(config)) for config in configs}
+    return {out: models["model.path"] for out, models in paths.items() if "model.path" in models}
+
+
+def _row(row: Row, unit: str) -> str:
+    path = row.path if len(row.path) <= 28 else "..." + row.path[-25:]
+    if row.parameters is None:
+        return f"{row.role:<10} {path:<28} unknown (not downloaded)"
+    sizes = (row.weights, row.gradients, row.masters, row.moments, row.total)
+    cells = (f"{size / UNITS[unit]:.1f}" for size in sizes)
+    return ROW.format(row.role, path, f"{row.parameters / 1e6:,.1f}M", *cells)

@@ -1,0 +1,129 @@
+"""Do the models and data of a step exist? Checked before anything heavy is imported."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig
+from pipeline.errors import DataError, ModelError
+from pipeline.plan.output import MARK, RESULT
+from pipeline.plan.request import Request, Stage
+
+DATA_SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+
+
+def check_inputs(
+    request: Request, stages: Sequence[Stage], configs: Mapping[str, StepConfig]
+) -> None:
+    """Raise, in the order of the steps, for the first model or file that isn't there.
+
+    A model that an earlier step of the same request makes need not exist yet. Hub names are taken
+    on trust: whether they exist shows when they are loaded.
+
+    Raises:
+        ModelError: a model directory is missing; if a step makes it, the command that runs it.
+        DataError: a data file is missing.
+    """
+    makers = {configs[stage.name].output_dir: stage for stage in stages}
+    for stage in stages:
+        if stage.number not in request.step:
+            continue
+        config = configs[stage.name]
+        for name, path in model_paths(config):
+            maker = makers.get(Path(path))
+            if maker is None:
+                _check_model(_spelled(f"{stage.section}.{name}", path, request), path)
+            elif maker.number >= stage.number or maker.number not in request.step:
+                _check_made(stage, maker, Path(path), request)
+        for name, paths in _data_paths(config):
+            for path in paths:
+                _check_data(_spelled(f"{stage.section}.{name}", path, request), path)
+
+
+def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
+    """The models a step loads: ("actor.path", "output/step1_sft"), ..."""
+    for field in fields(config):
+        model = getattr(config, field.name)
+        if isinstance(model, FrozenModelConfig) and model.path is not None:
+            yield f"{field.name}.path", model.path
+
+
+def is_local(path: str) -> bool:
+    """Whether `path` means a directory of this machine rather than a name on the Hub.
+
+    Hub names are `name` or `owner/name`.
+    """
+    looks_like_a_path = path.startswith((".", "/", "~", "\\")) or path.endswith("/")
+    return looks_like_a_path or path.count("/") > 1 or Path(path).exists()
+
+
+def without_weight(path: str) -> str:
+    """A data path without its `:weight`, its share of the mixture."""
+    return re.sub(r":\d+(\.\d+)?$", "", path)
+
+
+def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "data.path", config.data.path
+    yield "data.eval_path", config.data.eval_path
+    yield "ptx_data", getattr(config, "ptx_data", ())
+
+
+def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> None:
+    """Raise unless the earlier step `maker` has left its model in `path`."""
+    if (path / "config.json").is_file() and ((path / RESULT).is_file() or not _is_ours(path)):
+        return
+    command = _command(maker, request)
+    if _is_ours(path):
+        raise ModelError(
+            f"step {stage.number} needs the model of step {maker.number}, and {path} holds an"
+            f" unfinished one; finish it with `{command} --resume`"
+        )
+    raise ModelError(
+        f"step {stage.number} needs the model of step {maker.number}, and there is none in {path};"
+        f" make it with `{command}`"
+    )
+
+
+def _command(maker: Stage, request: Request) -> str:
+    """The command that runs the step `maker` with the models and data of this request."""
+    words = ["python train.py --step", str(maker.number)]
+    if request.actor_model is not None:
+        words += ["--actor-model", request.actor_model]
+    if request.reward_model is not None and maker.number == 2:
+        words += ["--reward-model", request.reward_model]
+    if request.data_path:
+        words += ["--data-path", *request.data_path]
+    return " ".join([*words, "--output-dir", str(request.output_dir)])
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / MARK).is_file()
+
+
+def _check_model(name: str, path: str) -> None:
+    if path == EMBEDDED or not is_local(path):
+        return
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise ModelError(f"{name} {path}: no such model; there is no such directory")
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{name} {path}: no such model; the directory has no config.json")
+
+
+def _check_data(name: str, path: str) -> None:
+    bare = without_weight(path)
+    if bare == EMBEDDED or Path(bare).expanduser().exists():
+        return
+    if is_local(bare) or bare.endswith(DATA_SUFFIXES):
+        raise DataError(f"{name} {path}: no such file or directory")
+
+
+def _spelled(name: str, path: str, request: Request) -> str:
+    """The option the user gave `path` with, else the setting's name."""
+    given = {
+        "sft.model.path": ("--actor-model", (request.actor_model,)),
+        "reward.model.path": ("--reward-model", (request.reward_model,)),
+    }
+    option, values = given.get(name, ("--data-path", request.data_path))
+    return option if path in values else name

@@ -1,0 +1,249 @@
+"""The output directory of a run: whose it is, what is finished, what may be replaced.
+
+`OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
+`OUT/<step>/result.json` says that the step is finished. `OUT/run.json` lists the files each step
+left, so that replacing a step removes those and nothing a user has put beside them.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config import StepConfig
+from pipeline.errors import ConfigError
+from pipeline.plan.request import Request, Stage
+from pipeline.settings import flatten, plain
+
+MARK = "config.yaml"
+RESULT = "result.json"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+FILES = "run.json"
+
+SHARED = ("seed", "data.path", "data.split", "data.format")
+"""Settings that all steps of a run have in common."""
+
+
+def finished_steps(
+    request: Request, stages: Sequence[Stage], configs: Mapping[str, StepConfig]
+) -> set[str]:
+    """Names of the steps to skip because `--resume` finds them finished. Touches nothing.
+
+    Raises:
+        ConfigError: the output directory holds another run or files that are not ours, and neither
+            `--resume` nor `--overwrite` says what to do; or it can't be used even then.
+    """
+    out = request.output_dir
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--output-dir {out} is a file, not a directory")
+    strangers = _strangers(out, stages)
+    for directory in (out / stage.name for stage in stages):
+        if _holds_files(directory) and not (directory / MARK).is_file():
+            raise ConfigError(
+                f"{directory} holds files that are not of a run (it has no {MARK});"
+                " move them away or choose another --output-dir"
+            )
+    if strangers and not (request.resume or request.overwrite):
+        raise ConfigError(
+            f"--output-dir {out} holds files that are not of a run ({', '.join(strangers[:3])});"
+            " choose another, or say --resume or --overwrite, which leave them alone"
+        )
+    if not request.overwrite:
+        for stage in stages:
+            if _holds_files(out / stage.name):
+                _check_step(request, stage, configs[stage.name])
+    return _skipped(request, stages)
+
+
+def clear_step(out: Path, name: str) -> None:
+    """Remove what an earlier run of this step left; files it didn't make stay."""
+    directory = out / name
+    if (directory / MARK).is_file():
+        known = _read_json(out / FILES).get(name)
+        if known is None:  # the step was cut off, or ran without train.py: all of it is the step's
+            shutil.rmtree(directory)
+        else:
+            for file in known:
+                (directory / file).unlink(missing_ok=True)
+            _remove_empty_directories(directory)
+    summary = _read_json(out / SUMMARY)
+    if name in summary.get("steps", {}):
+        _write_summary(out, {step: each for step, each in summary["steps"].items() if step != name})
+    _record_files(out, name, None)
+
+
+def record_step(out: Path, name: str) -> None:
+    """Remember which files the step left, whether it finished or not.
+
+    A step that stopped before it made anything leaves nothing, so that a corrected command finds
+    the directory free.
+    """
+    directory = out / name
+    found = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
+    files = sorted(str(file.relative_to(directory)) for file in found)
+    if files == [MARK]:
+        shutil.rmtree(directory)
+        if not any(out.iterdir()):
+            out.rmdir()
+        return
+    _record_files(out, name, files)
+
+
+def add_to_summary(out: Path, name: str) -> None:
+    """Enter the finished step's result.json into summary.json.
+
+    Raises:
+        FileNotFoundError: the step ended without a result.
+    """
+    result = json.loads((out / name / RESULT).read_text(encoding="utf-8"))
+    steps = _read_json(out / SUMMARY).get("steps", {}) | {name: result}
+    _write_summary(out, dict(sorted(steps.items())))
+
+
+def read_summary(out: Path) -> dict[str, Any]:
+    """What summary.json holds; empty before the first step is finished."""
+    return _read_json(out / SUMMARY)
+
+
+def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
+    seconds = sum(result.get("seconds", 0) for result in steps.values())
+    _write_json(out / SUMMARY, {"steps": steps, "seconds": round(seconds, 3)})
+
+
+def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
+    """Names in the output directory that no run makes; hidden files don't count."""
+    ours = {SUMMARY, REPORT, FILES, *(stage.name for stage in stages)}
+    if not out.is_dir():
+        return []
+    # A run that was cut off while it wrote one of them leaves it under a temporary name.
+    names = (path.name.removesuffix(".tmp").removesuffix(".partial") for path in out.iterdir())
+    return sorted(name for name in names if name not in ours and not name.startswith("."))
+
+
+def _holds_files(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
+    """Raise if what an earlier run left of this step is in the way."""
+    directory = request.output_dir / stage.name
+    difference = _difference(stage, directory, config, request)
+    finished = (directory / RESULT).is_file()
+    chosen = stage.number in request.step
+    if chosen and request.resume:
+        if finished and difference:
+            raise ConfigError(
+                f"step {stage.number} in {directory} is finished, with {difference};"
+                " keep that setting, choose another --output-dir, or say --overwrite"
+            )
+    elif difference:
+        raise ConfigError(
+            f"--output-dir {request.output_dir} holds another run, with {difference}; repeat that"
+            " setting, choose another directory, or say --overwrite"
+        )
+    elif chosen:
+        raise ConfigError(
+            f"step {stage.number} in {directory} is {'' if finished else 'begun but not '}finished;"
+            f" --resume {'skips it' if finished else 'begins it again'}, --overwrite replaces it"
+        )
+
+
+def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
+    """The finished steps that `--resume` skips: those before the first one that must run."""
+    skipped: set[str] = set()
+    for stage in stages:
+        if stage.number in request.step:
+            if not request.resume or not (request.output_dir / stage.name / RESULT).is_file():
+                break
+            skipped.add(stage.name)
+    return skipped
+
+
+def _difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
+    """The first setting in which a recorded step differs: "sft.seed 1 where this run has 2".
+
+    Of a step that is not to run only the settings count that all steps share.
+    """
+    recorded = _recorded(directory)
+    wanted = _portable(plain(config))
+    for name in sorted(recorded.keys() | wanted.keys()):
+        shared = name in SHARED or (stage.section, name) == ("sft", "model.path")
+        if stage.number not in request.step and not shared:
+            continue
+        there, here = recorded.get(name), wanted.get(name)
+        if there != here:
+            return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
+    return ""
+
+
+def _recorded(directory: Path) -> dict[str, Any]:
+    """The settings in the step's config.yaml, by dotted name."""
+    try:
+        settings = yaml.safe_load((directory / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{directory / MARK} can't be read; choose another --output-dir")
+    return _portable(settings)
+
+
+def _portable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, with paths in the output directory written relative to it.
+
+    So a run that was moved, or is now named by another path, is still the same run.
+    """
+    root = Path(str(settings.get("output_dir", ""))).parent
+
+    def relative(name: str, value: object) -> object:
+        inside = name.endswith(".path") and isinstance(value, str) and Path(value).parent == root
+        return f"OUT/{Path(str(value)).name}" if inside else value
+
+    flat = flatten(settings)
+    flat.pop("output_dir", None)
+    return {name: relative(name, value) for name, value in flat.items()}
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    return " ".join(str(item) for item in value) if isinstance(value, list) else str(value)
+
+
+def _remove_empty_directories(directory: Path) -> None:
+    for path in [*_directories_below(directory), directory]:
+        if not any(path.iterdir()):
+            path.rmdir()
+
+
+def _directories_below(directory: Path) -> Iterator[Path]:
+    """Deepest first."""
+    below = (path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink())
+    yield from sorted(below, key=lambda path: len(path.parts), reverse=True)
+
+
+def _record_files(out: Path, name: str, files: list[str] | None) -> None:
+    recorded = {step: each for step, each in _read_json(out / FILES).items() if step != name}
+    if files is not None:
+        recorded[name] = files
+    if recorded:
+        _write_json(out / FILES, recorded)
+    else:
+        (out / FILES).unlink(missing_ok=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _write_json(path: Path, value: object) -> None:
+    """Write the whole file or leave the old one: readers never see half."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,255 @@
+"""The command line of `train.py`: its own options, files of settings, options of the steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+from pipeline.cli import help_entry, read_layers, say, settings_help, split_options
+from pipeline.config import StepConfig, require
+from pipeline.errors import ConfigError
+from pipeline.settings import (
+    Layer,
+    Option,
+    build_config,
+    did_you_mean,
+    list_settings,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the three steps, as the orchestrator sees it."""
+
+    number: int
+
+    name: str
+    """Its directory below the output directory, and its package: `step1_sft`."""
+
+    section: str
+    """Its name in files of settings and dotted options: `sft`."""
+
+    config_class: type[StepConfig]
+
+    module: str
+    """What runs it: `python -m module --config FILE`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of `train.py`."""
+
+    step: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO."""
+
+    actor_model: str | None = None
+    """Model that becomes the chat model: Hugging Face id or local directory. Without it, the
+    embedded model of about 1M parameters."""
+
+    reward_model: str | None = None
+    """Model the reward model starts from. Without it, step 1's output."""
+
+    actor_zero_stage: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage of the actor in steps 1 and 3."""
+
+    reward_zero_stage: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage of the reward model in step 2 and of the critic in step 3."""
+
+    output_dir: Path = Path("output")
+    """Receives step1_sft, step2_reward, step3_ppo, summary.json and report.html."""
+
+    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
+    """One process, on the GPU if there is one; or one process per GPU of this machine."""
+
+    num_processes: int | None = None
+    """Processes of single_node. Without it, one per GPU, or 2 where there is none."""
+
+    hostfile: Path | None = None
+    """Machines of multi_node; not available in this version."""
+
+    data_path: tuple[str, ...] = ()
+    """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names, each with an
+    optional :weight. Without it, the embedded task for the embedded model, Dahoas/rm-static for
+    any other."""
+
+    data_split: tuple[float, float, float] | None = None
+    """Proportions of the rows for steps 1, 2 and 3; without it 2,4,4."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Column names where they differ from the usual: prompt=question chosen=good."""
+
+    format: str | None = None
+    """Chat format: auto, tokenizer, human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain,
+    or a Jinja file."""
+
+    max_length: int | None = None
+    """Prompt + response, in tokens; without it 512."""
+
+    seed: int | None = None
+    """Seed of all three steps; without it 1234."""
+
+    dry_run: bool = False
+    """Print the plan, the launch commands and the memory table; run nothing."""
+
+    resume: bool = False
+    """Continue where the last run of the output directory stopped: finished steps are skipped."""
+
+    overwrite: bool = False
+    """Replace what an earlier run left in the output directory; other files stay."""
+
+    save_every: int | None = None
+    """Steps between checkpoints; not available in this version."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.step), "--step names no step; give some of 1 2 3")
+        require(
+            self.deployment_type != "multi_node" and self.hostfile is None,
+            "--deployment-type multi_node and --hostfile are not available in this version;"
+            " single_node runs one process per GPU of this machine",
+        )
+        require(
+            self.save_every is None,
+            "--save-every is not available in this version: a step writes its model when it ends,"
+            " and --resume skips finished steps",
+        )
+        for option, stage in (
+            ("--actor-zero-stage", self.actor_zero_stage),
+            ("--reward-zero-stage", self.reward_zero_stage),
+        ):
+            require(
+                not stage,
+                f"{option} {stage} is not available in this version; use 0, which replicates the"
+                " model on every process",
+            )
+        require(
+            self.num_processes is None or self.deployment_type == "single_node",
+            "--num-processes needs --deployment-type single_node",
+        )
+        require(
+            self.num_processes is None or self.num_processes > 0,
+            f"--num-processes must be above 0, got {self.num_processes}",
+        )
+        require(
+            not (self.resume and self.overwrite),
+            "--resume keeps what an earlier run made and --overwrite replaces it; choose one",
+        )
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the user said, before it is resolved into settings of the steps."""
+
+    request: Request
+
+    files: tuple[Layer, ...]
+    """Each `--config`, in order."""
+
+    overrides: Mapping[str, tuple[Option, ...]]
+    """Dotted options by section: `--ppo.kl_coef 0.1` is ("kl_coef", ["0.1"]) under "ppo"."""
+
+
+def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
+    """The options of train.py, with those of the steps set apart.
+
+    `--help` prints and exits with code 0.
+
+    Raises:
+        ConfigError: an option or a file of settings can't be used; the sentence names it.
+    """
+    own: list[Option] = []
+    dotted: dict[str, list[Option]] = {stage.section: [] for stage in stages}
+    files: list[Layer] = []
+    for name, words in split_options(argv):
+        section, _, rest = name.partition(".")
+        if name == "help":
+            say(_help(stages))
+            raise SystemExit(0)
+        if name == "config":
+            files += read_layers(words)
+        elif section in dotted and rest:
+            dotted[section].append((rest, words))
+        else:
+            own.append((name, words))
+    _check_names(own, files, stages)
+    try:
+        request = build_config(Request, [_own_options(layer, stages) for layer in files], own)
+    except ConfigError as error:
+        raise ConfigError(_as_option(str(error))) from None
+    overrides = {section: tuple(options) for section, options in dotted.items()}
+    return CommandLine(request, tuple(files), overrides)
+
+
+def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:
+    """What a file says about train.py's own options."""
+    sections = {stage.section for stage in stages}
+    own = {name: value for name, value in layer.settings.items() if name not in sections}
+    return Layer(own, layer.origin)
+
+
+def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
+    """Raise, for a name that is no option, a sentence that knows the steps' settings too."""
+    known = {each.name for each in fields(Request)}
+    of_steps = [
+        setting
+        for stage in stages
+        for setting in list_settings(stage.config_class, f"{stage.section}.")
+    ]
+    for name, _ in own:
+        if name.partition(".")[0] not in known:
+            close = did_you_mean([*list_settings(Request), *of_steps], name)
+            meant = " or ".join(_option_name(found) for found in close)
+            hint = f"did you mean {meant}?" if meant else "--help lists the options"
+            raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
+    sections = {stage.section for stage in stages}
+    for layer in files:
+        for name, value in layer.settings.items():
+            if name in sections and not isinstance(value, Mapping):
+                raise ConfigError(f"{name} in {layer.origin} holds no settings: {value}")
+            below = any(name in setting.name.split(".")[1:] for setting in of_steps)
+            if name not in known | sections and below:
+                raise ConfigError(
+                    f"{name} in {layer.origin} is a setting of the steps; put it below sft:,"
+                    " reward: or ppo:"
+                )
+
+
+def _as_option(sentence: str) -> str:
+    """`sentence` with a setting's name at its start spelled as an option."""
+    first, space, rest = sentence.partition(" ")
+    name = first.lstrip("-")
+    known = {each.name for each in fields(Request)}
+    return _option_name(name) + space + rest if name in known else sentence
+
+
+def _option_name(name: str) -> str:
+    """As `--help` spells it: dashes, except in the settings of a step."""
+    return "--" + (name if "." in name else name.replace("_", "-"))
+
+
+def _help(stages: Sequence[Stage]) -> str:
+    """The `--help` text of train.py."""
+    lines = [
+        "usage: python train.py [OPTION ...] [--sft.SETTING V ...] [--reward.SETTING V ...]"
+        " [--ppo.SETTING V ...]",
+        "",
+        "From a base language model to a chat model in three steps. Without options it trains the",
+        "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
+        "",
+        *settings_help(list_settings(Request), dashes=True),
+        *help_entry(
+            "--config FILE ...",
+            "YAML files with these options and sections sft:, reward:, ppo:; later files win, and"
+            " the command line wins over files.",
+        ),
+        "",
+        "Settings of the steps, such as --sft.max_steps 100 --ppo.kl_coef 0.05, are listed by",
+        *(f"  python -m {stage.module} --help" for stage in stages),
+        "",
+        "Examples",
+        "  python train.py",
+        "  python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m",
+        "  python train.py --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
+        "  python train.py --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+        "  python train.py --output-dir out --resume",
+    ]
+    return "\n".join(lines)

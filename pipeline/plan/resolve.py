@@ -1,0 +1,116 @@
+"""The settings of the three steps, from what the user said and what one step hands the next.
+
+Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
+before; `configs/embedded.yaml` where the actor is the embedded model; each `--config` in order;
+train.py's own options such as `--actor-model`; dotted options such as `--ppo.kl_coef`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli import read_layers
+from pipeline.config import EMBEDDED, StepConfig, require
+from pipeline.plan.request import CommandLine, Request, Stage
+from pipeline.settings import Layer, build_config
+
+DEFAULT_DATA = "Dahoas/rm-static"
+"""Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
+
+
+def step_configs(said: CommandLine, stages: Sequence[Stage]) -> dict[str, StepConfig]:
+    """The settings of all steps by name, whether they are to run or not.
+
+    Raises:
+        ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
+    """
+    if _actor(said) == EMBEDDED:
+        base = read_layers([str(EMBEDDED_PRESET)])[0]
+    else:
+        data = {"data": {"path": [DEFAULT_DATA]}}
+        base = Layer({stage.section: data for stage in stages}, "train.py")
+    return {stage.name: _step_config(stage, said, base, stages) for stage in stages}
+
+
+def _step_config(
+    stage: Stage, said: CommandLine, base: Layer, stages: Sequence[Stage]
+) -> StepConfig:
+    out = said.request.output_dir / stage.name
+    overrides = said.overrides[stage.section]
+    below = [
+        _handed_over(stage, said.request, stages),
+        *(_section(layer, stage) for layer in (base, *said.files)),
+    ]
+    require(
+        not any("output_dir" in layer.settings for layer in below)
+        and not any(name == "output_dir" for name, _ in overrides),
+        f"{stage.section}.output_dir can't be set here: train.py puts this step in {out};"
+        " --output-dir moves it",
+    )
+    above = [_options(stage, said.request), Layer({"output_dir": str(out)}, "--output-dir")]
+    prefix = f"{stage.section}."
+    return build_config(stage.config_class, below + above, overrides, section=prefix)
+
+
+def _actor(said: CommandLine) -> str:
+    """Where the actor of step 1 starts."""
+    path: Any = EMBEDDED
+    for layer in said.files:
+        model = layer.settings.get("sft", {}).get("model")
+        if isinstance(model, Mapping):
+            path = model.get("path", path)
+    path = said.request.actor_model or path
+    for name, words in said.overrides["sft"]:
+        if name == "model.path" and words:
+            path = words[0]
+    return str(path)
+
+
+def _section(layer: Layer, stage: Stage) -> Layer:
+    """What a file says about one step."""
+    return Layer(layer.settings.get(stage.section, {}), layer.origin)
+
+
+def _handed_over(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
+    """Models that come from the steps before."""
+    out = {other.section: {"path": str(request.output_dir / other.name)} for other in stages}
+    settings = {
+        "sft": {"model": {"path": EMBEDDED}},
+        "reward": {"model": out["sft"], "actor": out["sft"]},
+        "ppo": {"actor": out["sft"], "critic": out["reward"], "reward": out["reward"]},
+    }[stage.section]
+    return Layer(settings, "train.py")
+
+
+def _options(stage: Stage, request: Request) -> Layer:
+    """The settings that train.py's own options stand for."""
+    data = {
+        "path": list(request.data_path) or None,
+        "split": request.data_split and list(request.data_split),
+        "fields": request.fields or None,
+        "format": request.format,
+        "max_length": request.max_length,
+    }
+    actor = {"path": request.actor_model, "zero_stage": request.actor_zero_stage}
+    reward = {"path": request.reward_model, "zero_stage": request.reward_zero_stage}
+    models = {
+        "sft": {"model": actor},
+        "reward": {"model": reward},
+        "ppo": {
+            "actor": {"zero_stage": request.actor_zero_stage},
+            "critic": {"zero_stage": request.reward_zero_stage},
+        },
+    }[stage.section]
+    return Layer(_given({"data": data, "seed": request.seed, **models}), "the command line")
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those that are None."""
+    return {
+        name: _given(value) if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if value is not None
+    }

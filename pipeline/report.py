@@ -1,0 +1,93 @@
+"""The report of a run: one HTML file that shows whether the model got better.
+
+`python -m pipeline.report OUT` writes OUT/report.html from whatever the steps left in OUT. The file
+needs nothing else: style and curves are inside. Text of models and data is escaped.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.curves import phase_shares, split_key_charts, step_charts
+from pipeline.errors import ConfigError
+from pipeline.findings import JUDGED, before_after, findings, judge_rates
+from pipeline.pages import templates
+from pipeline.results import Results, read_results
+
+TITLES = {
+    "base": "Base",
+    "step1_sft": "Supervised fine-tuning",
+    "step2_reward": "Reward model",
+    "step3_ppo": "PPO",
+}
+
+
+def write_report(out: Path) -> Path:
+    """Write `out`/report.html, whole or not at all; return its path.
+
+    Raises:
+        DataError: `out` holds no step's results, or a file that can't be read.
+    """
+    page = render(read_results(out), out)
+    report = out / "report.html"
+    temporary = out / "report.html.tmp"
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(report)
+    return report
+
+
+def render(results: Results, out: Path) -> str:
+    """The page; `out` is what its commands name."""
+    better, headline, others = findings(results)
+    key_charts, charts = split_key_charts(
+        {name: step_charts(step) for name, step in results.steps.items()}
+    )
+    return (
+        templates()
+        .get_template("report.html")
+        .render(
+            better=better,
+            headline=headline,
+            others=others,
+            results=results,
+            rates=judge_rates(results),
+            titles=TITLES,
+            figures={name: before_after(step) for name, step in results.steps.items()},
+            key_charts=key_charts,
+            charts=charts,
+            phases={name: phase_shares(step) for name, step in results.steps.items()},
+            models=answering_models(results),
+            chat_path=chat_path(results, out),
+            out=out,
+        )
+    )
+
+
+def answering_models(results: Results) -> list[str]:
+    """The models that answered the sample prompts, earliest first."""
+    return [model for model in JUDGED if any(model in sample.answers for sample in results.samples)]
+
+
+def chat_path(results: Results, out: Path) -> Path | None:
+    """The directory of the furthest model one can talk to."""
+    for name, place in (("step3_ppo", "step3_ppo/actor"), ("step1_sft", "step1_sft")):
+        if name in results.steps and results.steps[name].finished:
+            return out / place
+    return None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the report of the output directory named in `argv`.
+
+    Raises:
+        UserError: no directory was named, or it has no results.
+    """
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError("usage: python -m pipeline.report OUT, the --output-dir of a run")
+    sys.stdout.write(f"{write_report(Path(argv[0]))}\n")
+
+
+if __name__ == "__main__":
+    from pipeline.cli import run_main
+
+    run_main(main)

@@ -1,0 +1,168 @@
+"""What an output directory holds: the results, metrics and sample answers of its steps."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.errors import DataError
+
+STEPS = ("step1_sft", "step2_reward", "step3_ppo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step left behind; a step that was stopped has metrics only."""
+
+    name: str
+    finished: bool
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+    eval: Mapping[str, object] = field(default_factory=dict)
+    """Measured on held-out rows, before and after."""
+
+    changed_settings: Mapping[str, object] = field(default_factory=dict)
+    """Dotted names and values of the settings that differ from the defaults."""
+
+    metrics: tuple[Mapping[str, object], ...] = ()
+    """The lines of metrics.jsonl."""
+
+    def number(self, name: str) -> float | None:
+        """The evaluation figure `name`; None where it is missing or was not finite."""
+        return finite(self.eval.get(name))
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        """(step, value) of every line that has a finite `name`."""
+        pairs = ((finite(line.get("step")), finite(line.get(name))) for line in self.metrics)
+        return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleAnswer:
+    """One model's answer to a held-out prompt."""
+
+    text: str
+    score: float | None
+    """By the reward model."""
+
+    stopped: bool
+    """Ended by itself rather than at the length limit."""
+
+    marks: Mapping[str, bool]
+    """What a judge says, such as correct and polite; empty where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A held-out prompt, answered by several models."""
+
+    prompt: tuple[tuple[str, str], ...]
+    """(role, content) of each message."""
+
+    answers: Mapping[str, SampleAnswer]
+    """By model: base, step1_sft, step3_ppo."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All of an output directory."""
+
+    steps: Mapping[str, StepResult]
+    seconds: float
+    samples: tuple[Sample, ...]
+
+
+def read_results(out: Path) -> Results:
+    """Read whatever is in `out`: any of the steps, finished or not.
+
+    Raises:
+        DataError: there is no such directory, no step in it, or a file that can't be read.
+    """
+    if not out.is_dir():
+        raise DataError(f"{out}: no such directory")
+    summary = _read_object(out / "summary.json")
+    summaries = _object(summary.get("steps"))
+    steps = {
+        name: _read_step(out / name, _object(summaries.get(name)))
+        for name in STEPS
+        if name in summaries or (out / name / "metrics.jsonl").is_file()
+    }
+    if not steps:
+        raise DataError(
+            f"{out} holds no step's results: no summary.json and no <step>/metrics.jsonl"
+        )
+    seconds = finite(summary.get("seconds"))
+    return Results(
+        steps=steps,
+        seconds=sum(step.seconds for step in steps.values()) if seconds is None else seconds,
+        samples=tuple(_samples(out / "step3_ppo" / "samples.json")),
+    )
+
+
+def finite(value: object) -> float | None:
+    """`value` as a number, None if it is none or not finite."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
+    result = {**_read_object(directory / "result.json"), **summary}
+    metrics = directory / "metrics.jsonl"
+    return StepResult(
+        name=directory.name,
+        finished=bool(result),
+        seconds=finite(result.get("seconds")) or 0.0,
+        steps=int(finite(result.get("steps")) or 0),
+        tokens=int(finite(result.get("tokens")) or 0),
+        eval=_object(result.get("eval")),
+        changed_settings=_object(result.get("changed_settings")),
+        metrics=tuple(_lines(metrics)) if metrics.is_file() else (),
+    )
+
+
+def _samples(path: Path) -> Iterator[Sample]:
+    rows = _read_object(path).get("rows", [])
+    for row in rows if isinstance(rows, list) else []:
+        yield Sample(
+            prompt=tuple((str(turn["role"]), str(turn["content"])) for turn in row["prompt"]),
+            answers={
+                model: SampleAnswer(
+                    text=str(answer.get("text", "")),
+                    score=finite(answer.get("score")),
+                    stopped=bool(answer.get("stopped", True)),
+                    marks={
+                        name: answer[name]
+                        for name in ("correct", "polite")
+                        if isinstance(answer.get(name), bool)
+                    },
+                )
+                for model, answer in row["answers"].items()
+            },
+        )
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, object]]:
+    """The objects in a .jsonl file; a line that a killed process left unfinished is left out."""
+    for line in path.read_text("utf-8").splitlines():
+        try:
+            yield _object(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+
+
+def _read_object(path: Path) -> Mapping[str, object]:
+    """The JSON object in `path`; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return _object(json.loads(path.read_text("utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+
+
+def _object(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}

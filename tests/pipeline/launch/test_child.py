@@ -1,0 +1,91 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.launch.child import Ending, run_child
+
+
+def python(program: str) -> Ending:
+    return run_child([sys.executable, "-c", program], os.environ)
+
+
+@pytest.mark.parametrize("code", [0, 2, 7])
+def test_the_exit_code_is_the_childs(code: int) -> None:
+    assert python(f"raise SystemExit({code})") == Ending(code, interrupted=False)
+
+
+def test_a_signal_that_ends_the_child_is_a_negative_code() -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+    assert python(program) == Ending(-signal.SIGKILL, interrupted=False)
+
+
+def test_the_child_can_read_nothing() -> None:
+    assert python("import sys; raise SystemExit(len(sys.stdin.read()))").code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_child_hears_of_an_interruption_once_and_closes_its_files(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    ready, closed = tmp_path / "ready", tmp_path / "closed"
+    program = f"""
+import pathlib, time
+try:
+    pathlib.Path({str(ready)!r}).touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    pathlib.Path({str(closed)!r}).touch()
+    raise SystemExit(130)
+"""
+    before = signal.getsignal(number)
+
+    threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
+    ending = python(program)
+
+    assert ending == Ending(130, interrupted=True)
+    assert closed.exists()
+    assert signal.getsignal(number) is before
+
+
+def test_a_command_that_isnt_there_leaves_the_signals_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    with pytest.raises(FileNotFoundError):
+        run_child(["/no/such/program"], os.environ)
+
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def when_exists(file: Path, action: Callable[[], None]) -> Callable[[], None]:
+    def wait() -> None:
+        for _ in range(600):
+            if file.exists():
+                return action()
+            time.sleep(0.05)
+        return None
+
+    return wait
+
+
+def test_torchrun_ends_with_the_code_of_the_process_that_failed(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys; sys.exit(2 if os.environ['RANK'] == '1' else 0)")
+    command = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
+
+    ended = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")

@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import DataError, ModelError, UserError
+from pipeline.plan.inputs import check_inputs, is_local, without_weight
+from pipeline.plan.request import parse_request
+from pipeline.plan.resolve import step_configs
+from train import STAGES
+
+
+def check(*argv: str) -> None:
+    said = parse_request(argv, STAGES)
+    check_inputs(said.request, STAGES, step_configs(said, STAGES))
+
+
+def complaint(*argv: str) -> str:
+    with pytest.raises(UserError) as error:
+        check(*argv)
+    return str(error.value)
+
+
+def model(directory: Path, *files: str) -> str:
+    directory.mkdir(parents=True)
+    for file in ("config.json", *files):
+        (directory / file).write_text("{}")
+    return str(directory)
+
+
+def test_a_step_of_the_same_run_may_make_the_model() -> None:
+    check()
+
+
+def test_a_step_whose_input_is_missing_names_the_directory_and_the_command(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+
+    assert complaint("--step", "2", "--output-dir", out) == (
+        f"step 2 needs the model of step 1, and there is none in {out}/step1_sft;"
+        f" make it with `python train.py --step 1 --output-dir {out}`"
+    )
+    assert "`python train.py --step 1 --actor-model a/b --data-path c/d --output-dir" in complaint(
+        *("--step", "3", "--output-dir", out, "--actor-model", "a/b", "--data-path", "c/d")
+    )
+
+
+def test_the_command_that_makes_the_reward_model_names_its_start(tmp_path: Path) -> None:
+    model(tmp_path / "step1_sft")
+
+    sentence = complaint("--step", "3", "--output-dir", str(tmp_path), "--reward-model", "a/b")
+
+    assert "step 3 needs the model of step 2" in sentence
+    assert "`python train.py --step 2 --reward-model a/b --output-dir" in sentence
+
+
+def test_earlier_output_is_accepted_when_it_is_finished(tmp_path: Path) -> None:
+    model(tmp_path / "step1_sft", "config.yaml", "result.json")
+
+    check("--step", "2", "--output-dir", str(tmp_path))
+
+
+def test_a_model_put_in_place_by_hand_is_accepted(tmp_path: Path) -> None:
+    model(tmp_path / "step1_sft")
+
+    check("--step", "2", "--output-dir", str(tmp_path))
+
+
+def test_an_unfinished_step_is_not_an_input(tmp_path: Path) -> None:
+    model(tmp_path / "step1_sft", "config.yaml")
+
+    sentence = complaint("--step", "2", "--output-dir", str(tmp_path))
+
+    assert "holds an unfinished one; finish it with" in sentence
+    assert sentence.endswith(f"--output-dir {tmp_path} --resume`")
+
+
+def test_models_given_by_overrides_replace_the_output_of_steps(tmp_path: Path) -> None:
+    actor, critic = model(tmp_path / "a"), model(tmp_path / "c")
+    argv = ["--step", "3", "--output-dir", str(tmp_path / "out"), "--ppo.actor.path", actor]
+
+    check(*argv, "--ppo.critic.path", critic, "--ppo.reward.path", critic)
+
+
+def test_a_model_that_isnt_there_is_named_by_its_option(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    empty = str(tmp_path / "empty")
+
+    assert complaint("--actor-model", "./none") == (
+        "--actor-model ./none: no such model; there is no such directory"
+    )
+    assert complaint("--reward-model", empty) == (
+        f"--reward-model {empty}: no such model; the directory has no config.json"
+    )
+    assert complaint("--ppo.reference.path", "/no/where").startswith("ppo.reference.path /no/where")
+    with pytest.raises(ModelError):
+        check("--actor-model", "./none")
+
+
+def test_data_that_isnt_there_is_named_by_its_option(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}")
+
+    check("--data-path", f"{rows}:2", str(tmp_path), "Dahoas/rm-static:0.5", "embedded")
+    assert complaint("--data-path", str(rows), "none.jsonl:2") == (
+        "--data-path none.jsonl:2: no such file or directory"
+    )
+    assert complaint("--sft.data.eval_path", "./none") == (
+        "sft.data.eval_path ./none: no such file or directory"
+    )
+    assert complaint("--ppo.ptx_data", "a/none.parquet").startswith("ppo.ptx_data a/none.parquet")
+    with pytest.raises(DataError):
+        check("--data-path", "none.jsonl")
+
+
+def test_a_step_that_isnt_asked_for_isnt_checked(tmp_path: Path) -> None:
+    check("--step", "1", "--reward-model", "./none", "--output-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "local"),
+    [
+        ("gpt2", False),
+        ("facebook/opt-1.3b", False),
+        ("./opt", True),
+        ("../opt", True),
+        ("/models/opt", True),
+        ("~/opt", True),
+        ("a/b/c", True),
+        ("models/", True),
+    ],
+)
+def test_hub_names_are_one_or_two_words(path: str, *, local: bool) -> None:
+    assert is_local(path) is local
+
+
+@pytest.mark.parametrize(
+    ("path", "bare"), [("a.jsonl:2", "a.jsonl"), ("a/b:0.5", "a/b"), ("C:x", "C:x"), ("a", "a")]
+)
+def test_a_weight_is_not_part_of_the_path(path: str, bare: str) -> None:
+    assert without_weight(path) == bare

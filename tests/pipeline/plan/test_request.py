@@ -1,0 +1,121 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.plan.request import Request, parse_request
+from train import STAGES
+
+
+def request(*argv: str) -> Request:
+    return parse_request(argv, STAGES).request
+
+
+def test_without_options_all_steps_run_in_one_process() -> None:
+    assert request() == Request()
+    assert (Request().step, Request().deployment_type) == ((1, 2, 3), "single_gpu")
+
+
+def test_the_options_of_the_contract_are_read() -> None:
+    read = request(
+        *("--step", "1", "2", "--actor-model", "facebook/opt-1.3b"),
+        *("--reward-model", "facebook/opt-350m", "--actor-zero-stage", "0"),
+        *("--output-dir", "out", "--deployment-type", "single_node", "--num-processes", "2"),
+        *("--data-path", "a.jsonl:2", "b/c", "--data-split", "2,4,4", "--fields", "prompt=q"),
+        *("--format", "chatml", "--max-length", "64", "--seed", "7", "--dry-run", "--resume"),
+    )
+
+    assert read == Request(
+        step=(1, 2),
+        actor_model="facebook/opt-1.3b",
+        reward_model="facebook/opt-350m",
+        actor_zero_stage=0,
+        output_dir=Path("out"),
+        deployment_type="single_node",
+        num_processes=2,
+        data_path=("a.jsonl:2", "b/c"),
+        data_split=(2.0, 4.0, 4.0),
+        fields={"prompt": "q"},
+        format="chatml",
+        max_length=64,
+        seed=7,
+        dry_run=True,
+        resume=True,
+    )
+
+
+def test_the_underscores_of_deepspeed_chat_are_accepted() -> None:
+    assert request("--actor_model", "a/b", "--output_dir", "o") == Request(
+        actor_model="a/b", output_dir=Path("o")
+    )
+
+
+def test_files_may_hold_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("seed: 1\nstep: [2]\nppo: {kl_coef: 0.1}\n")
+
+    said = parse_request(["--config", str(tmp_path / "my.yaml"), "--seed", "2"], STAGES)
+
+    assert (said.request.seed, said.request.step) == (2, (2,))
+    assert said.files[0].settings["ppo"] == {"kl_coef": 0.1}
+
+
+def test_dotted_options_are_set_apart_by_step() -> None:
+    said = parse_request(["--ppo.kl_coef", "0.1", "--sft.data.path", "a", "b"], STAGES)
+
+    assert said.overrides == {
+        "sft": (("data.path", ["a", "b"]),),
+        "reward": (),
+        "ppo": (("kl_coef", ["0.1"]),),
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--step 4", "--step must be one of 1, 2, 3, got 4"),
+        ("--step", "--step takes at least one value, got none"),
+        ("--seed x", "--seed must be a whole number or null, got x"),
+        ("--kl_coef 1", "there is no option --kl-coef; did you mean --ppo.kl_coef?"),
+        ("--data-pth a", "there is no option --data-pth; did you mean --data-path?"),
+        ("--zzz", "there is no option --zzz; --help lists the options"),
+        (
+            "--resume --overwrite",
+            "--resume keeps what an earlier run made and --overwrite replaces",
+        ),
+        ("--num-processes 2", "--num-processes needs --deployment-type single_node"),
+        ("--deployment-type multi_node", "--deployment-type multi_node and --hostfile are not"),
+        ("--hostfile hosts", "--deployment-type multi_node and --hostfile are not available"),
+        ("--save-every 5", "--save-every is not available in this version"),
+        ("--actor-zero-stage 1", "--actor-zero-stage 1 is not available in this version; use 0"),
+        ("--reward-zero-stage 3", "--reward-zero-stage 3 is not available in this version; use 0"),
+        ("--actor-zero-stage 4", "--actor-zero-stage must be one of 0, 1, 2, 3 or null, got 4"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_that_names_the_option(argv: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_request(argv.split(), STAGES)
+
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "model: {path: a}",
+            "model in {} is a setting of the steps; put it below sft:, reward: or",
+        ),
+        ("sft: 3", "sft in {} holds no settings: 3"),
+        ("seeed: 3", "there is no setting seeed in {}; did you mean seed?"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_the_file(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError) as error:
+        parse_request(["--config", str(file)], STAGES)
+
+    assert str(error.value).startswith(sentence.format(file))

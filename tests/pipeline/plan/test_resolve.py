@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import StepConfig
+from pipeline.errors import ConfigError
+from pipeline.plan.request import parse_request
+from pipeline.plan.resolve import EMBEDDED_PRESET, step_configs
+from pipeline.settings import flatten, plain
+from train import STAGES
+
+
+def resolved(*argv: str) -> dict[str, StepConfig]:
+    return step_configs(parse_request(argv, STAGES), STAGES)
+
+
+def settings(*argv: str) -> dict[str, dict[str, object]]:
+    return {name: flatten(plain(config)) for name, config in resolved(*argv).items()}
+
+
+def test_without_options_the_embedded_model_meets_the_embedded_task() -> None:
+    steps = settings()
+
+    assert steps["step1_sft"]["model.path"] == "embedded"
+    assert all(step["data.path"] == ["embedded"] for step in steps.values())
+
+
+def test_each_step_takes_the_output_of_the_one_before() -> None:
+    steps = settings("--output-dir", "out")
+
+    assert steps["step1_sft"]["output_dir"] == "out/step1_sft"
+    assert steps["step2_reward"]["model.path"] == "out/step1_sft"
+    assert steps["step2_reward"]["actor.path"] == "out/step1_sft"
+    assert steps["step3_ppo"]["actor.path"] == "out/step1_sft"
+    assert steps["step3_ppo"]["critic.path"] == "out/step2_reward"
+    assert steps["step3_ppo"]["reward.path"] == "out/step2_reward"
+    assert steps["step3_ppo"]["reference.path"] is None
+
+
+def test_a_model_of_the_users_own_meets_rm_static_unless_data_is_named() -> None:
+    own = settings("--actor-model", "facebook/opt-125m", "--reward-model", "facebook/opt-350m")
+    named = settings("--actor-model", "facebook/opt-125m", "--data-path", "a.jsonl", "b:2")
+
+    assert all(step["data.path"] == ["Dahoas/rm-static"] for step in own.values())
+    assert own["step2_reward"]["model.path"] == "facebook/opt-350m"
+    assert all(step["data.path"] == ["a.jsonl", "b:2"] for step in named.values())
+
+
+def test_shared_options_reach_all_three_steps() -> None:
+    argv = ["--seed", "7", "--data-split", "1,1,2", "--format", "chatml", "--max-length", "99"]
+
+    for step in settings(*argv, "--fields", "prompt=q").values():
+        assert (step["seed"], step["data.split"]) == (7, [1.0, 1.0, 2.0])
+        assert (step["data.format"], step["data.max_length"]) == ("chatml", 99)
+        assert step["data.fields.prompt"] == "q"
+
+
+def test_preset_then_files_then_options_then_dotted_options(tmp_path: Path) -> None:
+    low, high = tmp_path / "low.yaml", tmp_path / "high.yaml"
+    low.write_text("sft: {seed: 1, batch_size: 1, log_every: 1, model: {path: x/low}}")
+    high.write_text("sft: {seed: 2, batch_size: 2, log_every: 2}")
+    files = ["--config", str(low), "--config", str(high)]
+
+    step = settings(*files, "--seed", "3", "--sft.log_every", "9")["step1_sft"]
+    dotted = settings(*files, "--seed", "3", "--sft.seed", "4")["step1_sft"]
+
+    assert (step["batch_size"], step["seed"], step["log_every"]) == (2, 3, 9)
+    assert (dotted["seed"], step["model.path"]) == (4, "x/low")
+
+
+def test_the_embedded_preset_applies_to_the_embedded_model_alone(tmp_path: Path) -> None:
+    import yaml
+
+    preset = yaml.safe_load(EMBEDDED_PRESET.read_text())
+    says = {name: flatten(preset.get(stage, {})) for name, stage in SECTIONS.items()}
+    (tmp_path / "own.yaml").write_text("sft: {model: {path: a/b}}")
+
+    embedded = settings("--data-path", "rows.jsonl")
+    own = [
+        settings("--actor-model", "a/b"),
+        settings("--config", str(tmp_path / "own.yaml")),
+        settings("--sft.model.path", "a/b"),
+    ]
+
+    for name, preset_settings in says.items():
+        expected = preset_settings | {"data.path": ["rows.jsonl"]}
+        assert expected.items() <= embedded[name].items()
+    assert own[0] == own[1] == own[2]
+    assert own[0]["step1_sft"]["data.path"] == ["Dahoas/rm-static"]
+
+
+SECTIONS = {stage.name: stage.section for stage in STAGES}
+
+
+def test_handed_over_models_can_be_overridden() -> None:
+    steps = settings("--ppo.actor.path", "my/actor", "--ppo.reward.path", "my/reward")
+
+    assert steps["step3_ppo"]["actor.path"] == "my/actor"
+    assert steps["step3_ppo"]["reward.path"] == "my/reward"
+    assert steps["step3_ppo"]["critic.path"] == "output/step2_reward"
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_step_cant_be_moved_out_of_the_output_directory(tmp_path: Path, *, in_file: bool) -> None:
+    (tmp_path / "my.yaml").write_text("sft: {output_dir: elsewhere}")
+    argv = ["--config", str(tmp_path / "my.yaml")] if in_file else ["--sft.output_dir", "elsewhere"]
+
+    with pytest.raises(ConfigError, match=r"^sft\.output_dir can't be set here: .* --output-dir"):
+        resolved(*argv)
+
+
+def test_a_wrong_setting_is_named_with_its_step() -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.model\.optim\.lr must be above 0, got -1"):
+        resolved("--reward.model.optim.lr", "-1")

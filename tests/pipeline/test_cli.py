@@ -1,0 +1,153 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import help_entry, parse_step, run_main, split_options, step_help, write_config
+from pipeline.errors import ConfigError, DataError
+from pipeline.settings import list_settings
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+
+
+def test_option_names_take_dashes_or_underscores() -> None:
+    options = split_options(
+        ["--max-steps", "3", "--data.max_length=7", "--missing-eos-score", "-1"]
+    )
+
+    assert options == [
+        ("max_steps", ["3"]),
+        ("data.max_length", ["7"]),
+        ("missing_eos_score", ["-1"]),
+    ]
+
+
+def test_a_word_before_the_first_option_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unexpected word 'train'; options start with --"):
+        split_options(["train", "--seed", "1"])
+
+
+def test_files_stack_and_the_command_line_wins(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("seed: 1\nbatch_size: 1\nepochs: 1\nmodel: {optim: {lr: 1e-4, eps: 1e-6}}\n")
+    second.write_text("batch_size: 2\nepochs: 2\nmodel: {optim: {lr: 2e-4}}\n")
+    argv = ["--config", str(first), "--config", str(second), "--epochs", "3"]
+
+    config = parse_step(SFTConfig, argv)
+
+    assert (config.seed, config.batch_size, config.epochs) == (1, 2, 3.0)
+    assert (config.model.optim.lr, config.model.optim.eps) == (2e-4, 1e-6)
+
+
+def test_the_rank_that_launchers_add_is_ignored() -> None:
+    assert parse_step(SFTConfig, ["--local-rank=1", "--local_rank", "1"]) == SFTConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [", "is not valid YAML in line 1"),
+        ("- 1", "must hold settings"),
+        ("lr: 1", "did you mean model.lora.lr or model.optim.lr?"),
+    ],
+)
+def test_a_file_that_cant_be_used_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError) as error:
+        parse_step(SFTConfig, ["--config", str(file)])
+
+    assert str(file) in str(error.value)
+    assert sentence in str(error.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^--config nowhere\.yaml: no such file$"):
+        parse_step(SFTConfig, ["--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize("config_class", [SFTConfig, RewardConfig, PPOConfig])
+def test_what_is_written_repeats_the_run(tmp_path: Path, config_class: type) -> None:
+    config = config_class(seed=7, output_dir=tmp_path)
+    write_config(config, tmp_path / "deep" / "config.yaml")
+
+    assert parse_step(config_class, ["--config", str(tmp_path / "deep" / "config.yaml")]) == config
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["config.yaml"]
+
+
+def test_print_config_prints_the_file_that_repeats_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_step(SFTConfig, ["--print-config", "--seed", "7"])
+
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert end.value.code == 0
+    assert parse_step(SFTConfig, ["--config", str(tmp_path / "printed.yaml")]) == SFTConfig(seed=7)
+
+
+@pytest.mark.parametrize("config_class", [SFTConfig, RewardConfig, PPOConfig])
+def test_help_lists_every_setting_in_lines_that_fit(config_class: type) -> None:
+    text = step_help(config_class)
+
+    assert all(f"  --{setting.name} " in text + " " for setting in list_settings(config_class))
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_every_setting_has_a_description() -> None:
+    for config_class in (SFTConfig, RewardConfig, PPOConfig):
+        bare = [s.name for s in list_settings(config_class) if not s.description]
+        assert not bare
+
+
+def test_a_long_option_is_followed_by_its_meaning_on_the_next_line() -> None:
+    assert help_entry("--a N", "Means a.") == ["  --a N" + " " * 21 + "Means a."]
+    assert help_entry("--" + "a" * 30, "x") == ["  --" + "a" * 30, " " * 28 + "x"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "printed"),
+    [
+        (None, 0, ""),
+        (DataError("rows.jsonl\nis empty"), 2, "error: rows.jsonl is empty\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("stopped at step 3"), 130, "stopped at step 3\n"),
+    ],
+)
+def test_a_command_ends_with_its_code_and_at_most_one_line(
+    ending: BaseException | None,
+    code: int,
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def main(_argv: object) -> None:
+        if ending is not None:
+            raise ending
+
+    with pytest.raises(SystemExit) as end:
+        run_main(main, [])
+
+    assert (end.value.code, capsys.readouterr().err) == (code, printed)
+
+
+def test_only_the_first_process_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+
+    def main(_argv: object) -> None:
+        raise DataError("no rows")
+
+    with pytest.raises(SystemExit) as end:
+        run_main(main, [])
+
+    assert (end.value.code, capsys.readouterr().err) == (2, "")
+
+
+def test_an_error_of_ours_keeps_its_traceback() -> None:
+    def main(_argv: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_main(main, [])

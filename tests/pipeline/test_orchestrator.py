@@ -1,0 +1,136 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.orchestrator import main
+from tests.pipeline.stages import TOY_STAGES
+
+
+def run(out: Path, *argv: str) -> None:
+    main(["--output-dir", str(out), *argv], TOY_STAGES)
+
+
+def test_the_steps_run_one_after_the_other_and_are_summed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(
+        tmp_path / "out", "--step", "1", "3", "--ppo.critic.path", "a/b", "--ppo.reward.path", "a/b"
+    )
+
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    said = capsys.readouterr().out
+    assert list(summary["steps"]) == ["step1_sft", "step3_ppo"]
+    assert summary["seconds"] == 3.0
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert f"report   {tmp_path}/out/report.html" in said
+    assert f"chat     python chat.py --path {tmp_path}/out/step1_sft" in said
+
+
+def test_resume_skips_what_is_finished_and_runs_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "--step", "1")
+    before = (tmp_path / "step1_sft" / "result.json").stat().st_mtime_ns
+    (tmp_path / "notes.txt").write_text("mine")
+
+    run(tmp_path, "--step", "1", "2", "--resume")
+
+    assert "step 1 is finished, skipped" in capsys.readouterr().out
+    assert (tmp_path / "step1_sft" / "result.json").stat().st_mtime_ns == before
+    assert (tmp_path / "step2_reward" / "result.json").is_file()
+
+
+def test_overwrite_replaces_the_step_and_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    run(tmp_path, "--step", "1", "--seed", "1")
+    (tmp_path / "step1_sft" / "notes.txt").write_text("mine")
+
+    run(tmp_path, "--step", "1", "--seed", "2", "--overwrite")
+
+    assert (tmp_path / "step1_sft" / "deep" / "weights").read_text() == "2"
+    assert (tmp_path / "step1_sft" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("toy", "code", "said"),
+    [
+        ("wrong input", 2, "error: rows.jsonl line 3 has no prompt\n"),
+        ("crash", 1, "step 1 failed (exit code 7): "),
+        ("killed", 1, "step 1 was ended by signal 9"),
+    ],
+)
+def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    toy: str,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setenv("TOY", toy)
+
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "out")
+
+    assert end.value.code == code
+    assert capfd.readouterr().err.startswith(said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = (
+        "from pipeline.cli import run_main; from pipeline.orchestrator import main\n"
+        "from tests.pipeline.stages import TOY_STAGES\n"
+        "run_main(lambda argv: main(argv, TOY_STAGES))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "--step", "1", "--output-dir", str(out)],
+        env={**os.environ, "TOY": "sleep"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / "step1_sft" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == (
+        f"interrupted in step 1; {out} keeps the finished steps, and the same command with"
+        " --resume goes on"
+    )
+    assert json.loads((out / "run.json").read_text()) == {
+        "step1_sft": ["config.yaml", "metrics.jsonl"]
+    }
+    run(out, "--step", "1", "--resume")
+    assert (out / "step1_sft" / "result.json").is_file()
+
+
+def test_a_dry_run_says_what_would_happen_and_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+
+    run(out, "--dry-run", "--deployment-type", "single_node", "--num-processes", "1")
+
+    said = capsys.readouterr().out
+    assert not out.exists()
+    assert f"-m tests.pipeline.toy_step --config {out}/step2_reward/config.yaml" in said
+    assert "model      embedded" in said
+    assert "Memory on each process in MiB" in said
+
+
+def test_an_output_directory_that_cant_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ValueError, match=r"--output-dir .*file/out can't be written"):
+        run(tmp_path / "file" / "out", "--step", "1")

@@ -1,0 +1,192 @@
+"""The report of a run."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import DataError
+from pipeline.findings import findings
+from pipeline.report import write_report
+from pipeline.results import read_results
+
+SFT = {"seconds": 80.0, "steps": 3, "tokens": 2_400_000}
+SFT_EVAL = {"perplexity_before": 1102.3, "perplexity_after": 2.31}
+RM_EVAL = {"accuracy_before": 0.512, "accuracy_after": 0.943, "pairs": 212}
+PPO_EVAL = {"score_before": -0.6, "score_after": 1.38, "kl": 4.02, "win_rate": 0.871}
+JUDGE = {"base": 0.0, "step1_sft": 0.41, "step3_ppo": 0.84}
+
+
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def write_metrics(out: Path, step: str, lines: list[dict[str, object]]) -> None:
+    path = out / step / "metrics.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_summary(out: Path, **evals: dict[str, object]) -> None:
+    steps = {name: {**SFT, "eval": result} for name, result in evals.items()}
+    write(out / "summary.json", {"steps": steps, "seconds": 266.0})
+
+
+class Page(HTMLParser):
+    """The visible text, the tags and the addresses of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note the tag and what it points to."""
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in {"src", "href"}]
+
+    def handle_data(self, data: str) -> None:
+        """Note the text."""
+        if self.get_starttag_text() != "<style>" and data.strip():
+            self.texts.append(data.strip())
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return " ".join(" ".join(self.texts).split())
+
+
+def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
+    write_summary(
+        tmp_path,
+        step1_sft=SFT_EVAL,
+        step2_reward=RM_EVAL,
+        step3_ppo={**PPO_EVAL, "judge": JUDGE},
+    )
+
+    better, headline, others = findings(read_results(tmp_path))
+
+    assert better is True
+    assert headline.replace("\u202f", " ") == (
+        "84 % of answers are correct and polite, against 41 % after step 1 and 0 % from the base"
+        " model"
+    )
+    assert [sentence.replace("\u202f", " ") for sentence in others] == [
+        "PPO's answers score higher than step 1's on 87.1 % of held-out prompts, at a KL of 4.02"
+        " nats per answer",
+        "The reward model puts 94.3 % of 212 held-out pairs in the right order, 51.2 % before"
+        " training",
+        "Perplexity on held-out answers fell from 1,102 to 2.31",
+    ]
+
+
+def test_a_run_that_got_worse_is_said_to_have(tmp_path: Path) -> None:
+    judge = {"base": 0.1, "step1_sft": 0.5, "step3_ppo": 0.3}
+    write_summary(tmp_path, step3_ppo={"win_rate": 0.9, "judge": judge})
+
+    assert findings(read_results(tmp_path))[0] is False
+    assert "It did not get better" in Page(write_report(tmp_path)).text
+
+
+def test_step_1_alone_has_a_report(tmp_path: Path) -> None:
+    write(tmp_path / "step1_sft/result.json", {**SFT, "eval": SFT_EVAL})
+    write_metrics(tmp_path, "step1_sft", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
+
+    page = Page(write_report(tmp_path))
+
+    assert "Perplexity on held-out answers fell from 1,102 to 2.31." in page.text
+    assert f"python chat.py --path {tmp_path / 'step1_sft'}" in page.text
+    assert "PPO" not in page.text
+    assert page.tags.count("svg") == 1
+
+
+def test_an_interrupted_step_shows_its_curves_up_to_the_torn_line(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}]
+    write_metrics(tmp_path, "step1_sft", lines)
+    with (tmp_path / "step1_sft/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+
+    page = Page(write_report(tmp_path))
+
+    assert "not finished" in page.text
+    assert page.tags.count("svg") == 1
+    assert read_results(tmp_path).steps["step1_sft"].series("loss") == [(1.0, 2.0), (3.0, 1.0)]
+
+
+def test_what_models_and_data_say_is_escaped(tmp_path: Path) -> None:
+    evil = "</div><script>alert(1)</script><img src=x onerror=alert(2)>"
+    write_summary(tmp_path, step3_ppo=PPO_EVAL)
+    answers = {"step1_sft": {"text": evil, "score": 1.5, "stopped": False, evil: True}}
+    write(
+        tmp_path / "step3_ppo/samples.json",
+        {"models": ["step1_sft"], "rows": [{"prompt": [{"role": evil, "content": evil}] * 2,
+                                            "answers": answers}]},
+    )  # fmt: skip
+    write(
+        tmp_path / "step3_ppo/result.json",
+        {**SFT, "eval": PPO_EVAL, "changed_settings": {evil: evil}},
+    )
+
+    page = Page(write_report(tmp_path))
+
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert page.text.count("<script>alert(1)</script>") >= 5
+    assert "cut off" in page.text
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    write_summary(tmp_path, step1_sft=SFT_EVAL)
+
+    report = write_report(tmp_path)
+
+    assert Page(report).addresses == []
+    assert "url(" not in report.read_text()
+    assert "@import" not in report.read_text()
+
+
+def test_answers_stand_side_by_side_with_scores_and_marks(tmp_path: Path) -> None:
+    write_summary(tmp_path, step3_ppo=PPO_EVAL)
+    answers = {
+        "base": {"text": "zzz", "score": -1.25, "stopped": True, "correct": False, "polite": False},
+        "step3_ppo": {"text": "Seven.", "score": 0.5, "stopped": True, "correct": True,
+                      "polite": True},
+    }  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": "3 plus 4?"}], "answers": answers}]
+    write(tmp_path / "step3_ppo/samples.json", {"models": list(answers), "rows": rows})
+
+    text = Page(write_report(tmp_path)).text.replace("\N{MINUS SIGN}", "-")
+
+    assert "3 plus 4? Base zzz -1.25 ✗ correct ✗ polite PPO Seven. +0.50 ✓ correct ✓ polite" in text
+
+
+@pytest.mark.parametrize("content", [None, "notes"])
+def test_a_directory_without_results_is_refused(tmp_path: Path, content: str | None) -> None:
+    out = tmp_path / "out"
+    if content:
+        out.mkdir()
+        (out / "notes.txt").write_text(content)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.report", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {out}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_broken_summary_is_named(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{")
+
+    with pytest.raises(DataError, match=r"summary.json is not valid JSON"):
+        write_report(tmp_path)
