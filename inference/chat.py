@@ -25,7 +25,9 @@ def main(argv: Sequence[str]) -> None:
     from inference.terminal import Terminal
     from pipeline.data.chat_format import resolve_format
     from pipeline.models.load import load_for_inference
+    from pipeline.run import configure_logging
 
+    configure_logging(is_main=True)
     model, tokenizer = load_for_inference(options.path)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
     conversation.reset(options.system)

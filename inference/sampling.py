@@ -63,7 +63,7 @@ class Sampler:
 
 
 def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
-    """Keep the likeliest tokens that together reach `top_p` (Holtzman et al. 2020); zero the rest."""
+    """Zero all but the likeliest tokens that together reach `top_p` (Holtzman et al. 2020)."""
     if top_p >= 1.0:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -11,7 +11,7 @@ from typing import Literal
 from pipeline.errors import ConfigError
 
 EMBEDDED = "embedded"
-"""As a model path: build the embedded Llama and its tokenizer. As a data path: the embedded task."""
+"""As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb"]
@@ -86,7 +86,7 @@ class LoraConfig:
     """The update is scaled by alpha / rank."""
 
     dropout: float = 0.0
-    """Dropout on the adapter's input; must be 0 in step 3, where it would break the policy ratio."""
+    """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""
 
     targets: tuple[str, ...] = ("all-linear",)
     """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
@@ -121,7 +121,7 @@ class TrainedModelConfig(FrozenModelConfig):
     """A model that learns: where it starts and how it is trained."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """What is sharded over processes: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    """What processes share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
@@ -134,8 +134,8 @@ class TrainedModelConfig(FrozenModelConfig):
     def __post_init__(self) -> None:
         require(
             self.zero_stage == 0,
-            f"zero_stage {self.zero_stage} is not available in this version; use 0, which replicates"
-            " the model on every process",
+            f"zero_stage {self.zero_stage} is not available in this version; use 0, which keeps the"
+            " whole model on every process",
         )
 
 

@@ -92,8 +92,9 @@ def all_reduce_(tensor: Tensor) -> Tensor:
 
 
 def gather_objects(value: T) -> list[T]:
-    """The values of all processes, in rank order, on every process. For small things: they travel
-    as JSON-like Python objects between processes that trust each other.
+    """The values of all processes, in rank order, on every process.
+
+    For small things: they travel as Python objects between processes that trust each other.
     """
     if not dist.is_initialized():
         return [value]

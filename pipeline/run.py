@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import transformers
+
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
 from pipeline.progress import Progress
@@ -110,7 +112,8 @@ class Run:
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
-            self._write(step, {"tokens_per_second": self._tokens_per_second, **metrics})
+            line = {"tokens": tokens, "tokens_per_second": self._tokens_per_second, **metrics}
+            self._write(step, line)
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
@@ -162,6 +165,7 @@ def configure_logging(*, is_main: bool) -> None:
     root.handlers = [old for old in root.handlers if not isinstance(old, _StderrHandler)]
     root.addHandler(handler)
     root.setLevel(logging.WARNING if is_main else logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
 

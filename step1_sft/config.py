@@ -18,13 +18,9 @@ class SFTConfig(StepConfig):
         )
     )
 
-    packing: bool = True
-    """Lay several dialogues into one sequence without padding; attention never crosses from one to
-    another. Models that can't do it are padded instead."""
-
     patience: int | None = None
-    """Stop after this many evaluations without a better perplexity; null never stops early. The best
-    weights are the ones exported, whichever step they came from."""
+    """Stop after this many evaluations without a better perplexity; null never stops early. The
+    best weights are the ones exported, whichever step they came from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

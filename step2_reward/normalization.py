@@ -40,7 +40,7 @@ def measure_scores(
     with evaluating(scorer):
         max_tokens = config.micro_batch_size * config.data.max_length
         for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
-            spare = Encoded.untrained([tokenizer.eos_token_id])
+            spare = Encoded.untrained([chat.stop_ids[0]])
             batch = collate_part([sequences[row] for row in part], spare=spare).to(local_device())
             scores += scorer.final_scores(batch).tolist()[: len(part)]
     return mean_and_std(scores)
@@ -83,6 +83,7 @@ def responses_of_actor(
 def responses_of_data(
     examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
 ) -> list[Encoded]:
+    """Both responses of this process's share of pairs."""
     return [
         chat.encode(example.prompt, response).tail(config.data.max_length)
         for example in share_of_rank(examples)

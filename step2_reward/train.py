@@ -83,6 +83,7 @@ def train(config: RewardConfig) -> Path:
         held_out = encode(data.eval, chat, config)
         before = evaluate(scorer, held_out, config)
         run.evaluated(0, **before)
+        after = before
 
         for step in range(1, total_steps + 1):
             pairs = encode([data.train[row] for row in next(stream)], chat, config)
@@ -136,8 +137,9 @@ def train(config: RewardConfig) -> Path:
 def encode(
     examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
 ) -> list[EncodedPair]:
-    """Token ids of both dialogues; what is longer than `max_length` loses its beginning, because the
-    score is read at the end.
+    """Token ids of both dialogues.
+
+    What is longer than `max_length` loses its beginning: the score is read at the end.
     """
     limit = config.data.max_length
     return [

@@ -12,6 +12,7 @@ from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.embedded import judge
 from pipeline.data.examples import Encoded
 from pipeline.distributed import gather_objects, global_sums, local_device, rank, world_size
+from pipeline.models.chat import decode_response
 from pipeline.models.trained import evaluating
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
@@ -65,10 +66,9 @@ class HeldOut:
 
     def answers(self, responses: Sequence[Response]) -> list[Answer]:
         """Text and score of the responses of all processes, in the order of the prompts."""
-        decode = self.models.tokenizer.decode
         mine = [
             Answer(
-                text=decode(response.ids, skip_special_tokens=True).strip(),
+                text=decode_response(self.models.tokenizer, response.ids),
                 score=score,
                 length=len(response.ids),
                 stopped=response.stopped,
@@ -87,8 +87,9 @@ class HeldOut:
         return total / count
 
     def judged(self, answers: Sequence[Answer]) -> float | None:
-        """Share of answers that the embedded task's judge finds correct and polite; None where a
-        prompt is not of that task.
+        """Share of answers that the embedded task's judge finds correct and polite.
+
+        None where a prompt is not of that task.
         """
         verdicts = [
             judge(prompt.messages[-1].content, answer.text) if len(prompt.messages) == 1 else None
@@ -110,7 +111,7 @@ class HeldOut:
                 seed=self.config.seed,
             )
         for prompt, response in zip(shown, responses, strict=True):
-            text = self.models.tokenizer.decode(response.ids, skip_special_tokens=True).strip()
+            text = decode_response(self.models.tokenizer, response.ids)
             logger.info("iteration %d: %r -> %r", iteration, prompt.messages[-1].content, text)
 
     def _inputs(self) -> list[list[int]]:

@@ -23,8 +23,8 @@ def token_rewards(
 ) -> Float[Tensor, "B T"]:
     """Reward of each token: -kl_coef * KL everywhere, plus the score on the last token.
 
-    KL is the k1 estimate log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"). Zero on
-    padding. Every response has at least one token.
+    KL is the k1 estimate log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"). Zero
+    on padding. Every response has at least one token.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last = mask.sum(dim=1, keepdim=True) - 1  # (B, 1) index of the final response token
@@ -44,8 +44,8 @@ def gae(
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}
 
-    `values[:, t]` is the value of the state before token t. The value after the last token is 0: the
-    episode ends there, by its end-of-turn token or by the length limit.
+    `values[:, t]` is the value of the state before token t. The value after the last token is 0:
+    the episode ends there, by its end-of-turn token or by the length limit.
 
     Returns:
         (advantages, returns), both zero on padding; returns = advantages + values.
@@ -68,8 +68,10 @@ def whiten(
     variance: float,
     shift_mean: bool,
 ) -> Float[Tensor, "B T"]:
-    """(x - mean) / sqrt(variance + 1e-8) on real tokens, 0 on padding; without `shift_mean` the mean
-    is added back. Mean and (biased) variance are those of all processes.
+    """(x - mean) / sqrt(variance + 1e-8) on real tokens, 0 on padding.
+
+    Without `shift_mean` the mean is added back. Mean and (biased) variance are those of all
+    processes.
     """
     whitened = (values - mean) * (variance + 1e-8) ** -0.5
     if not shift_mean:
@@ -125,8 +127,9 @@ def value_loss(
 
 
 def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """exp(-d) - 1 + d for d = log pi - log pi_ref of tokens drawn from pi: an estimate of the KL
-    divergence that is never negative (Schulman 2020).
+    """exp(-d) - 1 + d for d = log pi - log pi_ref of tokens drawn from pi (Schulman 2020).
+
+    An estimate of the KL divergence that is never negative.
     """
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (-log_ratio).exp() - 1 + log_ratio

@@ -5,9 +5,11 @@ Dimension names: N tokens of a batch, K response tokens (its targets), B respons
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +37,7 @@ class Reference:
         with evaluating(self.policy):
             if not self.adapter_off:
                 return self.policy(batch, temperature=temperature).logprobs
-            with self.policy.model.disable_adapter():
+            with cast("PeftModel", self.policy.model).disable_adapter():
                 return self.policy(batch, temperature=temperature).logprobs
 
 
@@ -87,12 +89,12 @@ class Models:
     @property
     def policy(self) -> nn.Module:
         """The actor's Hugging Face model, with its adapters if it has any."""
-        return self.actor.model.model
+        return cast("Policy", self.actor.model).model
 
     @property
     def value_model(self) -> nn.Module:
         """The critic's Hugging Face model, with its adapters if it has any."""
-        return self.critic.model.scorer.model
+        return cast("Critic", self.critic.model).scorer.model
 
 
 def load_models(
@@ -129,8 +131,9 @@ def load_models(
 
 
 def load_reference(config: PPOConfig, actor: nn.Module, device: torch.device) -> Reference:
-    """The configured reference; else the actor as it starts: with LoRA the base with the adapter
-    off, which needs no second copy.
+    """The configured reference, else the actor as it starts.
+
+    With LoRA that is the base with the adapter off, which needs no second copy.
     """
     if config.reference.path is None and config.actor.lora is not None:
         return Reference(Policy(actor), adapter_off=True)

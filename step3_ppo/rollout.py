@@ -160,8 +160,9 @@ def _ask(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tens
 
 
 def reward_of_score(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
-    """The score as PPO counts it, (B,): normalized, clipped, and replaced where a response did not
-    end by itself.
+    """The score as PPO counts it, (B,): normalized and clipped.
+
+    A response that did not end by itself gets the fixed `missing_eos_score` instead.
     """
     score = experience.score
     if config.normalize_score:

@@ -1,6 +1,6 @@
-"""Step 3: PPO against the reward model.
+r"""Step 3: PPO against the reward model.
 
-python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_reward \\
+python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_reward \
         --reward.path OUT/step2_reward
 torchrun --nproc_per_node 2 -m step3_ppo.train ...
 """
@@ -108,7 +108,7 @@ def train(config: PPOConfig) -> Path:
 
         after = answer_all(held_out)
         evaluation = summarize(before, after)
-        run.evaluated(step, **evaluation)
+        run.evaluated(total_steps, **evaluation)
         export(models.policy, tokenizer, run.path("actor"))
         export(models.value_model, tokenizer, run.path("critic"))
         if ema is not None:

@@ -65,8 +65,8 @@ def update_models(
     """Learn from this process's `rows` of a minibatch that all processes share.
 
     Every token of the minibatch weighs the same, wherever and in whichever micro-batch it lies.
-    With `target_kl`, a minibatch whose approximate KL to the old policy is over 1.5 times the target
-    changes nothing and says so.
+    With `target_kl`, a minibatch whose approximate KL to the old policy is over 1.5 times the
+    target changes nothing and says so.
     """
     lengths = [len(rollout.experience.sequences[row]) for row in rows]
     max_tokens = config.micro_batch_size * config.max_length

@@ -59,8 +59,9 @@ def collate(rows: Sequence[Encoded]) -> TokenBatch:
 
 
 def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:
-    """Lay `rows` end to end; where there are none, `spare` without targets, so that a process with
-    nothing to learn still runs the same passes as the others.
+    """Lay `rows` end to end; where there are none, `spare` without targets.
+
+    So a process with nothing to learn still runs the same passes as the others.
     """
     return collate(rows) if rows else collate([Encoded.untrained(spare.input_ids)])
 
@@ -143,8 +144,9 @@ def micro_batches(
 
 
 def local_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Pack rows that only this process has; every process gets the same number of micro-batches,
-    some of them empty.
+    """Pack rows that only this process has into micro-batches, as many on every process.
+
+    Some of them may be empty.
     """
     parts = micro_batches(lengths, max_tokens=max_tokens, num_processes=1, process=0)
     most = int(global_max(len(parts)))

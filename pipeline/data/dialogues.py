@@ -7,8 +7,8 @@ from pipeline.data.examples import Message, Role
 
 Turns = tuple[Message, ...]
 
-# The form of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...", a marker at the start of the text.
-_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+# The form of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
+_MARKER = re.compile(r"\n\n(Human|Assistant):")
 # The form of DeepSpeed-Chat's prompts, on one line: " Human: ... Assistant:".
 _ONE_LINE = re.compile(r"\A\s*Human:(?P<user>.*)\sAssistant:(?P<assistant>.*)\Z", re.DOTALL)
 _ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
@@ -19,15 +19,14 @@ def parse_dialogue(text: str) -> Turns | None:
 
     An empty "Assistant:" at the end, which asks for the response, is not a turn.
     """
-    marks = list(_MARKER.finditer(text))
-    if not marks or marks[0].start() != 0 or marks[0][1] != "Human":
+    text = "\n\n" + text.lstrip()
+    if not text.startswith("\n\nHuman:"):
         return None
-    if len(marks) == 1:
-        match = _ONE_LINE.match(text)
-        turns = [("Human", match["user"]), ("Assistant", match["assistant"])] if match else []
+    marks = list(_MARKER.finditer(text))
+    one_line = _ONE_LINE.match(text) if len(marks) == 1 else None
+    if one_line is not None:
+        turns = [("Human", one_line["user"]), ("Assistant", one_line["assistant"])]
     else:
-        turns = []
-    if not turns:
         ends = [*(mark.start() for mark in marks[1:]), len(text)]
         turns = [(mark[1], text[mark.end() : end]) for mark, end in zip(marks, ends, strict=True)]
     messages = [Message(_ROLES[name], content.strip()) for name, content in turns]

@@ -226,7 +226,8 @@ def _share(
     mine: list[Example] = []
     for steps, same in groupby(sorted(usable, key=_steps), key=_steps):
         groups = _groups(same, random.Random(f"{seed} split {steps}"))
-        mine += _cut(groups, [config.split[number - 1] for number in steps], steps.index(step))
+        proportions = [float(config.split[number - 1]) for number in steps]
+        mine += _cut(groups, proportions, steps.index(step))
     if not mine:
         raise DataError(
             f"--data-split {','.join(f'{part:g}' for part in config.split)} leaves step {step}"

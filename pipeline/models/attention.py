@@ -10,6 +10,7 @@ Dimension names: N tokens of all sequences, H query heads, G key heads, D and E 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +84,7 @@ def ragged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **kwargs: object,
+    **kwargs: Any,  # noqa: ANN401
 ) -> tuple[Float[Tensor, "S N H E"], None]:
     """Causal attention of each sequence to itself, within `sliding_window` tokens if given.
 
@@ -124,7 +125,7 @@ def _take(heads: Float[Tensor, "1 H N D"], tokens: Int[Tensor, "B T"]) -> Tensor
 def window_mask(
     length: int, sliding_window: int | None, device: torch.device
 ) -> Bool[Tensor, "T T"] | None:
-    """True where token i sees token j: j <= i < j + sliding_window. None while all earlier are seen."""
+    """True where token i sees token j: j <= i < j + sliding_window; None where that is all j."""
     if sliding_window is None or length <= sliding_window:
         return None
     index = torch.arange(length, device=device)

@@ -1,5 +1,7 @@
 """A model's tokenizer and chat format, together."""
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import FrozenModelConfig
@@ -18,6 +20,11 @@ def load_chat(config: FrozenModelConfig, name: str) -> tuple[PreTrainedTokenizer
     chat.add_new_tokens()
     chat.attach(tokenizer)
     return tokenizer, chat
+
+
+def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of a response, without special tokens and the space in front."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
 def require_same_tokens(

@@ -50,7 +50,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if ".lora_" in name or ".original_module." in name:
             continue
         if leaf == "weight" and owner in layers:
-            delta = layers[owner].get_delta_weight("default")
+            delta = layers[owner].get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
             merged[f"{owner}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
         elif leaf:
             merged[f"{owner}.{leaf}"] = weight

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipeline.data.batches import TokenBatch
 from pipeline.models.attention import RAGGED, Ragged
@@ -60,8 +61,8 @@ class Policy(nn.Module):
 class Scorer(nn.Module):
     """A sequence classifier with one label, asked for a score at every token.
 
-    As a reward model its score of a response is the one at the last token; as a critic, the score at
-    a token is the value of the state after it. The head runs in fp32.
+    As a reward model its score of a response is the one at the last token; as a critic, the score
+    at a token is the value of the state after it. The head runs in fp32.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +72,7 @@ class Scorer(nn.Module):
     def forward(self, batch: TokenBatch) -> Float[Tensor, " N"]:
         """Score at every token, fp32."""
         classifier = base_model(self.model)
-        backbone = classifier.base_model
+        backbone = cast("Callable[..., BaseModelOutputWithPast]", classifier.base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device)
         if is_ragged(classifier):
             hidden = backbone(**ragged_inputs(batch, ragged)).last_hidden_state[0]

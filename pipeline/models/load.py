@@ -3,7 +3,7 @@
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -76,7 +76,8 @@ def load_causal_lm(
     path = model_path(config)
     dtype = weight_dtype(config.precision, device)
     if path == EMBEDDED:
-        model: PreTrainedModel = build_model(vocab_size=len(build_tokenizer()), seed=seed).to(dtype)
+        model: PreTrainedModel = build_model(vocab_size=len(build_tokenizer()), seed=seed)
+        nn.Module.to(model, dtype=dtype)
     else:
         settings = _without_dropout(path, config)
         model = _load(
@@ -134,7 +135,7 @@ def initialize_head(head: nn.Linear, *, seed: int) -> None:
 def load_for_inference(
     path: str | Path, *, precision: Precision = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model and its tokenizer, on this machine's best device, to generate with."""
+    """A causal language model and its tokenizer, to generate with on this machine's GPU or CPU."""
     config = FrozenModelConfig(path=str(path), precision=precision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_causal_lm(config, device=device), load_tokenizer(config)
@@ -143,7 +144,7 @@ def load_for_inference(
 def load_reward_for_inference(
     path: str | Path, *, precision: Precision = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A reward model and its tokenizer, on this machine's best device, to score with."""
+    """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
     config = FrozenModelConfig(path=str(path), precision=precision)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_classifier(config, device=device), load_tokenizer(config)
@@ -151,7 +152,8 @@ def load_reward_for_inference(
 
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the model a row for each token of the tokenizer; a larger table is left as it is."""
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+    table = cast("nn.Embedding", model.get_input_embeddings())
+    if len(tokenizer) > table.num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
@@ -191,7 +193,8 @@ def _prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     )
     if plain:
         model.set_attn_implementation(RAGGED)
-    return model.to(device).eval()
+    nn.Module.to(model, device=device)
+    return model.eval()
 
 
 def _load(path: str, load: "Callable[[], Any]") -> Any:  # noqa: ANN401

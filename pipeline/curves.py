@@ -1,0 +1,143 @@
+"""Which curves the report shows of each step, and how to read them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from pipeline.charts import Curve, line_chart
+from pipeline.results import StepResult
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of one step: which metrics, and how to read them."""
+
+    title: str
+    note: str
+    names: Mapping[str, str]
+    """Metrics and what their curves are called."""
+
+    key: bool = False
+    """The step's curve that is shown first."""
+
+    logarithmic: bool = False
+    """Positive values that may span orders of magnitude."""
+
+
+@dataclass(frozen=True)
+class DrawnChart:
+    """A chart with its picture."""
+
+    chart: Chart
+    names: list[str]
+    """Of its curves."""
+
+    last: str
+    """The last value of the last curve."""
+
+    picture: Markup
+
+
+CHARTS: dict[str, tuple[Chart, ...]] = {
+    "step1_sft": (
+        Chart(
+            "Loss",
+            "nats per trained token",
+            {"loss": "training", "eval_loss": "held out"},
+            key=True,
+        ),
+        Chart("Perplexity", "held-out answers", {"eval_perplexity": "held out"}, logarithmic=True),
+        Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
+        Chart("Learning rate", "", {"lr": "lr"}),
+    ),
+    "step2_reward": (
+        Chart(
+            "Loss", "nats per pair; 0.69 is guessing", {"loss": "training", "eval_loss": "held out"}
+        ),
+        Chart(
+            "Accuracy",
+            "pairs in the right order",
+            {"accuracy": "training", "eval_accuracy": "held out"},
+            key=True,
+        ),
+        Chart(
+            "Mean score",
+            "held out; the gap is what PPO climbs",
+            {"eval_mean_chosen": "chosen", "eval_mean_rejected": "rejected"},
+        ),
+        Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
+        Chart("Learning rate", "", {"lr": "lr"}),
+    ),
+    "step3_ppo": (
+        Chart("Score", "reward model, sampled answers", {"score": "score"}, key=True),
+        Chart("KL to the reference", "nats per answer; its price", {"kl": "kl"}),
+        Chart("Response length", "tokens", {"response_length": "length"}),
+        Chart("Entropy", "nats per token; near 0 is collapse", {"entropy": "entropy"}),
+        Chart("Stop rate", "answers that end by themselves", {"stop_rate": "rate"}),
+        Chart("Clip fraction", "tokens outside the trust region", {"clip_fraction": "fraction"}),
+        Chart(
+            "Explained variance",
+            "of returns, by the critic; 1 is all",
+            {"explained_variance": "share"},
+        ),
+        Chart("Repetition", "tokens that end a repeated trigram", {"repetition": "share"}),
+        Chart("Value loss", "", {"value_loss": "loss"}),
+        Chart("Policy loss", "", {"policy_loss": "loss"}),
+        Chart(
+            "Gradient norm",
+            "before clipping",
+            {"actor_grad_norm": "actor", "critic_grad_norm": "critic"},
+        ),
+        Chart("Largest ratio", "new to old policy, one token", {"ratio_max": "ratio"}),
+        Chart("Rollout gap", "generation against training, nats", {"rollout_gap": "gap"}),
+        Chart("KL coefficient", "", {"kl_coef": "coefficient"}),
+    ),
+}
+
+PHASES = ("generation", "experience", "training")
+
+
+def step_charts(step: StepResult) -> list[DrawnChart]:
+    """Every chart of the step that has a curve of two points or more."""
+    drawn: list[DrawnChart] = []
+    for chart in CHARTS[step.name]:
+        curves = [
+            Curve(title, points, measured=name.startswith("eval_"))
+            for name, title in chart.names.items()
+            if (points := step.series(name))
+        ]
+        if not any(len(curve.points) > 1 for curve in curves):
+            continue
+        names = [curve.name for curve in curves]
+        last = f"{curves[-1].points[-1][1]:.4g}"
+        picture = line_chart(
+            curves,
+            label=f"{chart.title} over the steps of {step.name}",
+            logarithmic=chart.logarithmic,
+        )
+        drawn.append(DrawnChart(chart, names, last, picture))
+    return drawn
+
+
+def split_key_charts(
+    charts: Mapping[str, list[DrawnChart]],
+) -> tuple[dict[str, DrawnChart], dict[str, list[DrawnChart]]]:
+    """(the chart of each step that is shown first, the others)."""
+    first = {
+        name: drawn for name, of_step in charts.items() for drawn in of_step if drawn.chart.key
+    }
+    rest = {
+        name: [drawn for drawn in of_step if not drawn.chart.key]
+        for name, of_step in charts.items()
+    }
+    return first, rest
+
+
+def phase_shares(step: StepResult) -> dict[str, float]:
+    """Share of the time of each phase of an iteration; empty for steps without phases."""
+    seconds = {
+        phase: sum(value for _, value in step.series(f"seconds_{phase}")) for phase in PHASES
+    }
+    total = sum(seconds.values())
+    return {phase: value / total for phase, value in seconds.items()} if total else {}

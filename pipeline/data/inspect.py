@@ -1,0 +1,215 @@
+"""How rows are read, put into a chat format and masked: `python -m pipeline.data.inspect`.
+
+Trained tokens are shown in colour, or between [[ and ]] where there is no terminal or NO_COLOR is
+set. Then come the checks of `lint`, over all training rows of the step.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.cli import help_entry, run_main, say, settings_help, split_options
+from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, require
+from pipeline.data.examples import Encoded
+from pipeline.data.lint import EncodedRow, Finding, encode_rows, lint
+from pipeline.data.stages import StageData, load_examples
+from pipeline.settings import build_config, list_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+    from pipeline.data.chat_format import ChatFormat
+
+_STYLES = {"ok": "green", "info": "cyan", "warning": "bold yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """What to look at."""
+
+    data_path: tuple[str, ...] = (EMBEDDED,)
+    """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names; each may end in
+    `:weight`. `embedded` is the built-in task."""
+
+    eval_path: tuple[str, ...] = ()
+    """Rows for evaluation; empty holds out a part of `data_path`, or its test split."""
+
+    data_split: tuple[float, float, float] = (2.0, 4.0, 4.0)
+    """Proportions of the rows that steps 1, 2 and 3 see."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Column names where they differ from the usual: prompt=question chosen=good."""
+
+    tokenizer: str = EMBEDDED
+    """Model id or local directory of the tokenizer."""
+
+    format: str = "auto"
+    """Chat format: auto, tokenizer, human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain,
+    or a path to a Jinja file."""
+
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
+
+    max_length: int = 512
+    """Prompt + response, in tokens; what is longer is cut."""
+
+    step: Literal[1, 2, 3] = 1
+    """The step that reads the rows."""
+
+    rows: int = 3
+    """Training rows to print."""
+
+    token_ids: bool = False
+    """Print the token ids as well."""
+
+    seed: int = 1234
+    """Seed of the split and of the order of the rows."""
+
+    def __post_init__(self) -> None:
+        require(self.rows >= 0, f"rows must not be below 0, got {self.rows}")
+
+    @property
+    def data(self) -> DataConfig:
+        """The settings as a step has them."""
+        return DataConfig(
+            path=self.data_path,
+            eval_path=self.eval_path,
+            split=self.data_split,
+            fields=self.fields,
+            format=self.format,
+            train_on=self.train_on,
+            max_length=self.max_length,
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print rows and findings."""
+    options = split_options(argv)
+    if any(name == "help" for name, _ in options):
+        say(_help())
+        return
+    config = build_config(InspectConfig, [], options)
+    data = load_examples(config.data, step=config.step, seed=config.seed)
+
+    from rich.console import Console
+
+    from pipeline.models.chat import load_chat
+
+    tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config.format)
+    rows = encode_rows(data.train, chat, step=config.step, train_on=config.train_on)
+    findings = lint(rows, data.eval, chat, step=config.step, max_length=config.max_length)
+
+    console = Console(highlight=False, soft_wrap=True)
+    _print_summary(console, config, data, chat)
+    for number, row in enumerate(rows[: config.rows], start=1):
+        _print_row(console, config, row, tokenizer, number=number)
+    _print_findings(console, findings)
+
+
+def _help() -> str:
+    return "\n".join(
+        [
+            "usage: python -m pipeline.data.inspect [--SETTING VALUE ...]",
+            "",
+            "Print how rows are read, put into a chat format and masked, and check them.",
+            "",
+            *help_entry("--help", "Print this and stop."),
+            *settings_help(list_settings(InspectConfig)),
+        ]
+    )
+
+
+def _print_summary(
+    console: "Console", config: InspectConfig, data: StageData, chat: "ChatFormat"
+) -> None:
+    console.print(
+        f"step {config.step}: {len(data.train)} training rows, {len(data.eval)} for evaluation",
+        markup=False,
+    )
+    for note in data.notes:
+        console.print(f"  {note}", markup=False)
+    vocabulary = chat.tokenizer.get_vocab()
+    names = {number: token for token, number in vocabulary.items()}
+    stops = ", ".join(f"{names[stop]} ({stop})" for stop in chat.stop_ids)
+    console.print(f"format {chat.name}; a response ends with {stops}", markup=False)
+
+
+def _print_row(
+    console: "Console",
+    config: InspectConfig,
+    row: EncodedRow,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    number: int,
+) -> None:
+    """One row as it was read, and each of its dialogues with the trained tokens marked."""
+    example = row.example
+    console.print(f"\nrow {number}: {example.origin or 'embedded'}", style="bold", markup=False)
+    for name in ("prompt", "chosen", "rejected"):
+        for message in getattr(example, name):
+            text = " ".join(message.content.split())
+            shown = text if len(text) <= 80 else text[:77] + "..."
+            console.print(f"  {name:8} {message.role:9} {shown}", markup=False)
+    if example.margin is not None:
+        console.print(f"  margin   {example.margin:g}", markup=False)
+    for name, whole in row.dialogues.items():
+        dialogue = _cut(whole, step=config.step, max_length=config.max_length)
+        dropped = f", {len(whole) - len(dialogue)} cut off" if len(dialogue) < len(whole) else ""
+        console.print(
+            f"  {name} as {len(dialogue)} tokens, {dialogue.num_targets} trained{dropped}:",
+            style="bold",
+            markup=False,
+        )
+        _print_tokens(console, dialogue, tokenizer)
+        if config.token_ids:
+            console.print(f"  {dialogue.input_ids}", style="dim", markup=False)
+
+
+def _cut(dialogue: Encoded, *, step: int, max_length: int) -> Encoded:
+    """As the step cuts what is too long: step 2 keeps the end, where the score is read."""
+    return dialogue.tail(max_length) if step == 2 else dialogue.head(max_length)
+
+
+def _print_tokens(
+    console: "Console", dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    from rich.text import Text
+
+    coloured = console.is_terminal and not console.no_color
+    line = Text()
+    for piece, trained in marked_text(dialogue, tokenizer):
+        if coloured:
+            line.append(piece, style="bold green" if trained else "dim")
+        else:
+            line.append(f"[[{piece}]]" if trained else piece)
+    console.print(line)
+
+
+def marked_text(
+    dialogue: Encoded, tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[tuple[str, bool]]:
+    """The dialogue's text in runs that are trained as a whole, or not."""
+    runs = groupby(zip(dialogue.input_ids, dialogue.trained, strict=True), key=lambda pair: pair[1])
+    ids: list[int] = []
+    text = ""
+    for trained, run in runs:
+        # Decoding a run by itself would lose the space that sentencepiece tokens begin with.
+        ids += [token for token, _ in run]
+        longer = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        yield longer[len(text) :], trained
+        text = longer
+
+
+def _print_findings(console: "Console", findings: Sequence[Finding]) -> None:
+    from rich.text import Text
+
+    console.print()
+    for finding in findings:
+        level = Text(f"{finding.level:8}", style=_STYLES[finding.level])
+        console.print(level, Text(f"{finding.name:22} {finding.sentence}"))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,194 @@
+"""What a reward model says: of pairs, how many it orders right; of single answers, their score.
+
+python -m step2_reward.evaluate --path OUT/step2_reward --data-path FILE_OR_NAME --pairs 500
+python -m step2_reward.evaluate --path OUT/step2_reward --prompt "Is 7 odd?" --answer "Yes." "No."
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipeline.cli import run_main
+from pipeline.config import DataConfig, require
+from pipeline.errors import DataError, ModelError
+from step2_reward.config import RewardConfig
+
+if TYPE_CHECKING:
+    from pipeline.data.chat_format import ChatFormat
+    from pipeline.data.examples import Example
+    from pipeline.models.forward import Scorer
+
+DEFAULT_EXAMPLES = (
+    (
+        "Tell me about the planet Mars in one sentence.",
+        "Mars is the fourth planet from the Sun, a cold desert world that looks red because its"
+        " dust is full of rust.",
+        "Mars mars mars is planet the the and it is the.",
+    ),
+    (
+        "How do I boil an egg?",
+        "Lower it into boiling water, wait seven to ten minutes, then cool it under cold water.",
+        "I don't care about your egg.",
+    ),
+    (
+        "What is the capital of Japan?",
+        "The capital of Japan is Tokyo.",
+        "The capital of Japan is a good question, the capital is Paris.",
+    ),
+)
+"""Prompts with a better and a worse answer."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Score what was asked for: pairs of a data set, single answers, or the default examples.
+
+    Raises:
+        UserError: a wrong setting, no reward model at the path, no pairs in the data.
+    """
+    options = parse(argv)
+    require(options.pairs > 0, f"--pairs must be above 0, got {options.pairs}")
+    require(
+        (options.prompt is None) == (not options.answer),
+        "--prompt and --answer belong together: give a prompt and one or more answers",
+    )
+    require(
+        options.prompt is None or options.data_path is None,
+        "--prompt and --data-path exclude each other: score single answers or pairs",
+    )
+    config = RewardConfig(data=DataConfig(max_length=options.max_length))
+
+    from pipeline.run import configure_logging
+
+    configure_logging(is_main=True)
+    scorer, chat = load(options.path)
+    if options.data_path is not None:
+        examples = read_pairs(options.data_path, seed=config.seed)[: options.pairs]
+        lines = describe_pairs(scorer, chat, examples, config)
+    elif options.prompt is not None:
+        lines = describe_answers(scorer, chat, options.prompt, options.answer, config)
+    else:
+        lines = [
+            line
+            for prompt, better, worse in DEFAULT_EXAMPLES
+            for line in describe_answers(scorer, chat, prompt, (better, worse), config)
+        ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def load(path: str) -> "tuple[Scorer, ChatFormat]":
+    """The reward model at `path`, and the chat format saved with it.
+
+    Raises:
+        ModelError: there is none, or it has no trained score head.
+    """
+    from pipeline.data.chat_format import resolve_format
+    from pipeline.models.forward import Scorer
+    from pipeline.models.load import load_reward_for_inference
+
+    model, tokenizer = load_reward_for_inference(path)
+    kinds = model.config.architectures or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise ModelError(
+            f"{path} is no reward model ({', '.join(kinds) or 'unknown'}): it has no score head;"
+            " give step 2's output"
+        )
+    return Scorer(model), resolve_format(tokenizer, "auto")
+
+
+def read_pairs(data_path: str, *, seed: int) -> "list[Example]":
+    """The pairs behind a data path, of its test split where it has one.
+
+    Raises:
+        DataError: there is nothing there, or no row has a chosen and a rejected response.
+    """
+    from pipeline.config import EMBEDDED
+    from pipeline.data.named import named_set
+    from pipeline.data.shapes import read_row
+    from pipeline.data.sources import read_source
+    from pipeline.data.stages import load_examples
+
+    if data_path == EMBEDDED:
+        return load_examples(DataConfig(), step=2, seed=seed).eval
+    source = read_source(data_path)
+    known = named_set(source.name)
+    rows = source.eval or source.train
+    examples = [known.read(row) if known else read_row(row, {}) for row in rows]
+    pairs = [example for example in examples if example and example.chosen and example.rejected]
+    if not pairs:
+        raise DataError(
+            f"--data-path {data_path}: none of its {len(rows)} rows has a chosen and a rejected"
+            " response"
+        )
+    return pairs
+
+
+def describe_pairs(
+    scorer: "Scorer", chat: "ChatFormat", examples: "Sequence[Example]", config: RewardConfig
+) -> list[str]:
+    """Accuracy and mean scores over the pairs."""
+    from step2_reward.train import encode, evaluate
+
+    figures = evaluate(scorer, encode(examples, chat, config), config)
+    return [
+        f"pairs          {len(examples)}",
+        f"accuracy       {100 * figures['accuracy']:.1f} %",
+        f"mean chosen    {figures['mean_chosen']:+.4f}",
+        f"mean rejected  {figures['mean_rejected']:+.4f}",
+    ]
+
+
+def describe_answers(
+    scorer: "Scorer", chat: "ChatFormat", prompt: str, answers: Sequence[str], config: RewardConfig
+) -> list[str]:
+    """The prompt, and each answer with its score."""
+    from inference.streaming import printable
+
+    scores = score_answers(scorer, chat, prompt, answers, config)
+    return [
+        printable(f"Prompt: {prompt}"),
+        *(
+            f"{score:+9.4f}  {printable(answer)}"
+            for score, answer in zip(scores, answers, strict=True)
+        ),
+    ]
+
+
+def score_answers(
+    scorer: "Scorer", chat: "ChatFormat", prompt: str, answers: Sequence[str], config: RewardConfig
+) -> list[float]:
+    """The reward model's score of each answer to `prompt`."""
+    import torch
+
+    from pipeline.data.batches import collate
+    from pipeline.data.examples import Message
+    from pipeline.distributed import local_device
+
+    rows = [
+        chat.encode((Message("user", prompt),), (Message("assistant", answer),)).tail(
+            config.data.max_length
+        )
+        for answer in answers
+    ]
+    with torch.no_grad():
+        return scorer.final_scores(collate(rows).to(local_device())).tolist()
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; DeepSpeed-Chat's name for the model works too."""
+    parser = argparse.ArgumentParser(
+        prog="python -m step2_reward.evaluate",
+        description="Scores of pairs (--data-path) or of single answers (--prompt, --answer).",
+    )
+    add = parser.add_argument
+    add("--path", "--model_name_or_path", required=True, help="reward model: OUT/step2_reward")
+    add("--data-path", "--data_path", metavar="DATA", help="file, directory or Hub name, as train")
+    add("--pairs", type=int, default=1000, metavar="N", help="at most so many; default 1000")
+    add("--prompt", metavar="TEXT")
+    add("--answer", nargs="+", default=[], metavar="TEXT")
+    add("--max-length", "--max_length", type=int, default=512, metavar="N", help="in tokens")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,30 @@
+"""The embedded model, untrained: what it says is noise, but it says it fast."""
+
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from inference.conversation import Conversation
+from inference.settings import Sampling
+from pipeline.data.chat_format import resolve_format
+from pipeline.models.load import load_for_inference
+
+
+@pytest.fixture(scope="session")
+def embedded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_for_inference("embedded")
+
+
+@pytest.fixture
+def converse(
+    embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> Callable[..., Conversation]:
+    """Makes a conversation with the embedded model."""
+
+    def make(**sampling: int | float) -> Conversation:
+        settings = Sampling(**{"max_new_tokens": 12, "seed": 1, **sampling})
+        model, tokenizer = embedded
+        return Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), settings)
+
+    return make

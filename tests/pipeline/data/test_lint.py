@@ -1,0 +1,102 @@
+from typing import Any
+
+import pytest
+
+from pipeline.data.chat_format import ChatFormat, resolve_format
+from pipeline.data.examples import Example, Message
+from pipeline.data.lint import Finding, encode_rows, lint
+from tests.pipeline.data.tokenizers import byte_level, metaspace
+
+
+def example(prompt: str, chosen: str = "good", rejected: str = "") -> Example:
+    return Example(
+        (Message("user", prompt),),
+        (Message("assistant", chosen),),
+        (Message("assistant", rejected),) if rejected else (),
+    )
+
+
+def findings(
+    train: list[Example],
+    held_out: list[Example] | None = None,
+    chat: ChatFormat | None = None,
+    *,
+    step: int = 1,
+    max_length: int = 1000,
+    **encoding: Any,
+) -> dict[str, Finding]:
+    chat = chat or resolve_format(metaspace(), "plain")
+    rows = encode_rows(train, chat, step=step, **encoding)
+    found = lint(rows, held_out or [], chat, step=step, max_length=max_length)
+    return {finding.name: finding for finding in found}
+
+
+def test_clean_rows_have_no_warning() -> None:
+    for step in (1, 2, 3):
+        found = findings([example("a", "b", "c"), example("d", "e", "f")], step=step)
+        assert {finding.level for finding in found.values()} <= {"ok", "info"}
+
+
+def test_padding_with_the_end_of_sequence_is_told() -> None:
+    found = findings([example("a")], chat=resolve_format(byte_level(), "plain"))
+
+    assert found["pad = eos"].level == "info"
+    assert findings([example("a")])["pad = eos"].level == "ok"
+
+
+def test_a_doubled_bos_is_found() -> None:
+    found = findings([example("<s>a"), example("b")])
+
+    assert (found["doubled BOS"].level, found["doubled BOS"].count) == ("warning", 1)
+
+
+def test_what_is_too_long_is_counted_as_each_step_cuts_it() -> None:
+    chat = resolve_format(byte_level(), "plain")
+    long_prompt, long_response, short = example("€" * 9), example("€", "€" * 9, "x"), example("€")
+    length = len(chat.encode(short.prompt, short.chosen))
+
+    step_1 = findings([long_prompt, long_response, short], chat=chat, max_length=length)["cut off"]
+    step_2 = findings([long_response], chat=chat, step=2, max_length=length)["cut off"]
+    step_3 = findings([long_prompt, short], chat=chat, step=3, max_length=length)["cut off"]
+
+    assert step_1.count == 2
+    assert step_1.sentence == (
+        f"2 of 3 dialogues are longer than {length} tokens and lose their end;"
+        " 1 of them all that is trained"
+    )
+    assert step_2.sentence == (
+        f"1 of 2 dialogues are longer than {length} tokens and lose their beginning"
+    )
+    assert step_3.sentence == f"1 of 2 dialogues are longer than {length} tokens and are left out"
+
+
+def test_empty_responses_duplicates_and_equal_responses_are_counted() -> None:
+    empty = findings([example("a", " "), example("b")])
+    duplicates = findings([example("a"), example("a"), example("a"), example("b")])
+    equal = findings([example("a", "b", "b"), example("a", "b", "c")], step=2)
+
+    assert empty["empty responses"].count == 1
+    assert duplicates["duplicates"].count == 2
+    assert equal["chosen = rejected"].count == 1
+
+
+def test_train_prompts_in_eval_are_found_whatever_their_case_and_spacing() -> None:
+    found = findings([example("What is it?"), example("Else")], [example("what  is\nit? ")])
+
+    assert found["train rows in eval"].count == 1
+
+
+def test_special_tokens_written_in_text_are_found() -> None:
+    found = findings([example("strike </s>this</s>"), example("b")])
+
+    assert found["special tokens in text"].count == 1
+
+
+@pytest.mark.parametrize(("train_on", "trained"), [("assistant", 2), ("all", 3)])
+def test_the_share_of_trained_tokens_is_what_the_loss_counts(train_on: str, trained: int) -> None:
+    chat = resolve_format(byte_level(), "plain")
+
+    share = findings([example("1 ", "2")], chat=chat, train_on=train_on)["trained share"]
+
+    assert share.count == trained
+    assert share.sentence.startswith(f"{trained} of 4 tokens (")

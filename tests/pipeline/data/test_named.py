@@ -1,0 +1,208 @@
+"""One or two rows in the schema each named data set really has."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.data.examples import Example, Message
+from pipeline.data.named import NAMED, named_set
+from pipeline.data.sources import Row
+from pipeline.errors import DataError
+
+
+def read(name: str, row: dict[str, Any]) -> Example | None:
+    found = named_set(name)
+    assert found is not None
+    return found.read(Row(row, "row 1"))
+
+
+def texts(example: Example | None) -> tuple[list[str], list[str], list[str]]:
+    assert example is not None
+    assert example.origin == "row 1"
+    assert example.prompt[-1].role == "user"
+    return tuple(
+        [message.content for message in turns]
+        for turns in (example.prompt, example.chosen, example.rejected)
+    )
+
+
+WEBGPT = {
+    "question": {
+        "dataset": "eli5",
+        "id": "abc",
+        "full_text": "Why is the sky blue?",
+    },
+    "quotes_0": {"title": ["Sky"], "extract": ["Blue light scatters"]},
+    "answer_0": "Because of scattering [1]. Short waves scatter more [2, 3] (by far).",
+    "tokens_0": {"prefix": [1], "completion": [2]},
+    "score_0": 0.5,
+    "quotes_1": {"title": ["Sea"], "extract": ["It mirrors"]},
+    "answer_1": "It mirrors the sea.[1]",
+    "tokens_1": {"prefix": [1], "completion": [3]},
+    "score_1": -0.5,
+}
+SHP = {
+    "post_id": "himc90",
+    "domain": "askacademia_train",
+    "upvote_ratio": 0.99,
+    "history": "In an interview right before receiving the 2013 Nobel prize ...",
+    "c_root_id_A": "fwhqy6l",
+    "c_root_id_B": "fwhmhq1",
+    "score_A": 340,
+    "score_B": 166,
+    "human_ref_A": "I know it's bad ...",
+    "human_ref_B": "Currently wrapping up ...",
+    "labels": 1,
+    "seconds_difference": 3048.0,
+    "score_ratio": 2.05,
+}
+MIRACL = {
+    "query_id": "10#0",
+    "query": "时间是什么?",
+    "positive_passages": [{"docid": "1#0", "title": "时间", "text": "时间是一种尺度。"}],
+    "negative_passages": [
+        {"docid": "2#0", "title": "x", "text": "无关。"},
+        {"docid": "3#0", "title": "y", "text": "也无关。"},
+    ],
+}
+MKQA = {
+    "example_id": 563260143484355911,
+    "query": "who sings i hear you knocking but you can't come in",
+    "queries": {"zh_cn": "谁唱的?", "ja": "誰が歌ってる?", "en": "who sings"},
+    "answers": {
+        "zh_cn": [{"type": 1, "entity": "Q545186", "text": "戴维·埃德蒙兹", "aliases": []}],
+        "ja": [{"type": 1, "entity": "Q545186", "text": "デイヴ・エドモンズ", "aliases": []}],
+        "en": [{"type": 1, "entity": "Q545186", "text": "Dave Edmunds", "aliases": []}],
+    },
+}
+HH_PROMPT = "\n\nHuman: Hello?\n\nAssistant: Hi.\n\nHuman: How are you?\n\nAssistant:"
+
+ROWS = {
+    "Dahoas/rm-static": (
+        {"prompt": HH_PROMPT, "response": " Fine.", "chosen": " Fine.", "rejected": " Go away."},
+        (["Hello?", "Hi.", "How are you?"], ["Fine."], ["Go away."]),
+    ),
+    "Dahoas/full-hh-rlhf": (
+        {"prompt": HH_PROMPT, "response": " Fine.", "chosen": " Fine.", "rejected": " Go away."},
+        (["Hello?", "Hi.", "How are you?"], ["Fine."], ["Go away."]),
+    ),
+    "Dahoas/synthetic-instruct-gptj-pairwise": (
+        {"prompt": "What is an IRA?", "chosen": "A retirement account.", "rejected": "\nA band.\n"},
+        (["What is an IRA?"], ["A retirement account."], ["A band."]),
+    ),
+    "yitingxie/rlhf-reward-datasets": (
+        {
+            "prompt": "\n\nHuman: Hello?\n\nAssistant: Hi.\n\nHuman: How are you?\n\n",
+            "chosen": "Assistant: Fine.",
+            "rejected": "Assistant: Go away.",
+        },
+        (["Hello?", "Hi.", "How are you?"], ["Fine."], ["Go away."]),
+    ),
+    "openai/webgpt_comparisons": (
+        WEBGPT,
+        (
+            ["Why is the sky blue?"],
+            ["Because of scattering. Short waves scatter more (by far)."],
+            ["It mirrors the sea."],
+        ),
+    ),
+    "stanfordnlp/SHP": (
+        SHP,
+        ([SHP["history"]], ["I know it's bad ..."], ["Currently wrapping up ..."]),
+    ),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": (
+        {
+            "prompt": "USER: What is 2 + 2? ASSISTANT: 4. USER: And 3 + 3?\nASSISTANT:",
+            "label": "6.",
+        },
+        (["What is 2 + 2?", "4.", "And 3 + 3?"], ["6."], []),
+    ),
+    "wangrui6/Zhihu-KOL": (
+        {"INSTRUCTION": "怎么说?", "RESPONSE": "这样说。", "SOURCE": "Zhihu", "METADATA": "{}"},
+        (["怎么说?"], ["这样说。"], []),
+    ),
+    "Cohere/miracl-zh-queries-22-12": (MIRACL, (["时间是什么?"], ["时间是一种尺度。"], ["无关。"])),
+    "Cohere/miracl-ja-queries-22-12": (MIRACL, (["时间是什么?"], ["时间是一种尺度。"], ["无关。"])),
+    "Hello-SimpleAI/HC3-Chinese": (
+        {
+            "id": "0",
+            "question": "为什么?",
+            "human_answers": ["因为。"],
+            "chatgpt_answers": ["可能。"],
+        },
+        (["为什么?"], ["因为。"], []),
+    ),
+    "mkqa-Chinese": (MKQA, (["谁唱的?"], ["戴维·埃德蒙兹"], [])),
+    "mkqa-Japanese": (MKQA, (["誰が歌ってる?"], ["デイヴ・エドモンズ"], [])),
+    "lmqg/qg_jaquad": (
+        {
+            "answer": "瀬戸焼",
+            "question": "最古の陶器は?",
+            "sentence": "最古は瀬戸焼である。",
+            "paragraph": "梵鐘は。最古は瀬戸焼である。",
+        },
+        (["最古の陶器は?"], ["最古は瀬戸焼である。"], []),
+    ),
+    "lmqg/qag_jaquad": (
+        {
+            "answers": ["瀬戸焼", "鐘"],
+            "questions": ["最古の陶器は?", "何?"],
+            "paragraph": "最古は瀬戸焼である。",
+            "paragraph_id": "1",
+        },
+        (["最古の陶器は?"], ["最古は瀬戸焼である。"], []),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_in_the_real_schema_reads(name: str) -> None:
+    row, expected = ROWS[name]
+
+    example = read(name, row)
+
+    assert texts(example) == expected
+    assert NAMED[name].has_rejected == bool(expected[2])
+
+
+def test_every_named_set_is_tested_and_there_are_sixteen_with_the_local_files() -> None:
+    assert set(NAMED) - set(ROWS) == {"Cohere/miracl-ja"}  # DeepSpeed-Chat's short name
+    assert len({*ROWS, "local/jsonfile"}) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("openai/webgpt_comparisons", {**WEBGPT, "score_1": 0.5}),
+        ("openai/webgpt_comparisons", {**WEBGPT, "answer_1": " [1]"}),
+        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"prompt": None, "label": "6."}),
+        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"prompt": "USER: Hi ASSISTANT:", "label": ""}),
+        ("wangrui6/Zhihu-KOL", {"INSTRUCTION": "怎么说?", "RESPONSE": None}),
+        ("Cohere/miracl-zh-queries-22-12", {**MIRACL, "negative_passages": []}),
+        ("Hello-SimpleAI/HC3-Chinese", {"question": "为什么?", "human_answers": []}),
+        ("mkqa-Japanese", {**MKQA, "answers": {"ja": [{"type": 5, "text": None}]}}),
+    ],
+)
+def test_rows_that_say_nothing_are_dropped(name: str, row: dict[str, Any]) -> None:
+    assert read(name, row) is None
+
+
+def test_the_better_answer_is_chosen_whichever_side_it_is_on() -> None:
+    example = read("openai/webgpt_comparisons", {**WEBGPT, "score_1": 0.75})
+    assert example is not None
+    assert example.chosen == (Message("assistant", "It mirrors the sea."),)
+    assert example.margin == 0.25
+
+    assert texts(read("stanfordnlp/SHP", {**SHP, "labels": 0}))[1] == ["Currently wrapping up ..."]
+
+
+def test_a_local_copy_is_known_by_the_end_of_its_path() -> None:
+    assert named_set("/data/mirror/stanfordnlp/SHP/") is NAMED["stanfordnlp/SHP"]
+    assert named_set("C:\\mirror\\stanfordnlp\\SHP") is NAMED["stanfordnlp/SHP"]
+    assert named_set("SHP") is None
+    assert named_set("rows.jsonl") is None
+
+
+def test_a_row_of_another_schema_is_named() -> None:
+    with pytest.raises(DataError, match=r"row 1 is not of the schema of its data set .*--fields"):
+        read("stanfordnlp/SHP", {"prompt": "Q"})

@@ -1,0 +1,254 @@
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import DataConfig
+from pipeline.data.examples import Example
+from pipeline.data.stages import StageData, load_examples
+from pipeline.errors import DataError
+from tests.pipeline.data.tokenizers import SHARED_DATA
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def pairs(count: int, name: str = "q") -> list[dict[str, Any]]:
+    return [{"prompt": f"{name}{n}", "chosen": "good", "rejected": "bad"} for n in range(count)]
+
+
+def demonstrations(count: int, name: str = "d") -> list[dict[str, Any]]:
+    return [{"prompt": f"{name}{n}", "response": "good"} for n in range(count)]
+
+
+def load(*paths: str, step: int = 1, seed: int = 0, **settings: Any) -> StageData:
+    return load_examples(DataConfig(path=paths, **settings), step=step, seed=seed)
+
+
+def refused(*paths: str, step: int = 1, **settings: Any) -> str:
+    with pytest.raises(DataError) as raised:
+        load(*paths, step=step, **settings)
+    return str(raised.value)
+
+
+def prompts(examples: list[Example]) -> list[str]:
+    return [example.prompt[-1].content for example in examples]
+
+
+def test_the_steps_and_the_evaluation_share_no_row_and_lose_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(200))
+
+    steps = [load(path, step=step) for step in (1, 2, 3)]
+
+    parts = [prompts(data.train) for data in steps]
+    held_out = prompts(steps[0].eval)
+    assert [len(part) for part in parts] == [36, 72, 72]
+    assert len(held_out) == 20
+    everything = [prompt for part in (*parts, held_out) for prompt in part]
+    assert sorted(everything) == sorted(row["prompt"] for row in pairs(200))
+    assert all(prompts(data.eval) == held_out for data in steps)
+
+
+def test_rows_follow_from_the_seed(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(50))
+
+    first, again, other = load(path), load(path), load(path, seed=1)
+
+    assert first == again
+    assert set(prompts(first.train)) != set(prompts(other.train))
+    assert set(prompts(first.eval)) != set(prompts(other.eval))
+
+
+def test_the_split_is_in_proportion(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(100))
+
+    counts = [
+        len(load(path, step=step, split=(1.0, 1.0, 8.0), eval_fraction=0.2).train)
+        for step in (1, 2, 3)
+    ]
+
+    assert counts == [8, 8, 64]
+
+
+def test_rows_that_only_some_steps_can_use_are_shared_by_those(tmp_path: Path) -> None:
+    texts = write(tmp_path / "texts.jsonl", ({"text": f"text {n}"} for n in range(100)))
+    prompt_only = write(tmp_path / "prompts.jsonl", ({"prompt": f"p{n}"} for n in range(100)))
+    preference = write(tmp_path / "pairs.jsonl", pairs(100))
+
+    data = [load(texts, prompt_only, preference, step=step) for step in (1, 2, 3)]
+
+    # 300 rows less the 30 held out; the texts that are left go to step 1, the prompts to step 3.
+    assert sum(len(part.train) for part in data) == 270
+    assert sum(not example.prompt for example in data[0].train) > 80
+    assert all(example.rejected for example in data[1].train)
+    assert sum(not example.chosen for example in data[2].train) > 80
+    assert any("lack what step 2 needs" in note for note in data[1].notes)
+
+
+def test_the_test_split_is_the_evaluation(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "train.jsonl", pairs(50))
+    write(tmp_path / "set" / "test.jsonl", [*pairs(5, "held"), *pairs(3)])
+
+    data = load(str(tmp_path / "set"), split=(1.0, 0.0, 0.0))
+
+    assert sorted(prompts(data.eval)) == [*(f"held{n}" for n in range(5)), "q0", "q1", "q2"]
+    assert sorted(prompts(data.train)) == sorted(f"q{n}" for n in range(3, 50))
+    assert "left out 3 rows whose prompt is in the evaluation rows" in data.notes
+
+
+def test_eval_path_is_the_evaluation(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(20))
+    held_out = write(tmp_path / "held.jsonl", pairs(4, "held"))
+
+    data = load(path, split=(1.0, 0.0, 0.0), eval_path=(held_out,))
+
+    assert sorted(prompts(data.eval)) == ["held0", "held1", "held2", "held3"]
+    assert len(data.train) == 20
+
+
+def test_at_most_max_eval_rows_are_held_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(100))
+    held_out = write(tmp_path / "held.jsonl", pairs(40, "held"))
+
+    cut = load(path, split=(1.0, 0.0, 0.0), eval_fraction=0.5, max_eval_rows=7)
+    given = load(path, split=(1.0, 0.0, 0.0), eval_path=(held_out,), max_eval_rows=7)
+
+    assert (len(cut.eval), len(cut.train)) == (7, 93)
+    assert (len(given.eval), len(given.train)) == (7, 100)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_one_prompt_stay_on_one_side(seed: int, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n % 30}", "chosen": f"good {n}", "rejected": "bad"} for n in range(120)]
+    path = write(tmp_path / "rows.jsonl", rows)
+
+    sides = [load(path, step=step, seed=seed) for step in (1, 2, 3)]
+
+    groups = [set(prompts(data.train)) for data in sides] + [set(prompts(sides[0].eval))]
+    assert len(set.union(*groups)) == sum(map(len, groups)) == 30
+
+
+def test_step_3_sees_each_prompt_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [*pairs(40), *pairs(40)])
+
+    data = load(path, step=3, split=(0.0, 0.0, 1.0))
+
+    assert len(prompts(data.train)) == len(set(prompts(data.train)))
+    assert len(data.train) + len(data.eval) == 40
+
+
+def test_weights_are_shares_of_the_mixture(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", demonstrations(300, "a"))
+    second = write(tmp_path / "b.jsonl", demonstrations(90, "b"))
+    held_out = write(tmp_path / "held.jsonl", demonstrations(5, "held"))
+
+    data = load(f"{first}:1", f"{second}:3", split=(1.0, 0.0, 0.0), eval_path=(held_out,))
+
+    names = [prompt[0] for prompt in prompts(data.train)]
+    assert (names.count("a"), names.count("b")) == (30, 90)
+    assert f"{first}: 30 of 300 rows, as its weight says" in data.notes
+
+
+def test_without_weights_all_rows_are_used(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", demonstrations(30, "a"))
+    second = write(tmp_path / "b.jsonl", demonstrations(10, "b"))
+
+    data = load(first, second, split=(1.0, 0.0, 0.0))
+
+    assert len(data.train) + len(data.eval) == 40
+
+
+def test_fields_may_concern_one_of_several_sources(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", demonstrations(20))
+    second = write(tmp_path / "b.jsonl", ({"q": f"b{n}", "a": "good"} for n in range(20)))
+
+    data = load(first, second, split=(1.0, 0.0, 0.0), fields={"prompt": "q", "response": "a"})
+
+    assert len(data.train) + len(data.eval) == 40
+    message = refused(first, fields={"prompt": "nothing"})
+    assert "no row has the column nothing (for prompt)" in message
+
+
+def test_a_named_set_is_read_by_its_own_reader(tmp_path: Path) -> None:
+    rows = [{"INSTRUCTION": f"q{n}", "RESPONSE": "good"} for n in range(20)]
+    path = str(tmp_path / "wangrui6" / "Zhihu-KOL")
+    write(Path(path) / "train.jsonl", rows)
+
+    assert len(load(path, split=(1.0, 0.0, 0.0)).train) == 18
+    message = refused(path, step=2)
+    assert message == (
+        f"data path {path} has no rejected responses, which step 2 needs; use it in steps 1 and 3"
+    )
+
+
+def test_a_step_without_usable_rows_names_the_first_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", demonstrations(20))
+
+    message = refused(path, step=2)
+
+    assert message.startswith("no row has what step 2 needs, a chosen and a rejected response")
+    assert f"{path} line " in message
+    assert "has prompt and chosen" in message
+    assert "--fields" in message
+
+
+def test_a_split_that_leaves_a_step_without_rows_names_the_counts(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(20))
+
+    message = refused(path, step=1, split=(0.0, 1.0, 1.0))
+
+    assert message.startswith("--data-split 0,1,1 leaves step 1 without rows: 18 of 18 rows")
+
+
+def test_rows_that_share_one_prompt_can_not_be_held_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [*pairs(1), *pairs(1)])
+
+    assert "share one prompt, so none can be held out" in refused(path)
+
+
+def test_evaluation_rows_that_the_step_can_not_use_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(20))
+    held_out = write(tmp_path / "held.jsonl", demonstrations(4))
+
+    message = refused(path, step=2, eval_path=(held_out,))
+
+    assert message.startswith("none of the 4 rows for evaluation has what step 2 needs")
+
+
+def test_a_file_of_unanswered_rows_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"messages": []}])
+
+    assert "none of its 1 row is usable" in refused(path)
+
+
+def test_the_embedded_task_does_not_mix(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(20))
+
+    assert "can't be mixed with other data" in refused("embedded", path)
+
+
+def test_real_preferences_are_cut_for_the_steps() -> None:
+    if not (SHARED_DATA / "hh-rlhf").is_dir():
+        pytest.skip(f"no data in {SHARED_DATA / 'hh-rlhf'}")
+
+    file = [load(str(SHARED_DATA / "hh-rlhf/train.jsonl.gz"), step=step) for step in (1, 2, 3)]
+    directory = load(str(SHARED_DATA / "hh-rlhf"), step=2, split=(0.0, 1.0, 0.0))
+
+    # Two of the 1,500 rows have an empty response, 150 rows are held out, and few share a prompt.
+    assert [len(data.train) for data in file] == [
+        pytest.approx(0.2 * 1348, abs=3),
+        pytest.approx(0.4 * 1348, abs=3),
+        pytest.approx(0.4 * 1348, abs=3),
+    ]
+    parts = [{example.prompt for example in data.train} for data in file]
+    assert not any(one & other for one, other in itertools.combinations(parts, 2))
+    held_out = {example.prompt for example in file[0].eval}
+    assert not any(held_out & part for part in parts)
+    assert {len(data.eval) for data in file} == {150}
+    assert (len(directory.train), len(directory.eval)) == (1498, 249)

@@ -1,0 +1,56 @@
+"""Two models answer the same prompts, side by side."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inference.generate import main as generate
+from pipeline.errors import ConfigError
+from step1_sft.evaluate import DEFAULT_PROMPTS, main, parse
+
+
+def test_the_comparison_has_the_answers_that_generation_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n{"prompt": "What is 3 plus 4?"}\n')
+    common = ["--prompts", str(prompts), "--max-new-tokens", "5"]
+    generate(["--path", "embedded", *common, "--out", str(tmp_path / "answers.jsonl")])
+
+    models = ["--baseline", "embedded", "--model", "embedded"]
+    main([*models, *common, "--out", str(tmp_path / "comparison.json")])
+
+    rows = (tmp_path / "answers.jsonl").read_text().splitlines()
+    answers = [json.loads(row)["answers"][0] for row in rows]
+    comparison = json.loads((tmp_path / "comparison.json").read_text())
+    assert comparison["rows"] == [
+        {"prompt": prompt, "baseline": answer, "model": answer}
+        for prompt, answer in zip(["Hi", "What is 3 plus 4?"], answers, strict=True)
+    ]
+    assert capsys.readouterr().out.startswith(f"Prompt:   Hi\nBaseline: {answers[0]}\n")
+
+
+def test_without_a_file_the_default_prompts_are_compared_on_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "comparison.html"
+
+    main(["--baseline", "embedded", "--model", "embedded", "--max-new-tokens", "2",
+          "--out", str(page)])  # fmt: skip
+
+    text = page.read_text(encoding="utf-8")
+    assert all(prompt in text for prompt in DEFAULT_PROMPTS)
+    assert text.count('class="answer ') == 2 * len(DEFAULT_PROMPTS)
+
+
+def test_the_names_of_deepspeed_chat_work_too() -> None:
+    options = parse(
+        ["--model_name_or_path_baseline", "a", "--model_name_or_path_finetune", "b",
+         "--max_new_tokens", "7"]
+    )  # fmt: skip
+
+    assert (options.baseline, options.model, options.max_new_tokens) == ("a", "b", 7)
+
+
+def test_an_output_of_another_kind_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"must end in \.html or \.json"):
+        main(["--baseline", "no/such", "--model", "no/such", "--out", "comparison.txt"])
