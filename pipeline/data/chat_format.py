@@ -183,9 +183,9 @@ class ChatFormat:
         prompt = self.render(before, generation_prompt=True)
         if not text.startswith(prompt):
             raise DataError(
-                f"chat format {self.name} renders the first {len(before)} turns of a dialogue"
-                " differently once more turns follow, so a prompt would not be trained on as it is"
-                " generated from; choose another --format"
+                f"chat format {self.name} renders the beginning of a dialogue differently once more"
+                " turns follow, so a prompt would not be trained on as it is generated from; choose"
+                " another --format"
             )
         return len(prompt)
 
@@ -269,7 +269,7 @@ def resolve_format(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatForma
     text = chat_format.render(_PROBE_PROMPT, generation_prompt=True)
     if _adds_bos(tokenizer) and not text.startswith(str(tokenizer.bos_token)):
         chat_format = replace(chat_format, template="{{- bos_token }}" + chat_format.template)
-    chat_format.segments((*_PROBE_PROMPT, _PROBE_RESPONSE))
+    _check_complete(chat_format)
     return chat_format
 
 
@@ -294,6 +294,17 @@ def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
             f" {', '.join(FORMATS)}"
         )
     return path.read_text(encoding="utf-8")
+
+
+def _check_complete(chat_format: ChatFormat) -> None:
+    """Raise DataError unless the format can be cut and keeps the text of every turn."""
+    dialogue = (*_PROBE_PROMPT, _PROBE_RESPONSE)
+    text = "".join(segment.text for segment in chat_format.segments(dialogue))
+    if not all(message.content in text for message in dialogue):
+        raise DataError(
+            f"chat format {chat_format.name} leaves out the text of turns, perhaps because it was"
+            " written for images and text in parts; choose another --format"
+        )
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:

@@ -200,10 +200,10 @@ def _read_hub(name: str) -> tuple[list[Row], list[Row]]:
         ) from error
     if not isinstance(splits, datasets.DatasetDict):
         raise DataError(f"data path {name} has no named splits")
-    return _hub_splits(name, {str(split): rows for split, rows in splits.items()})
+    return hub_rows(name, {str(split): rows for split, rows in splits.items()})
 
 
-def _hub_splits(name: str, splits: Mapping[str, Iterable[Any]]) -> tuple[list[Row], list[Row]]:
+def hub_rows(name: str, splits: Mapping[str, Iterable[Any]]) -> tuple[list[Row], list[Row]]:
     """Train and test rows: the splits of those names, else the ones that begin so (train_sft)."""
     train = [split for split in splits if split == "train"]
     train = train or [split for split in splits if split.startswith("train")]

@@ -16,9 +16,11 @@ UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 def describe_plan(plan: Plan) -> str:
     """What `--dry-run` prints."""
+    steps = "step" if len(plan.stages) == 1 else "steps"
+    processes = "1 process" if plan.processes in (None, 1) else f"{plan.processes} processes"
     lines = [
-        f"The plan: {len(plan.stages)} step(s), {plan.processes} process(es) each,"
-        f" into {plan.request.output_dir}. Nothing is run."
+        f"The plan: {len(plan.stages)} {steps}, {processes} each, into"
+        f" {plan.request.output_dir}. Nothing is run."
     ]
     for stage in plan.stages:
         lines += ["", *_step(plan, stage)]

@@ -229,8 +229,8 @@ def _option_name(name: str) -> str:
 def _help(stages: Sequence[Stage]) -> str:
     """The `--help` text of train.py."""
     lines = [
-        "usage: python train.py [OPTION ...] [--sft.SETTING V ...] [--reward.SETTING V ...]"
-        " [--ppo.SETTING V ...]",
+        "usage: python train.py [OPTION ...]",
+        "         [--sft.SETTING VALUE ...] [--reward.SETTING VALUE ...] [--ppo.SETTING VALUE ...]",
         "",
         "From a base language model to a chat model in three steps. Without options it trains the",
         "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",

@@ -124,6 +124,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
 
     said = capsys.readouterr().out
     assert not out.exists()
+    assert said.startswith(f"The plan: 3 steps, 1 process each, into {out}. Nothing is run.")
     assert f"-m tests.pipeline.toy_step --config {out}/step2_reward/config.yaml" in said
     assert "model      embedded" in said
     assert "Memory on each process in MiB" in said

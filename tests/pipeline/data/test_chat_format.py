@@ -294,8 +294,17 @@ def test_a_turn_that_nothing_ends_is_ended_by_eos() -> None:
 
 
 def test_a_template_that_is_not_prefix_stable_is_refused() -> None:
-    with pytest.raises(DataError, match="renders the first 1 turns of a dialogue differently"):
+    with pytest.raises(
+        DataError, match="renders the beginning of a dialogue differently once more turns"
+    ):
         with_template(COUNTING)
+
+
+def test_a_template_that_loses_text_is_refused() -> None:
+    in_parts = GEMMA.replace("m.content", "m.content | selectattr('text') | join")
+
+    with pytest.raises(DataError, match="leaves out the text of turns"):
+        with_template(in_parts)
 
 
 @pytest.mark.parametrize(

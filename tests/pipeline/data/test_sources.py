@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from pipeline.data.sources import Source, read_source, split_weight
+from pipeline.data.sources import Source, hub_rows, read_source, split_weight
 from pipeline.errors import DataError
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "ç", "response": "d"}]
@@ -178,6 +178,36 @@ def test_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
     assert f"{tmp_path}/d.jsonl is not UTF-8 text" in refused(tmp_path / "d.jsonl")
     assert ".csv can't be read; give one of .json" in refused(tmp_path / "e.csv")
     assert "holds no .json" in refused(tmp_path / "f")
+
+
+@pytest.mark.parametrize(
+    ("splits", "train", "test"),
+    [
+        (["train", "test", "validation"], ["train"], ["test"]),
+        (["train", "validation"], ["train"], ["validation"]),
+        (["train", "dev"], ["train"], ["dev"]),
+        (["train", "extra"], ["train"], []),
+        (["data"], ["data"], []),
+        (["train_sft", "test_sft", "train_gen"], ["train_sft", "train_gen"], ["test_sft"]),
+    ],
+)
+def test_hub_splits_become_training_and_evaluation_rows(
+    splits: list[str], train: list[str], test: list[str]
+) -> None:
+    from datasets import Dataset, DatasetDict
+
+    loaded = DatasetDict({name: Dataset.from_list([{"text": name}]) for name in splits})
+
+    rows, held_out = hub_rows("owner/name", dict(loaded))
+
+    assert [row.columns["text"] for row in rows] == train
+    assert [row.columns["text"] for row in held_out] == test
+    assert rows[0].origin == f"owner/name {train[0]} row 1"
+
+
+def test_hub_splits_without_training_rows_are_named() -> None:
+    with pytest.raises(DataError, match="owner/name has no train split, it has a, b"):
+        hub_rows("owner/name", {"a": [], "b": []})
 
 
 def test_a_hub_name_that_can_not_be_reached_is_one_sentence(

@@ -102,8 +102,8 @@ def test_steps_after_one_that_must_run_are_not_skipped(tmp_path: Path) -> None:
 def test_resume_names_the_first_setting_that_differs(tmp_path: Path) -> None:
     directory = run_step(tmp_path, 1)
 
-    assert complaint(tmp_path, "--resume", "--sft.model.optim.lr", "0.5") == (
-        f"step 1 in {directory} is finished, with sft.model.optim.lr 1e-05 where this run has 0.5;"
+    assert complaint(tmp_path, "--resume", "--sft.model.optim.eps", "0.5") == (
+        f"step 1 in {directory} is finished, with sft.model.optim.eps 1e-08 where this run has 0.5;"
         " keep that setting, choose another --output-dir, or say --overwrite"
     )
     assert "with sft.model.lora.alpha null where this run has 32.0;" in complaint(

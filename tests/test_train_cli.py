@@ -1,0 +1,78 @@
+"""`train.py` as a user meets it: help, wrong input, dry run."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.plan.request import Request
+from pipeline.settings import list_settings
+
+TRAIN = Path(__file__).parent.parent / "train.py"
+
+
+def train(cwd: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")}
+    return subprocess.run(
+        [sys.executable, str(TRAIN), *argv],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_lists_every_option_at_once(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = train(tmp_path, "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    assert ended.returncode == 0
+    for setting in list_settings(Request):
+        assert f"--{setting.name.replace('_', '-')} " in ended.stdout
+    assert "python -m step3_ppo.train --help" in ended.stdout
+    assert max(len(line) for line in ended.stdout.splitlines()) <= 100
+    # Processor time: the machine may be busy with something else.
+    assert after.ru_utime - before.ru_utime < 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            "--step 2",
+            "error: step 2 needs the model of step 1, and there is none in output/step1_sft",
+        ),
+        ("--actor-model ./none", "error: --actor-model ./none: no such model; there is no such"),
+        ("--data-path none.jsonl", "error: --data-path none.jsonl: no such file or directory"),
+        ("--ppo.kl_coeff 1", "error: there is no setting ppo.kl_coeff; did you mean ppo.kl_coef?"),
+        ("--ppo.rollout_size 8", "error: ppo.batch_size"),
+        (
+            "--deployment-type multi_node",
+            "error: --deployment-type multi_node and --hostfile are not",
+        ),
+        ("--config none.yaml", "error: --config none.yaml: no such file"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(
+    tmp_path: Path, argv: str, sentence: str
+) -> None:
+    ended = train(tmp_path, *argv.split())
+
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(sentence)
+    assert (ended.stderr.count("\n"), ended.stdout) == (1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_works_from_any_directory_and_leaves_nothing(tmp_path: Path) -> None:
+    ended = train(tmp_path, "--dry-run", "--actor-model", "facebook/opt-1.3b")
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "-m step1_sft.train --config output/step1_sft/config.yaml" in ended.stdout
+    assert "data       Dahoas/rm-static, split 2,4,4" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
