@@ -82,8 +82,8 @@ def update_models(
     for part in local_micro_batches(lengths, max_tokens=max_tokens):
         minibatch = rollout.minibatch([rows[index] for index in part])
         said = _backward(models, minibatch, config, num_tokens=num_tokens, train_actor=train_actor)
-        for name in maxima:
-            maxima[name] = max(maxima[name], said.pop(name).item())
+        for name, largest in maxima.items():
+            maxima[name] = max(largest, said.pop(name).item())
         for name, value in said.items():
             sums[name] = sums.get(name, 0.0) + value.item()
 
