@@ -6,6 +6,11 @@ from pathlib import Path
 from pipeline.config import FrozenModelConfig, OptimConfig, StepConfig, TrainedModelConfig, require
 
 
+def _adam(lr: float) -> OptimConfig:
+    """Adam as PPO wants it (Huang et al. 2024, details 16 and 17)."""
+    return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(StepConfig):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
@@ -13,12 +18,12 @@ class PPOConfig(StepConfig):
     output_dir: Path = Path("output/step3_ppo")
 
     actor: TrainedModelConfig = field(
-        default_factory=lambda: TrainedModelConfig(optim=OptimConfig(lr=1e-6, eps=1e-5))
+        default_factory=lambda: TrainedModelConfig(optim=_adam(lr=1e-6))
     )
     """The policy; a null path starts from step 1's output."""
 
     critic: TrainedModelConfig = field(
-        default_factory=lambda: TrainedModelConfig(optim=OptimConfig(lr=5e-6, eps=1e-5))
+        default_factory=lambda: TrainedModelConfig(optim=_adam(lr=9e-6))
     )
     """The value model; a null path starts from step 2's output."""
 

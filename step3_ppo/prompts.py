@@ -39,13 +39,15 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     data = load_examples(config.data, step=3, seed=config.seed)
     train = _encode(data.train, chat)
     short = _short(train, config.max_prompt_length)
-    held_out = _short(_encode(data.eval, chat), config.max_prompt_length)
-    if not short or not held_out:
-        lengths = [len(prompt.input_ids) for prompt in train]
-        raise DataError(
-            f"every prompt is longer than ppo.max_prompt_length {config.max_prompt_length} (the"
-            f" shortest has {min(lengths)} tokens); raise it"
-        )
+    encoded = _encode(data.eval, chat)
+    held_out = _short(encoded, config.max_prompt_length)
+    for name, kept, all_of_them in (("training", short, train), ("held-out", held_out, encoded)):
+        if not kept:
+            shortest = min(len(prompt.input_ids) for prompt in all_of_them)
+            raise DataError(
+                f"every {name} prompt is longer than ppo.max_prompt_length"
+                f" {config.max_prompt_length} (the shortest has {shortest} tokens); raise it"
+            )
     if len(short) < len(train):
         logger.info(
             "left out %d of %d prompts that are longer than max_prompt_length %d",

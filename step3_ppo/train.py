@@ -40,7 +40,7 @@ from step3_ppo.rollout import (
     sample_responses,
 )
 from step3_ppo.statistics import rollout_statistics
-from step3_ppo.update import Updates, update_models
+from step3_ppo.update import Updates, check_first_update, update_models
 
 
 def train(config: PPOConfig) -> Path:
@@ -156,6 +156,8 @@ def learn(
                 ptx=ptx,
             )
             updates.add(update)
+            if step == 1 and updates.count == 1:
+                check_first_update(update, models)
             if update.stopped:
                 return updates
             if ema is not None:

@@ -37,6 +37,11 @@ class Updates:
         self.tokens += update.tokens
         self._all.append(update)
 
+    @property
+    def count(self) -> int:
+        """Minibatches so far."""
+        return len(self._all)
+
     def values(self) -> dict[str, float]:
         """Means over the updates, of maxima the largest, of rates the last; and how far we came."""
         names = {name for update in self._all for name in update.metrics}
@@ -46,6 +51,7 @@ class Updates:
         }
         values = {name: sum(numbers) / len(numbers) for name, numbers in seen.items()}
         values["ratio_max"] = max(seen["ratio_max"])
+        values["ratio_error"] = seen["ratio_error"][0]  # of the first update: 0 but for rounding
         for name in ("lr", "critic_lr"):
             if name in seen:
                 values[name] = seen[name][-1]
@@ -72,17 +78,18 @@ def update_models(
     max_tokens = config.micro_batch_size * config.max_length
     num_tokens = int(global_sum(rollout.experience.mask[list(rows)].sum().item()))
     sums: dict[str, float] = {}
-    ratio_max = 0.0
+    maxima = {"ratio_max": 0.0, "ratio_error": 0.0}
     for part in local_micro_batches(lengths, max_tokens=max_tokens):
         minibatch = rollout.minibatch([rows[index] for index in part])
         said = _backward(models, minibatch, config, num_tokens=num_tokens, train_actor=train_actor)
-        ratio_max = max(ratio_max, said.pop("ratio_max").item())
+        for name, largest in maxima.items():
+            maxima[name] = max(largest, said.pop(name).item())
         for name, value in said.items():
             sums[name] = sums.get(name, 0.0) + value.item()
 
     totals = dict(zip(sums, global_sums(list(sums.values())), strict=True))
     metrics = {name: total / num_tokens for name, total in totals.items()}
-    metrics["ratio_max"] = global_max(ratio_max)
+    metrics |= {name: global_max(largest) for name, largest in maxima.items()}
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
         models.actor.discard()
@@ -145,6 +152,7 @@ def _backward(
             "value_clip_fraction": _value_clipped(values, minibatch, config),
             "ratio_mean": ratio.sum(),
             "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
+            "ratio_error": (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros(()),
         }
 
 
@@ -163,3 +171,24 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
         models.actor.backward(config.ptx_coef * loss / num_targets)
         nll += loss.item()
     return global_sum(nll) / num_targets
+
+
+class OffPolicyError(RuntimeError):
+    """The very first update found another policy than the one that was rolled out."""
+
+
+def check_first_update(update: Update, models: Models) -> None:
+    """Stop at once where the first minibatch's ratio is not 1: nothing has been learned yet.
+
+    fp32 allows 1e-3 for sums in another order; below fp32, where rounding is coarse, 0.5.
+
+    Raises:
+        OffPolicyError: masks, positions or precision differ between rollout and training.
+    """
+    is_fp32 = all(group.settings.dtype == torch.float32 for group in models.actor.groups)
+    limit = 1e-3 if is_fp32 else 0.5
+    if update.metrics["ratio_error"] > limit:
+        raise OffPolicyError(
+            f"the first minibatch has a policy ratio {update.metrics['ratio_error']:.2g} away from"
+            f" 1, more than {limit}: training sees another policy than the one that was sampled"
+        )

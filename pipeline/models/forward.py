@@ -14,10 +14,12 @@ from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipeline.data.batches import TokenBatch
 from pipeline.models.attention import RAGGED, Ragged
+
+Backbone = Callable[..., tuple[Tensor, ...]]
+"""A model without its head: the first output is the hidden states, (B, T, d)."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,12 @@ class Scorer(nn.Module):
     def forward(self, batch: TokenBatch) -> Float[Tensor, " N"]:
         """Score at every token, fp32."""
         classifier = base_model(self.model)
-        backbone = cast("Callable[..., BaseModelOutputWithPast]", classifier.base_model)
+        backbone = cast("Backbone", classifier.base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device)
         if is_ragged(classifier):
-            hidden = backbone(**ragged_inputs(batch, ragged)).last_hidden_state[0]
+            hidden = backbone(**ragged_inputs(batch, ragged))[0][0]
         else:
-            hidden = run_padded(batch, ragged, lambda inputs: backbone(**inputs).last_hidden_state)
+            hidden = run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])
         head = score_head(classifier)
         return F.linear(hidden.float(), head.weight.float()).squeeze(-1)
 
@@ -90,9 +92,8 @@ class Scorer(nn.Module):
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a peft wrapper, or the model itself."""
     # Not by attribute: peft marks the model inside as well as its wrapper.
-    return cast(
-        "PreTrainedModel", model.get_base_model() if isinstance(model, PeftModel) else model
-    )
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    return cast("PreTrainedModel", plain)
 
 
 def score_head(classifier: PreTrainedModel) -> nn.Linear:

@@ -1,0 +1,168 @@
+"""The three steps as a user runs them: one command, real processes, the promised files."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SHORT = [
+    *("--sft.max_steps", "3", "--reward.max_steps", "3", "--ppo.max_steps", "2"),
+    *("--sft.data.max_eval_rows", "16", "--reward.data.max_eval_rows", "16"),
+    *("--ppo.data.max_eval_rows", "14", "--ppo.rollout_size", "16", "--ppo.batch_size", "8"),
+    *("--reward.normalization_prompts", "8", "--ppo.samples_every", "1"),
+]
+"""A run of seconds."""
+
+EVAL_KEYS = {
+    "step1_sft": {"perplexity_before", "perplexity_after"},
+    "step2_reward": {
+        *("accuracy_before", "accuracy_after", "mean_chosen", "mean_rejected", "pairs"),
+    },
+    "step3_ppo": {
+        *("score_before", "score_after", "kl", "win_rate"),
+        *("length_before", "length_after", "stop_rate"),
+    },
+}
+
+PPO_METRICS = {
+    *("step", "score", "kl", "entropy", "policy_loss", "value_loss", "clip_fraction", "ratio_max"),
+    *("explained_variance", "response_length", "stop_rate", "rollout_gap"),
+    *("seconds_generation", "seconds_experience", "seconds_training"),
+}
+
+
+def run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command of the project from its root."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def greedy(directory: Path, text: str) -> str:
+    """What plain transformers generates from a directory."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+
+
+@pytest.fixture(scope="module", params=["one process", "two processes with LoRA and an EMA"])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a short run of all three steps."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    options: Sequence[str] = SHORT
+    if request.param != "one process":
+        roles = ("sft.model", "reward.model", "ppo.actor", "ppo.critic")
+        lora = [word for role in roles for word in (f"--{role}.lora.rank", "4")]
+        options = [*SHORT, *lora, "--deployment-type", "single_node", "--ppo.ema_decay", "0.9"]
+    done = run("train.py", "--output-dir", str(out), *options)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_promised_files_are_there_and_say_what_was_promised(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+
+    assert summary["seconds"] > 0
+    assert summary["steps"].keys() == EVAL_KEYS.keys()
+    for step, keys in EVAL_KEYS.items():
+        assert keys <= summary["steps"][step]["eval"].keys()
+        assert summary["steps"][step].keys() >= {"seconds", "steps", "tokens"}
+        assert (finished / step / "config.yaml").is_file()
+    assert [summary["steps"][step]["steps"] for step in EVAL_KEYS] == [3, 3, 2]
+    assert metrics(finished / "step3_ppo/metrics.jsonl")[1].keys() >= PPO_METRICS
+    assert "step3_ppo" in (finished / "report.html").read_text()
+
+
+def test_nothing_is_a_pickle(finished: Path) -> None:
+    assert [p for p in finished.rglob("*") if p.suffix in {".bin", ".pt", ".pth", ".pkl"}] == []
+
+
+def test_plain_transformers_loads_every_model(finished: Path) -> None:
+    for directory in ("step1_sft", "step3_ppo/actor"):
+        assert isinstance(greedy(finished / directory, "Human: Hi\n\nAssistant:"), str)
+    for directory in ("step2_reward", "step3_ppo/critic"):
+        model = AutoModelForSequenceClassification.from_pretrained(finished / directory)
+        assert model.config.num_labels == 1
+        assert model(torch.tensor([[1, 5, 6, 2]])).logits.shape == (1, 1)
+
+
+def test_the_first_rollout_is_of_the_reference_itself(finished: Path) -> None:
+    first = next(line for line in metrics(finished / "step3_ppo/metrics.jsonl") if "score" in line)
+
+    assert abs(first["kl"]) < 1e-4
+    assert first["ratio_error"] < 1e-3
+    assert first["rollout_gap"] < 1e-4
+
+
+def test_samples_show_three_models_side_by_side(finished: Path) -> None:
+    samples = json.loads((finished / "step3_ppo/samples.json").read_text())
+
+    assert samples["models"] == ["base", "step1_sft", "step3_ppo"]
+    assert len(samples["rows"]) == 12
+    assert all(row["answers"].keys() == set(samples["models"]) for row in samples["rows"])
+
+
+def test_chat_answers_with_the_saved_template(finished: Path) -> None:
+    done = run("chat.py", "--path", str(finished / "step3_ppo/actor"), stdin="hello\nquit\n")
+
+    assert done.returncode == 0, done.stderr
+    assert (finished / "step3_ppo/actor/chat_template.jinja").is_file()
+
+
+def test_resume_skips_what_is_finished(finished: Path) -> None:
+    config = (finished / "step1_sft/config.yaml").read_text()
+    summary = (finished / "summary.json").read_text()
+    two = "lora:\n  " in config or "rank: 4" in config
+    roles = ("sft.model", "reward.model", "ppo.actor", "ppo.critic")
+    lora = [word for role in roles for word in (f"--{role}.lora.rank", "4")]
+    extra = [*lora, "--deployment-type", "single_node", "--ppo.ema_decay", "0.9"] if two else []
+
+    done = run("train.py", "--output-dir", str(finished), *SHORT, *extra, "--resume")
+
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("skipped") == 3
+    assert (
+        json.loads((finished / "summary.json").read_text())["steps"] == json.loads(summary)["steps"]
+    )
+
+
+def test_the_step_with_its_recorded_settings_repeats_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = run("train.py", "--step", "1", "--output-dir", str(out), *SHORT)
+    assert first.returncode == 0, first.stderr
+    again = tmp_path / "again"
+
+    config = str(out / "step1_sft/config.yaml")
+    done = run("-m", "step1_sft.train", "--config", config, "--output_dir", str(again))
+
+    assert done.returncode == 0, done.stderr
+    weights = "model.safetensors"
+    assert (again / weights).read_bytes() == (out / "step1_sft" / weights).read_bytes()
+    losses = [line["loss"] for line in metrics(again / "metrics.jsonl") if "loss" in line]
+    assert losses == [
+        line["loss"] for line in metrics(out / "step1_sft/metrics.jsonl") if "loss" in line
+    ]
