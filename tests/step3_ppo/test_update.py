@@ -1,5 +1,6 @@
 """PPO's updates: ratio 1 at first, gradients as the formulas say, nothing changed that must not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
 from step3_ppo.config import PPOConfig
@@ -23,7 +24,13 @@ from step3_ppo.rollout import (
 )
 from step3_ppo.statistics import rollout_statistics
 from step3_ppo.train import learn
-from step3_ppo.update import Update, Updates, update_models
+from step3_ppo.update import (
+    OffPolicyError,
+    Update,
+    Updates,
+    check_first_update,
+    update_models,
+)
 from tests.distributed import run_ranks
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models, toy_rollout, weights
 
@@ -133,6 +140,33 @@ def test_an_update_does_not_depend_on_the_micro_batch_size(
     assert distance(gradient(cut.critic), gradient(whole.critic)) < 1e-5
     assert got.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
     assert got.tokens == expected.tokens == int(rollout.experience.mask.sum())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_the_first_update_in_bf16_is_allowed_the_rounding_of_bf16(
+    toy: Path, lora: LoraConfig | None
+) -> None:
+    config = toy_config(toy, batch_size=4)
+    actor = replace(config.actor, precision="bf16", lora=lora)
+    config = replace(config, actor=actor)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+
+    update = update_models(models, rollout, [6, 1, 4, 3], config, train_actor=True, ptx=None)
+    check_first_update(replace(update, metrics={"ratio_error": 0.05}), models)
+
+    assert update.metrics["ratio_error"] < 0.05
+
+
+def test_a_first_update_of_another_policy_than_the_sampled_one_stops_the_run(toy: Path) -> None:
+    config = toy_config(toy)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+    experience = replace(rollout.experience, logprobs=rollout.experience.logprobs - 0.01)
+    spoiled = replace(rollout, experience=experience)
+
+    with pytest.raises(OffPolicyError, match=r"ratio 0\.01 away from 1, more than 0\.001"):
+        learn(models, spoiled, config, step=1, ema=None, ptx=None)
 
 
 def test_during_the_critics_warm_up_the_actor_keeps_every_byte(toy: Path) -> None:
@@ -257,12 +291,22 @@ def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
 
 def test_updates_report_means_the_largest_ratio_and_the_last_rate() -> None:
     updates = Updates()
-    updates.add(Update({"loss": 1.0, "ratio_max": 3.0, "lr": 0.2}, 10, stopped=False))
-    updates.add(Update({"loss": 2.0, "ratio_max": 1.0, "lr": 0.1}, 20, stopped=False))
-    updates.add(Update({"loss": 6.0, "ratio_max": 2.0}, 5, stopped=True))
+    for loss, ratio, rate, stopped in (
+        (1.0, 3.0, 0.2, False),
+        (2.0, 1.0, 0.1, False),
+        (6.0, 2.0, 0.0, True),
+    ):
+        metrics = {"loss": loss, "ratio_max": ratio, "ratio_error": abs(ratio - 1)}
+        updates.add(Update(metrics if stopped else {**metrics, "lr": rate}, 10, stopped=stopped))
 
-    assert updates.tokens == 35
-    assert updates.values() == {"loss": 3.0, "ratio_max": 3.0, "lr": 0.1, "updates": 2.0}
+    assert updates.tokens == 30
+    assert updates.values() == {
+        "loss": 3.0,
+        "ratio_max": 3.0,
+        "ratio_error": 2.0,
+        "lr": 0.1,
+        "updates": 2.0,
+    }
 
 
 def iteration(directory: str) -> dict[str, float]:
@@ -309,7 +353,7 @@ def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
     models = toy_models(config)
     even: list[float] = []
 
-    for step in range(1, 9):
+    for step in range(1, 15):
         prompts = PROMPTS * 8
         keys = range(64 * step, 64 * (step + 1))
         responses = sample_responses(models, prompts, config, keys=keys)
