@@ -1,0 +1,201 @@
+"""Step 1: what it learns, what it reports, and that it is the same however it is cut."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from inference.generation import generate
+from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
+from pipeline.data.stages import load_examples
+from pipeline.distributed import barrier
+from pipeline.engine.engine import Engine
+from pipeline.models.chat import load_chat
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import Policy
+from pipeline.models.load import load_causal_lm
+from step1_sft.config import SFTConfig
+from step1_sft.train import cut, encode, perplexity, train
+from tests.distributed import run_ranks
+from tests.families import random_rows, tiny_causal_lm
+
+CPU = torch.device("cpu")
+
+
+def small_task(directory: Path, **changes: Any) -> SFTConfig:
+    """A tiny random Llama and forty sums."""
+    tokenizer = build_tokenizer()
+    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    rows = [{"prompt": f"Add {n} and 1.", "response": f"It is {n + 1}."} for n in range(40)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)
+    settings: dict[str, Any] = {
+        "output_dir": directory / "out",
+        "model": TrainedModelConfig(path=str(directory / "base"), optim=optim),
+        "data": DataConfig(path=(str(directory / "rows.jsonl"),), max_length=48),
+        "max_steps": 3,
+        "batch_size": 8,
+        "micro_batch_size": 8,
+    }
+    return SFTConfig(**{**settings, **changes})
+
+
+def logged(config: SFTConfig, name: str) -> list[float]:
+    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [record[name] for line in lines if name in (record := json.loads(line))]
+
+
+def result(config: SFTConfig) -> dict[str, Any]:
+    return json.loads((config.output_dir / "result.json").read_text())["eval"]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+@torch.no_grad()
+def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
+    tmp_path: Path, micro_batch_size: int
+) -> None:
+    config = small_task(tmp_path, micro_batch_size=micro_batch_size)
+    plain = AutoModelForCausalLM.from_pretrained(config.model.path)
+    rows = random_rows((9, 3, 14, 2, 6), prompt=2)
+    engine = Engine(Policy(tiny_causal_lm("llama", vocab_size=1000)), config.model, total_steps=1)
+
+    got = perplexity(engine, rows, config)
+
+    nll, count = 0.0, 0
+    for row in rows:
+        ids = torch.tensor([row.input_ids])
+        # Labels of -100 are left out of transformers' mean.
+        labels = torch.where(torch.tensor([row.trained]), ids, -100)
+        if row.num_targets:
+            nll += row.num_targets * plain(ids, labels=labels).loss.item()
+            count += row.num_targets
+    assert got == pytest.approx(math.exp(nll / count), rel=1e-4)
+    assert engine.model.training
+
+
+def test_a_dialogue_that_is_too_long_loses_its_end(tmp_path: Path) -> None:
+    config = small_task(tmp_path)
+    _, chat = load_chat(config.model, "auto")
+    examples = load_examples(config.data, step=1, seed=0).train[:3]
+
+    (whole, *_), (short, *_) = (
+        encode(examples, chat, replace(config, data=replace(config.data, max_length=length)))
+        for length in (48, 7)
+    )
+
+    assert short.input_ids == whole.input_ids[:7]
+    assert short.trained == whole.trained[:7]
+
+
+def test_micro_batches_hold_at_most_the_tokens_of_full_sequences(tmp_path: Path) -> None:
+    config = small_task(tmp_path, micro_batch_size=2)
+    rows = random_rows((48, 48, 20, 20, 20, 5, 5))
+
+    batches = cut(rows, config)
+
+    assert sum(batch.num_tokens for batch in batches) == sum(map(len, rows))
+    assert all(batch.num_tokens <= 2 * 48 for batch in batches)
+    assert len(batches) == 2
+
+
+def test_the_micro_batch_size_changes_no_loss(tmp_path: Path) -> None:
+    losses = []
+
+    for size in (1, 8):
+        config = small_task(tmp_path, micro_batch_size=size, output_dir=tmp_path / f"{size}")
+        train(config)
+        losses.append(logged(config, "loss") + logged(config, "grad_norm"))
+
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def losses_of(config: SFTConfig) -> list[float]:
+    train(config)
+    barrier()  # the first process writes what both read
+    return logged(config, "loss") + logged(config, "eval_perplexity")
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Five rows a step: the two processes never have equally many."""
+    alone = losses_of(small_task(tmp_path, batch_size=5, output_dir=tmp_path / "alone"))
+
+    config = small_task(tmp_path, batch_size=5, output_dir=tmp_path / "together")
+    first, second = run_ranks(losses_of, config)
+
+    assert first == second == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_exported_weights_are_the_best_ones_and_patience_stops(tmp_path: Path) -> None:
+    # A rate so high that every step makes it worse than the one before.
+    optim = OptimConfig(lr=0.3, schedule="constant", warmup_ratio=0.0)
+    config = small_task(tmp_path, max_steps=9, eval_every=1, patience=2)
+    config = replace(config, model=replace(config.model, optim=optim))
+
+    train(config)
+
+    measured = logged(config, "eval_perplexity")[1:]  # the first is from before training
+    best = min(measured)
+    report = result(config)
+    assert report["perplexity_after"] == best
+    assert report["best_step"] == measured.index(best) + 1
+    assert len(measured) == report["best_step"] + 2 < 9
+    _, chat = load_chat(config.model, "auto")
+    held_out = load_examples(config.data, step=1, seed=config.seed).eval
+    model = load_causal_lm(FrozenModelConfig(path=str(config.output_dir)), device=CPU)
+    again = perplexity(
+        Engine(Policy(model), config.model, total_steps=1), encode(held_out, chat, config), config
+    )
+    assert again == pytest.approx(best, rel=1e-5)
+
+
+def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    settings = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(settings).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    config = SFTConfig(
+        output_dir=tmp_path / "out",
+        model=TrainedModelConfig(path=str(tmp_path / "base"), optim=OptimConfig(lr=0.01)),
+        data=DataConfig(max_length=64, max_eval_rows=16),
+        max_steps=60,
+        batch_size=64,
+        micro_batch_size=64,
+    )
+
+    train(config)
+
+    trained = FrozenModelConfig(path=str(config.output_dir))
+    loaded, chat = load_chat(trained, "auto")
+    prompts = load_examples(DataConfig(), step=3, seed=0).eval
+    responses = generate(
+        load_causal_lm(trained, device=CPU),
+        [chat.encode_prompt(example.prompt) for example in prompts],
+        max_new_tokens=48,
+        temperature=1.0,
+        stop_ids=chat.stop_ids,
+        seed=0,
+    )
+    assert loaded.pad_token_id == loaded.eos_token_id
+    assert len(responses) > 100
+    assert sum(response.stopped for response in responses) / len(responses) > 0.95

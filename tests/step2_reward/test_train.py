@@ -1,0 +1,207 @@
+"""Step 2: pairs, batches of pairs, what is reported, and that two processes train as one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from pipeline.config import (
+    DataConfig,
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    TrainedModelConfig,
+)
+from pipeline.data.examples import Encoded, Example, Message
+from pipeline.data.stages import load_examples
+from pipeline.distributed import barrier
+from pipeline.models.chat import load_chat
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import Scorer
+from pipeline.models.load import load_classifier
+from step2_reward.config import RewardConfig
+from step2_reward.normalization import mean_and_std
+from step2_reward.train import EncodedPair, collate_pairs, cut, encode, evaluate, train
+from tests.distributed import run_ranks
+from tests.families import random_rows, tiny_causal_lm
+
+CPU = torch.device("cpu")
+
+
+def small_task(directory: Path, **changes: Any) -> RewardConfig:
+    """A tiny random Llama and forty pairs, of which the polite one is better."""
+    tokenizer = build_tokenizer()
+    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    rows = [
+        {
+            "prompt": f"Add {n} and 1.",
+            "chosen": f"Sure! It is {n + 1}.",
+            "rejected": f"Go away. It is {n + 1}, as everybody knows.",
+        }
+        for n in range(40)
+    ]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)
+    settings: dict[str, Any] = {
+        "output_dir": directory / "out",
+        "model": TrainedModelConfig(path=str(directory / "base"), optim=optim),
+        "data": DataConfig(path=(str(directory / "rows.jsonl"),), max_length=64),
+        "max_steps": 3,
+        "batch_size": 8,
+        "micro_batch_size": 8,
+        "normalization_prompts": 4,
+        "max_new_tokens": 4,
+    }
+    return RewardConfig(**{**settings, **changes})
+
+
+def logged(config: RewardConfig, name: str) -> list[float]:
+    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [record[name] for line in lines if name in (record := json.loads(line))]
+
+
+def pair(chosen: int, rejected: int, *, seed: int = 0) -> EncodedPair:
+    first, second = random_rows((chosen, rejected), seed=seed)
+    return EncodedPair(first, second, margin=float(seed))
+
+
+def test_chosen_sequences_come_first_and_scores_split_again_into_pairs() -> None:
+    pairs = [pair(3, 5, seed=1), pair(2, 1, seed=2)]
+
+    batch = collate_pairs(pairs, spare=pairs[0])
+    chosen, rejected = batch.split(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    assert batch.tokens.lengths == (3, 2, 5, 1)
+    assert chosen.tolist() == [1, 2]
+    assert rejected.tolist() == [3, 4]
+    assert batch.margin.tolist() == [1, 2]
+
+
+def test_a_process_without_pairs_scores_a_spare_one_that_does_not_count() -> None:
+    batch = collate_pairs([], spare=pair(3, 5))
+
+    chosen, rejected = batch.split(torch.tensor([1.0, 2.0]))
+
+    assert batch.tokens.lengths == (3, 5)
+    assert len(chosen) == len(rejected) == 0
+
+
+def test_a_dialogue_that_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
+    config = small_task(tmp_path)
+    _, chat = load_chat(config.model, "auto")
+    example = Example(
+        prompt=(Message("user", "Hi"),),
+        chosen=(Message("assistant", "Sure! It is 2."),),
+        rejected=(Message("assistant", "Go away."),),
+        margin=0.5,
+    )
+    short = replace(config, data=replace(config.data, max_length=5))
+
+    (whole,), (cut_off,) = (encode([example], chat, settings) for settings in (config, short))
+
+    assert cut_off.chosen.input_ids == whole.chosen.input_ids[-5:]
+    assert cut_off.rejected.input_ids == whole.rejected.input_ids[-5:]
+    assert cut_off.margin == 0.5
+
+
+def test_pairs_stay_together_in_micro_batches(tmp_path: Path) -> None:
+    config = small_task(tmp_path, micro_batch_size=1)
+    pairs = [pair(60, 60), pair(10, 20), pair(30, 30), pair(64, 64)]
+
+    batches = cut(pairs, config)
+
+    assert sorted(len(batch.margin) for batch in batches) == [1, 1, 2]
+    assert all(batch.tokens.num_tokens <= 2 * 64 for batch in batches)
+
+
+@torch.no_grad()
+def test_accuracy_counts_ties_half(tmp_path: Path) -> None:
+    config = small_task(tmp_path)
+    model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU)
+    one, two = random_rows((4, 6))
+    scores = Scorer(model).final_scores(
+        collate_pairs([EncodedPair(one, two, 0.0)], spare=pair(1, 1)).tokens
+    )
+    better, worse = (one, two) if scores[0] > scores[1] else (two, one)
+    high, low = scores.max().item(), scores.min().item()
+
+    said = evaluate(
+        Scorer(model),
+        [
+            EncodedPair(*p, 0.0)
+            for p in ((better, worse), (better, worse), (worse, better), (one, one))
+        ],
+        config,
+    )
+
+    assert said["accuracy"] == (2 + 0.5) / 4
+    same = scores[0].item()
+    assert said["mean_chosen"] == pytest.approx((2 * high + low + same) / 4, rel=1e-5)
+    assert said["mean_rejected"] == pytest.approx((2 * low + high + same) / 4, rel=1e-5)
+
+
+def test_mean_and_standard_deviation_by_hand() -> None:
+    assert mean_and_std([1.0, 3.0, 3.0, 5.0]) == pytest.approx((3.0, 2**0.5))
+    assert mean_and_std([2.0, 2.0]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, lr=0.02)])
+def test_it_learns_which_response_is_better(tmp_path: Path, lora: LoraConfig | None) -> None:
+    config = small_task(tmp_path, max_steps=12, batch_size=16, micro_batch_size=16)
+    config = replace(config, model=replace(config.model, lora=lora))
+
+    train(config)
+
+    report = json.loads((config.output_dir / "result.json").read_text())["eval"]
+    assert report["accuracy_after"] == 1.0
+    assert report["mean_chosen"] > report["mean_rejected"]
+    losses = logged(config, "loss")
+    assert losses[0] > 0.5
+    assert losses[-1] < 0.2
+
+
+@torch.no_grad()
+def test_the_stored_moments_are_those_of_the_exported_models_scores(tmp_path: Path) -> None:
+    config = small_task(tmp_path, normalization_prompts=5)
+    train(config)
+    exported = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
+    _, chat = load_chat(config.model, "auto")
+
+    # Without a model of step 1 the data's own responses are scored.
+    examples = load_examples(config.data, step=2, seed=config.seed).train[:5]
+    rows: list[Encoded] = [
+        chat.encode(example.prompt, response)
+        for example in examples
+        for response in (example.chosen, example.rejected)
+    ]
+    exported.config.pad_token_id = None  # pool from the last token, the end of sequence
+    scores = torch.stack([exported(torch.tensor([row.input_ids])).logits.squeeze() for row in rows])
+    assert exported.config.score_mean == pytest.approx(scores.mean().item(), rel=1e-4)
+    assert exported.config.score_std == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
+
+
+def figures_of(config: RewardConfig) -> list[float]:
+    train(config)
+    barrier()  # the first process writes what both read
+    names = ("loss", "accuracy", "eval_mean_chosen", "eval_accuracy")
+    moments = json.loads((config.output_dir / "config.json").read_text())
+    return [number for name in names for number in logged(config, name)] + [
+        moments["score_mean"],
+        moments["score_std"],
+    ]
+
+
+def test_two_processes_train_and_measure_as_one_does(tmp_path: Path) -> None:
+    """Five pairs a step, and step 1's model answers five prompts: never equally many for both."""
+    config = small_task(tmp_path, batch_size=5, normalization_prompts=5)
+    config = replace(config, actor=FrozenModelConfig(path=config.model.path))
+    alone = figures_of(replace(config, output_dir=tmp_path / "alone"))
+
+    first, second = run_ranks(figures_of, replace(config, output_dir=tmp_path / "together"))
+
+    assert first == second == pytest.approx(alone, rel=1e-3, abs=1e-5)
