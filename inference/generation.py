@@ -155,7 +155,9 @@ class Decoding:
     def append(self, tokens: Sequence[int], running: Sequence[bool]) -> None:
         """Feed the chosen tokens next; drop ended rows once they fill half the batch."""
         self.inputs = torch.tensor(tokens, device=self.mask.device)[:, None]
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=-1)
+        # The tokens of ended rows stay out of sight, so that their positions never grow past the
+        # model's context while other rows go on.
+        self.mask = torch.cat([self.mask, self.mask.new_tensor(running)[:, None]], dim=-1)
         if sum(running) * 2 > len(running):
             return
         kept = [slot for slot, runs in enumerate(running) if runs]

@@ -61,7 +61,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def global_sums(values: Sequence[float]) -> list[float]:
+def global_sums(values: Sequence[int | float]) -> list[float]:
     """Element-wise sum over all processes, in float64, by one collective that all of them call."""
     if not dist.is_initialized():
         return [float(value) for value in values]
@@ -70,12 +70,12 @@ def global_sums(values: Sequence[float]) -> list[float]:
     return total.tolist()
 
 
-def global_sum(value: float) -> float:
+def global_sum(value: int | float) -> float:
     """Sum of `value` over all processes."""
     return global_sums([value])[0]
 
 
-def global_max(value: float) -> float:
+def global_max(value: int | float) -> float:
     """Largest `value` of all processes."""
     if not dist.is_initialized():
         return float(value)

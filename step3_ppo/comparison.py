@@ -51,7 +51,7 @@ def answers_of_base(held_out: HeldOut, base: FrozenModelConfig) -> list[Answer] 
         logger.info("%s has another tokenizer: left out of the comparison", base.path)
         return None
     model = load_causal_lm(base, device=local_device(), seed=held_out.config.seed)
-    add_tokens(model, held_out.models.tokenizer)
+    add_tokens(model, held_out.models.tokenizer, seed=held_out.config.seed)
     return held_out.answers(held_out.respond(model, temperature=held_out.config.temperature))
 
 

@@ -20,7 +20,7 @@ from pipeline.distributed import local_device
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import require_same_tokens
 from pipeline.models.forward import Policy, Scorer, base_model
-from pipeline.models.load import load_causal_lm, load_classifier, load_tokenizer
+from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from step3_ppo.config import PPOConfig
 
@@ -123,14 +123,20 @@ def load_models(
             config.critic,
             total_steps=iterations * updates,
         ),
-        reference=load_reference(config, actor, device),
+        reference=load_reference(config, actor, tokenizer, device=device),
         reward=RewardModel(reward.requires_grad_(False)),
         tokenizer=tokenizer,
         chat=chat,
     )
 
 
-def load_reference(config: PPOConfig, actor: nn.Module, device: torch.device) -> Reference:
+def load_reference(
+    config: PPOConfig,
+    actor: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device,
+) -> Reference:
     """The configured reference, else the actor as it starts.
 
     With LoRA that is the base with the adapter off, which needs no second copy.
@@ -140,6 +146,7 @@ def load_reference(config: PPOConfig, actor: nn.Module, device: torch.device) ->
     same = config.reference.path is None
     source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
     model = load_causal_lm(source, device=device, seed=config.seed)
+    add_tokens(model, tokenizer, seed=config.seed)
     return Reference(Policy(model.requires_grad_(False)), adapter_off=False)
 
 

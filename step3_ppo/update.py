@@ -185,7 +185,8 @@ def check_first_update(update: Update, models: Models) -> None:
     Raises:
         OffPolicyError: masks, positions or precision differ between rollout and training.
     """
-    is_fp32 = all(group.settings.dtype == torch.float32 for group in models.actor.groups)
+    # Of all weights, not of the trained ones alone: fp32 adapters may sit on a bf16 base.
+    is_fp32 = all(param.dtype == torch.float32 for param in models.policy.parameters())
     limit = 1e-3 if is_fp32 else 0.5
     if update.metrics["ratio_error"] > limit:
         raise OffPolicyError(

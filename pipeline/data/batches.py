@@ -66,10 +66,10 @@ def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:
     return collate(rows) if rows else collate([Encoded.untrained(spare.input_ids)])
 
 
-def pad(sequences: Sequence[Tensor], *, fill: float = 0) -> tuple[Tensor, Bool[Tensor, "B T"]]:
-    """Stack 1-D tensors of different lengths into (B, T) and say which entries are real."""
+def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:
+    """Stack 1-D tensors of different lengths into (B, T), zeros behind, and say which are real."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
-    padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True, padding_value=fill)
+    padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     return padded, mask.to(padded.device)
 

@@ -74,7 +74,8 @@ class Engine:
             eps=self.optim.eps,
             fused=True,
         )
-        is_fp16 = any(group.settings.dtype == torch.float16 for group in self.groups)
+        # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
+        is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

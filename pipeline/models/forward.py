@@ -91,6 +91,7 @@ class Scorer(nn.Module):
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a peft wrapper, or the model itself."""
+    # Not by attribute: peft marks the model inside as well as its wrapper.
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     return cast("PreTrainedModel", plain)
 

@@ -153,54 +153,63 @@ def load_reward_for_inference(
     return load_classifier(config, device=device), load_tokenizer(config)
 
 
-def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the model a row for each token of the tokenizer; a larger table is left as it is."""
+def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+    """Give the model a row for each token of the tokenizer; a larger table is left as it is.
+
+    New rows are drawn from `seed`, the same on every process and for every copy of the model.
+    """
     table = cast("nn.Embedding", model.get_input_embeddings())
     if len(tokenizer) > table.num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 """`name` or `owner/name`; anything else can only be a directory."""
-
-DROPOUTS = (
-    "dropout",
-    "attention_dropout",
-    "hidden_dropout",
-    "activation_dropout",
-    "attn_pdrop",
-    "embd_pdrop",
-    "resid_pdrop",
-    "summary_first_dropout",
-    "layerdrop",
-    "classifier_dropout",
-    "ffn_dropout",
-)
 
 
 def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
     settings = _load(
         path, lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     )
-    for name in DROPOUTS:
-        if getattr(settings, name, None):
-            setattr(settings, name, 0.0)
+    switch_off_dropout(settings)
     return settings
+
+
+def switch_off_dropout(settings: PreTrainedConfig) -> None:
+    """Set every rate to 0, under whichever of its dozen names a family has it."""
+    for name, value in list(vars(settings).items()):
+        if isinstance(value, PreTrainedConfig):
+            switch_off_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
 
 
 def _prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """On its device, in evaluation mode, with ragged attention where the model allows it."""
-    settings = model.config
-    # Attention that is not a plain causal product (ALiBi, soft-capping) is padded instead.
-    plain = (
-        getattr(model, "_supports_attention_backend", False)
-        and not getattr(settings, "alibi", False)
-        and getattr(settings, "attn_logit_softcapping", None) is None
-    )
-    if plain:
+    if takes_ragged(model):
         model.set_attn_implementation(RAGGED)
     nn.Module.to(model, device=device)
     return model.eval()
+
+
+def takes_ragged(model: PreTrainedModel) -> bool:
+    """Whether every layer is causal attention, full or in a sliding window, and nothing more.
+
+    Other models are padded: those with recurrent or convolutional layers, which carry their state
+    from one sequence into the next, attention in chunks, ALiBi, soft-capping, attention sinks.
+    """
+    settings = model.config.get_text_config()
+    layers = set(getattr(settings, "layer_types", None) or ())
+    return (
+        getattr(model, "_supports_attention_backend", False)
+        and not getattr(model, "_is_stateful", False)
+        and layers <= {"full_attention", "sliding_attention"}
+        and not getattr(settings, "alibi", False)
+        and getattr(settings, "attn_logit_softcapping", None) is None
+        and not any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    )
 
 
 def _require_weights(path: str, missing: Collection[str]) -> None:

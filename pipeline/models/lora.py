@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, TaskType, get_peft_model
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import LoraConfig
 from pipeline.errors import ConfigError
@@ -30,6 +31,8 @@ def add_lora(
         lora_dropout=config.dropout,
         target_modules="all-linear" if everything else list(config.targets),
         modules_to_save=[SCORE_HEAD] if task == "classifier" else None,
+        # GPT-2's layers store their weights transposed.
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
     )
     with torch.random.fork_rng(devices=[]):

@@ -22,7 +22,7 @@ def trained_causal_lm(
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them."""
     model = load_causal_lm(config, device=device, seed=seed)
-    add_tokens(model, tokenizer)
+    add_tokens(model, tokenizer, seed=seed)
     if config.lora is None:
         return _prepared(model, config)
     return _prepared(add_lora(model, config.lora, task="causal", seed=seed), config)
@@ -37,7 +37,7 @@ def trained_classifier(
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them."""
     model = load_classifier(config, device=device, seed=seed)
-    add_tokens(model, tokenizer)
+    add_tokens(model, tokenizer, seed=seed)
     if config.lora is None:
         return _prepared(model, config)
     return _prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
@@ -46,7 +46,7 @@ def trained_classifier(
 def _prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
     plain: PreTrainedModel = base_model(model)
     if config.gradient_checkpointing:
-        plain.gradient_checkpointing_enable({"use_reentrant": False})
+        plain.activation_checkpointing_enable({"use_reentrant": False})
     plain.config.use_cache = True  # said of the exported model; training passes its own flag
     return model.train()
 

@@ -1,0 +1,86 @@
+"""Real gloo processes on one machine."""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+# The server imports these once; every rank is then forked from it in milliseconds.
+_PROCESSES.set_forkserver_preload(
+    ["torch.distributed", "pipeline.models.trained", "tests.families"]
+)
+_TIMEOUT_SECONDS = 120
+
+
+def run_ranks(body: Callable[..., Any], *args: object, world_size: int = 2) -> list[Any]:
+    """Call `body(*args)` on every rank of a gloo group; what each returned, in rank order.
+
+    `body` is a function of a module, so that the processes can import it; tensors it returns come
+    back by value.
+
+    Raises:
+        AssertionError: on a rank it raised, with that rank's traceback, or did not come back.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        meeting = f"file://{Path(directory) / 'meeting'}"
+        pipes = [_PROCESSES.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            _PROCESSES.Process(
+                target=_run, args=(body, args, rank, world_size, meeting, sender), daemon=True
+            )
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for process, (_, sender) in zip(ranks, pipes, strict=True):
+            process.start()
+            sender.close()
+        try:
+            return [_result(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+        finally:
+            for process in ranks:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                process.close()
+
+
+def _result(rank: int, receiver: Connection) -> Any:
+    assert receiver.poll(_TIMEOUT_SECONDS), f"rank {rank} gave no answer"
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} died") from None
+    assert error is None, f"rank {rank} failed:\n{error}"
+    return result
+
+
+def _run(
+    body: Callable[..., Any],
+    args: tuple[object, ...],
+    rank: int,
+    world_size: int,
+    meeting: str,
+    sender: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_TIMEOUT_SECONDS),
+    )
+    try:
+        sender.send((body(*args), None))
+    except BaseException:  # noqa: BLE001  # whatever it was, the test shall show it
+        sender.send((None, traceback.format_exc()))
+    finally:
+        dist.destroy_process_group()

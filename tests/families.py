@@ -1,0 +1,141 @@
+"""Tiny random models of the families users bring, as `transformers` builds them.
+
+Freshly initialized models are nearly uniform: a mask that leaks moves their log-probabilities by
+less than rounding. Here weights are large, so that every token a model sees matters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from pipeline.data.examples import Encoded
+
+VOCAB = 101
+WINDOW = 4
+"""Mistral's sliding window here: shorter than most sequences of the tests."""
+
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GROUPED = {**_LLAMA, "num_key_value_heads": 2}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+RAGGED_FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {
+        **{name: value for name, value in _LLAMA.items() if name != "intermediate_size"},
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+    },
+    "gpt2": _GPT2,
+    "gpt_neox": _LLAMA,
+    "llama": _GROUPED,
+    "qwen3": {**_GROUPED, "head_dim": 8},
+    "mistral": {**_GROUPED, "sliding_window": WINDOW},
+    "gemma": {**_GROUPED, "head_dim": 8},
+    "phi": _LLAMA,
+}
+"""Model types whose attention takes sequences laid end to end."""
+
+PADDED_FAMILIES: dict[str, dict[str, Any]] = {
+    "falcon": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "alibi": False,
+    },
+    "gptj": {**_GPT2, "rotary_dim": 4},
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": WINDOW,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
+}
+"""Model types that are padded instead, with attention of their own."""
+
+FAMILIES = {**RAGGED_FAMILIES, **PADDED_FAMILIES}
+
+PECULIAR: dict[str, dict[str, Any]] = {
+    "lfm2": {**_GROUPED, "layer_types": ["conv", "full_attention"]},
+    "gpt_oss": {
+        **_GROUPED,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": WINDOW,
+    },
+    "llama4_text": {
+        **_GROUPED,
+        "head_dim": 8,
+        "attention_chunk_size": WINDOW,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
+}
+"""Model types that plug into attention like the ragged ones and yet must be padded: convolutions,
+attention sinks, attention in chunks."""
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """Two layers, 101 tokens; padding is the end of sequence, as in models of GPT-2's kind."""
+    special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    return AutoConfig.for_model(
+        family, **{**{**FAMILIES, **PECULIAR}[family], **special, **changes}
+    )
+
+
+def tiny_causal_lm(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A plain language model with large random fp32 weights."""
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=torch.float32)
+    return _drawn(model, seed)
+
+
+def tiny_classifier(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A plain classifier with one label and large random fp32 weights."""
+    config = tiny_config(family, num_labels=1, **changes)
+    return _drawn(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
+
+
+def _drawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.copy_(param + 0.1 * noise if param.ndim == 1 else 0.25 * noise)
+    return model.eval()
+
+
+def saved(model: PreTrainedModel, directory: Path) -> str:
+    """Where the model was saved."""
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def random_rows(lengths: tuple[int, ...], *, seed: int = 0, prompt: int = 1) -> list[Encoded]:
+    """Sequences of random tokens whose tokens after the first `prompt` are trained."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Encoded(
+            torch.randint(3, VOCAB, (length,), generator=generator).tolist(),
+            [position >= prompt for position in range(length)],
+        )
+        for length in lengths
+    ]

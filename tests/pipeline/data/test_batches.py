@@ -1,0 +1,132 @@
+"""How rows become batches: end to end, each once per pass, each in one micro-batch."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from pipeline.data.batches import (
+    RowStream,
+    collate,
+    collate_part,
+    local_micro_batches,
+    micro_batches,
+    num_steps,
+    pad,
+)
+from pipeline.data.examples import Encoded
+
+
+def test_sequences_lie_end_to_end_and_the_first_token_is_never_a_target() -> None:
+    batch = collate(
+        [Encoded([5, 6, 7], [True, False, True]), Encoded([8], [True]), Encoded([9, 5], [True] * 2)]
+    )
+
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 5]
+    assert batch.lengths == (3, 1, 2)
+    assert batch.targets.tolist() == [2, 5]
+    assert batch.last_tokens.tolist() == [2, 3, 5]
+    assert (batch.num_tokens, batch.num_targets) == (6, 2)
+
+
+def test_a_process_without_rows_reads_a_spare_one_and_learns_nothing() -> None:
+    spare = Encoded([5, 6], [True, True])
+
+    batch = collate_part([], spare=spare)
+
+    assert batch.input_ids.tolist() == [5, 6]
+    assert batch.num_targets == 0
+    assert collate_part([spare], spare=spare).num_targets == 1
+
+
+def test_padding_is_on_the_right_and_the_mask_comes_from_the_lengths() -> None:
+    padded, mask = pad([torch.tensor([1.0]), torch.tensor([0.0, 0.0, 3.0])])
+
+    assert padded.tolist() == [[1, 0, 0], [0, 0, 3]]
+    assert mask.tolist() == [[True, False, False], [True, True, True]]
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 3), (4, 4), (3, 7), (1, 2)])
+def test_every_row_comes_once_in_each_pass(num_rows: int, batch_size: int) -> None:
+    stream = RowStream(num_rows=num_rows, batch_size=batch_size, seed=3)
+    handed_out = [row for _ in range(num_rows * 4) for row in next(stream)]
+
+    passes = [handed_out[at : at + num_rows] for at in range(0, 4 * num_rows, num_rows)]
+
+    assert all(sorted(rows) == list(range(num_rows)) for rows in passes)
+    assert num_rows < 5 or passes[0] != passes[1]
+
+
+def test_the_order_depends_on_the_seed_alone() -> None:
+    first, again, other = (RowStream(num_rows=20, batch_size=20, seed=seed) for seed in (1, 1, 2))
+
+    torch.manual_seed(5)
+    order = next(first)
+    torch.manual_seed(6)
+
+    assert next(again) == order
+    assert next(other) != order
+
+
+def test_a_stream_continues_where_another_stood() -> None:
+    stream = RowStream(num_rows=5, batch_size=3, seed=1)
+    for _ in range(4):
+        next(stream)
+    state = stream.state_dict()
+    rest = [next(stream) for _ in range(4)]
+
+    resumed = RowStream(num_rows=5, batch_size=3, seed=1)
+    resumed.load_state_dict(state)
+
+    assert [next(resumed) for _ in range(4)] == rest
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "expected"),
+    [(1.0, None, 4), (0.5, None, 2), (3.0, None, 10), (9.0, 7, 7)],
+)
+def test_steps_are_passes_rounded_up_unless_they_are_given(
+    epochs: float, max_steps: int | None, expected: int
+) -> None:
+    steps = num_steps(num_rows=10, batch_size=3, epochs=epochs, max_steps=max_steps)
+
+    assert steps == expected
+
+
+def test_the_longest_rows_go_first_to_the_least_filled_micro_batch() -> None:
+    # 17 tokens, at most 9 in one: 6 here, 5 there, 3 there, 2 here, 1 here: 9 and 8.
+    parts = micro_batches([1, 6, 3, 5, 2], max_tokens=9, num_processes=1, process=0)
+
+    assert parts == [[0, 1, 4], [2, 3]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_row_is_in_one_micro_batch_of_one_process(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 50) for _ in range(rng.randint(1, 40))]
+    max_tokens, num_processes = rng.randint(10, 200), rng.randint(1, 5)
+
+    shares = [
+        micro_batches(lengths, max_tokens=max_tokens, num_processes=num_processes, process=process)
+        for process in range(num_processes)
+    ]
+
+    parts = [part for share in shares for part in share]
+    assert Counter(row for part in parts for row in part) == Counter(range(len(lengths)))
+    assert len({len(share) for share in shares}) == 1
+    # Only a row that is itself over the limit goes over it, and goes alone.
+    assert all(sum(lengths[row] for row in part) <= max_tokens or len(part) == 1 for part in parts)
+
+
+def test_fewer_rows_than_processes_leave_some_an_empty_micro_batch() -> None:
+    shares = [
+        micro_batches([4, 4], max_tokens=8, num_processes=3, process=process)
+        for process in range(3)
+    ]
+
+    assert shares == [[[0]], [[1]], [[]]]
+
+
+def test_without_rows_there_is_one_empty_micro_batch() -> None:
+    assert local_micro_batches([], max_tokens=8) == [[]]

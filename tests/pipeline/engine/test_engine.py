@@ -1,0 +1,317 @@
+"""The engine against a plain loop in PyTorch; the arithmetic of precision, clipping, skipping."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.data.batches import collate
+from pipeline.engine.engine import MAX_SKIPPED, Engine, NonFiniteGradientError
+from pipeline.errors import ConfigError
+from pipeline.models.forward import Policy
+from pipeline.models.lora import add_lora
+from tests.families import random_rows, tiny_causal_lm
+
+
+def settings(**optim: object) -> TrainedModelConfig:
+    constant = {"lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0, **optim}
+    return TrainedModelConfig(optim=OptimConfig(**constant))  # pyright: ignore[reportArgumentType]
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def inputs(count: int, *, seed: int = 1) -> Tensor:
+    return torch.randn(count, 7, generator=torch.Generator().manual_seed(seed))
+
+
+def squared(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    return model(batch).float().square().sum()
+
+
+class Weight(nn.Module):
+    """One parameter whose gradient is what it is multiplied by."""
+
+    def __init__(self, value: float, dtype: torch.dtype, *, size: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), value, dtype=dtype))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight.float() * gradient).sum()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_training_equals_a_plain_loop_with_adamw(max_grad_norm: float | None) -> None:
+    plain, trained = network(), network()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    config = settings(weight_decay=0.1, max_grad_norm=max_grad_norm)
+    engine = Engine(trained, config, total_steps=5)
+    norms = []
+
+    for step in range(5):
+        for part in inputs(8, seed=step).split(4):
+            squared(plain, part).backward()
+            engine.backward(squared(engine, part))
+        limit = max_grad_norm or float("inf")
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        result = engine.step()
+        assert result.grad_norm == pytest.approx(norms[-1], rel=1e-6)
+        assert (result.lr, result.skipped) == (0.01, False)
+
+    # Not to the bit: the optimizer walks one long vector, whose SIMD remainders lie elsewhere, and
+    # the norm is summed in fp64.
+    for (name, expected), got in zip(plain.named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7, msg=name)
+    assert min(norms) > 0.5
+
+
+def test_the_schedule_sets_the_rate_of_every_step() -> None:
+    model = Weight(1.0, torch.float32)
+    config = settings(schedule="linear", max_grad_norm=None)
+    engine = Engine(model, config, total_steps=4)
+    moved, rates = [], []
+
+    for _ in range(4):
+        before = model.weight.item()
+        engine.backward(engine(torch.ones(1)))
+        rates.append(engine.step().lr)
+        moved.append(before - model.weight.item())
+
+    # Under a constant gradient Adam moves by exactly the learning rate.
+    assert rates == [0.01, 0.0075, 0.005, 0.0025]
+    assert moved == pytest.approx(rates, rel=1e-4)
+
+
+def test_weight_decay_spares_biases_and_norms() -> None:
+    model = network()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2.0)
+    engine = Engine(model, settings(lr=0.5, weight_decay=0.1), total_steps=1)
+
+    engine.step()  # no gradient at all: decay alone moves the weights
+
+    for param in model.parameters():
+        expected = 2.0 * (1 - 0.5 * 0.1) if param.ndim > 1 else 2.0
+        assert torch.equal(param, torch.full_like(param, expected))
+
+
+def test_clipping_scales_the_whole_gradient_to_the_limit() -> None:
+    model = Weight(0.0, torch.float32, size=2)
+    engine = Engine(model, settings(max_grad_norm=1.0), total_steps=1)
+    engine.backward(engine(torch.tensor([3.0, 4.0])))
+
+    result = engine.step()
+
+    moment = engine.optimizer.state[engine.groups[0].master]["exp_avg"]
+    assert result.grad_norm == pytest.approx(5.0)  # before clipping
+    torch.testing.assert_close(moment, 0.1 * torch.tensor([0.6, 0.8]))
+
+
+def test_updates_too_small_for_bf16_add_up_in_the_fp32_masters() -> None:
+    model = Weight(1.0, torch.bfloat16)
+    engine = Engine(model, settings(lr=1e-4), total_steps=100)
+    seen = []
+
+    for _ in range(100):
+        engine.backward(engine(torch.ones(1)))
+        engine.step()
+        seen.append(model.weight.item())
+
+    # bf16 has steps of 1/256 below 1: a hundred updates of 1e-4 are two and a half of them.
+    assert seen[0] == 1.0
+    assert seen[-1] == pytest.approx(0.99, abs=1 / 512)
+    assert engine.groups[0].master.item() == pytest.approx(0.99, rel=1e-4)
+
+
+def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
+    model = Weight(1.0, torch.bfloat16)
+    engine = Engine(model, settings(), total_steps=1)
+
+    for _ in range(300):
+        engine.backward(engine(torch.ones(1)))
+
+    # In bf16 256 + 1 is 256 again.
+    assert model.weight.dtype == torch.bfloat16
+    assert engine.groups[0].grad.item() == 300.0
+
+
+def test_an_overflow_in_fp16_skips_the_step_changes_nothing_and_halves_the_scale() -> None:
+    model = Weight(1.0, torch.float16)
+    engine = Engine(model, settings(), total_steps=3)
+    engine.backward(engine(torch.full((1,), 0.5)))
+    engine.step()
+    state = engine.optimizer.state[engine.groups[0].master]
+    before = [model.weight.clone(), *(value.clone() for value in state.values())]
+
+    engine.backward(engine(torch.ones(1)) * 1e38 * 1e38)
+    skipped = engine.step()
+    after = [model.weight, *state.values()]
+
+    assert skipped.skipped
+    assert not torch.tensor(skipped.grad_norm).isfinite()
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert engine.scaler.scale == 65536 / 2
+
+    engine.backward(engine(torch.full((1,), 0.5)))
+    good = engine.step()
+    assert not good.skipped
+    assert good.grad_norm == pytest.approx(0.5)  # the scale is taken out again
+    assert model.weight.item() < before[0].item()
+
+
+def test_small_fp16_gradients_survive_by_the_scale() -> None:
+    model = Weight(1.0, torch.float16)
+    engine = Engine(model, settings(), total_steps=1)
+
+    engine.backward(engine(torch.full((1,), 1e-8)))  # below fp16's smallest number, 6e-8
+
+    assert engine.step().grad_norm == pytest.approx(1e-8, rel=1e-2)
+
+
+def test_adapters_on_an_fp16_base_are_scaled_too() -> None:
+    """Their own weights are fp32, but their gradients come through fp16 layers."""
+    model = add_lora(tiny_causal_lm("llama").half(), LoraConfig(rank=2), task="causal", seed=0)
+
+    engine = Engine(Policy(model), settings(), total_steps=1)
+
+    assert {group.settings.dtype for group in engine.groups} == {torch.float32}
+    assert engine.scaler.scale == 65536
+
+
+def test_training_that_stays_non_finite_stops_and_says_what_to_do() -> None:
+    model = Weight(1.0, torch.float32)
+    engine = Engine(model, settings(), total_steps=100)
+
+    def step() -> None:
+        engine.backward(engine(torch.full((1,), float("nan"))))
+        engine.step()
+
+    for _ in range(MAX_SKIPPED - 1):
+        step()
+    with pytest.raises(NonFiniteGradientError, match="20 steps in a row; lower the learning rate"):
+        step()
+
+    assert model.weight.item() == 1.0
+
+
+def test_one_good_step_starts_the_count_of_skipped_ones_again() -> None:
+    model = Weight(1.0, torch.float32)
+    engine = Engine(model, settings(), total_steps=100)
+
+    for gradient in [float("inf")] * (MAX_SKIPPED - 1) + [1.0] + [float("inf")] * (MAX_SKIPPED - 1):
+        engine.backward(engine(torch.full((1,), gradient)))
+        engine.step()
+
+    assert engine.skipped_in_a_row == MAX_SKIPPED - 1
+
+
+def test_discarded_gradients_leave_no_trace() -> None:
+    model = Weight(1.0, torch.float32)
+    engine = Engine(model, settings(), total_steps=1)
+
+    engine.backward(engine(torch.ones(1)))
+    engine.discard()
+
+    assert engine.step().grad_norm == 0.0
+    assert model.weight.item() == 1.0
+
+
+def test_frozen_parameters_never_change() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    frozen, trained = model[0].weight.clone(), model[3].weight.clone()
+    engine = Engine(model, settings(weight_decay=0.1), total_steps=1)
+
+    engine.backward(squared(engine, inputs(4)))
+    engine.step()
+
+    assert torch.equal(model[0].weight, frozen)
+    assert not torch.equal(model[3].weight, trained)
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no trained parameter"):
+        Engine(network().requires_grad_(False), settings(), total_steps=1)
+
+
+def test_tied_embeddings_are_trained_as_one_parameter_and_stay_tied() -> None:
+    tied = tiny_causal_lm("llama", tie_word_embeddings=True)
+    untied = tiny_causal_lm("llama", tie_word_embeddings=False)
+    head, embeddings = untied.lm_head.weight, untied.get_input_embeddings().weight
+    untied.load_state_dict(tied.state_dict() | {"lm_head.weight": tied.lm_head.weight})
+    batch = collate(random_rows((5, 4)))
+
+    engine = Engine(Policy(tied), settings(max_grad_norm=None), total_steps=1)
+    engine.backward(Policy(tied)(batch).logprobs.sum())
+    Policy(untied)(batch).logprobs.sum().backward()
+    gradient = tied.lm_head.weight.grad
+
+    assert sum(group.master.numel() for group in engine.groups) == tied.num_parameters()
+    assert head.grad is not None
+    assert embeddings.grad is not None
+    torch.testing.assert_close(gradient, head.grad + embeddings.grad, rtol=1e-5, atol=1e-5)
+    engine.step()
+    assert torch.equal(tied.lm_head.weight, tied.get_input_embeddings().weight)
+
+
+def test_adapters_have_their_own_learning_rate() -> None:
+    model = add_lora(tiny_causal_lm("llama"), LoraConfig(rank=2), task="causal", seed=0)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    config = TrainedModelConfig(
+        optim=OptimConfig(lr=1e-3, schedule="constant"), lora=LoraConfig(rank=2, lr=1e-2)
+    )
+
+    engine = Engine(model, config, total_steps=1)
+
+    sizes = {group.settings.lr: len(group.params) for group in engine.groups}
+    assert sizes == {1e-3: 1, 1e-2: 2 * 2 * 7}  # A and B of seven linear layers in two blocks
+
+
+def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches() -> None:
+    rows = random_rows((9, 2, 7, 5, 3, 8))
+    gradients = []
+
+    for parts in ([rows], [rows[:1], rows[1:4], rows[4:]], [[row] for row in rows]):
+        engine = Engine(Policy(tiny_causal_lm("llama")), settings(), total_steps=1)
+        for part in parts:
+            engine.backward(-engine(collate(part)).logprobs.sum() / 28)
+        gradients.append(torch.cat([group.grad for group in engine.groups]))
+
+    for other in gradients[1:]:
+        assert distance(other, gradients[0]) < 1e-6
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    batch = collate(random_rows((9, 2, 7)))
+    gradients = []
+
+    for checkpointing in (False, True):
+        model = tiny_causal_lm("llama").train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        engine = Engine(Policy(model), settings(), total_steps=1)
+        engine.backward(-engine(batch).logprobs.sum())
+        gradients.append(torch.cat([group.grad for group in engine.groups]))
+
+    assert torch.equal(*gradients)
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Relative L2 distance."""
+    return ((got - expected).norm() / expected.norm()).item()

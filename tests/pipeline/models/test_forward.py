@@ -1,0 +1,163 @@
+"""A batch of many lengths says what plain `transformers` says of each sequence alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import FrozenModelConfig
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.models.forward import Policy, Scorer, categorical_entropy, is_ragged
+from pipeline.models.load import load_causal_lm, load_classifier
+from tests.families import (
+    FAMILIES,
+    PECULIAR,
+    RAGGED_FAMILIES,
+    WINDOW,
+    random_rows,
+    saved,
+    tiny_causal_lm,
+    tiny_classifier,
+)
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 3, 12, 5, 1, 6, 6)
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+"""Rounding of fp32 sums in another order; a token too many or too few moves these models by 0.1."""
+
+
+def target_logprobs(model: torch.nn.Module, row: Encoded) -> list[float]:
+    """What the plain model says of one sequence's trained tokens."""
+    probabilities = model(input_ids=torch.tensor([row.input_ids])).logits[0].double().softmax(-1)
+    return [
+        probabilities[position - 1, token].log().item()
+        for position, token in enumerate(row.input_ids)
+        if row.trained[position] and position > 0
+    ]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR])
+@torch.no_grad()
+def test_log_probabilities_of_a_batch_are_those_of_each_sequence_alone(
+    family: str, tmp_path: Path
+) -> None:
+    plain = tiny_causal_lm(family)
+    rows = random_rows(LENGTHS, prompt=2)
+
+    model = load_causal_lm(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    logprobs = Policy(model)(collate(rows)).logprobs
+
+    alone = [logprob for row in rows for logprob in target_logprobs(plain, row)]
+    torch.testing.assert_close(logprobs, torch.tensor(alone), **TOLERANCE)
+    assert is_ragged(model) == (family in RAGGED_FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_scores_of_a_batch_are_those_transformers_pools_from_each_sequence_alone(
+    family: str, tmp_path: Path
+) -> None:
+    plain = tiny_classifier(family)
+    rows = random_rows(LENGTHS)
+
+    model = load_classifier(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    scores = Scorer(model).final_scores(collate(rows))
+
+    alone = [plain(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
+    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+@torch.no_grad()
+def test_the_score_is_read_at_the_last_token_even_where_that_is_the_padding_token(
+    family: str,
+) -> None:
+    model = tiny_classifier(family)
+    pad = model.config.pad_token_id
+    rows = [Encoded.untrained([5, 6, 7, pad]), Encoded.untrained([5, pad, pad, pad, pad])]
+
+    scores = Scorer(model).final_scores(collate(rows))
+
+    model.config.pad_token_id = None  # transformers then pools from the last position
+    alone = [model(input_ids=torch.tensor([row.input_ids])).logits.squeeze() for row in rows]
+    torch.testing.assert_close(scores, torch.stack(alone), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_padding_on_either_side_in_transformers_gives_the_scores_of_no_padding() -> None:
+    model = tiny_classifier("llama")
+    rows = random_rows((5, 3, 1))
+    pad = model.config.pad_token_id
+    right = torch.tensor([row.input_ids + [pad] * (5 - len(row)) for row in rows])
+    left = torch.tensor([[pad] * (5 - len(row)) + row.input_ids for row in rows])
+
+    scores = Scorer(model).final_scores(collate(rows))
+
+    for padded in (right, left):
+        pooled = model(input_ids=padded, attention_mask=(padded != pad).long()).logits
+        torch.testing.assert_close(scores, pooled.squeeze(-1), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_sliding_window_shorter_than_the_sequences_is_kept(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("mistral"), tmp_path)
+    model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+    (row,) = random_rows((2 * WINDOW + 4,))
+    # Two layers see 2 * (WINDOW - 1) tokens back: the last logits know nothing of the first token.
+    changed = Encoded([row.input_ids[0] ^ 1, *row.input_ids[1:]], row.trained)
+
+    first, second = (Policy(model)(collate([r])).logprobs for r in (row, changed))
+
+    seen = 2 * (WINDOW - 1)
+    assert torch.equal(first[seen + 1 :], second[seen + 1 :])
+    assert not torch.equal(first[:seen], second[:seen])
+
+
+@torch.no_grad()
+def test_temperature_divides_the_logits_and_entropy_is_of_that_distribution(tmp_path: Path) -> None:
+    plain = tiny_causal_lm("llama")
+    model = load_causal_lm(FrozenModelConfig(path=saved(plain, tmp_path)), device=CPU)
+    (row,) = random_rows((6,))
+
+    said = Policy(model)(collate([row]), temperature=0.5, entropy=True)
+
+    distribution = torch.distributions.Categorical(
+        logits=2 * plain(input_ids=torch.tensor([row.input_ids])).logits[0, :-1]
+    )
+    targets = torch.tensor(row.input_ids[1:])
+    torch.testing.assert_close(said.logprobs, distribution.log_prob(targets), **TOLERANCE)
+    assert said.entropy is not None
+    torch.testing.assert_close(said.entropy, distribution.entropy(), **TOLERANCE)
+
+
+def test_entropy_of_equal_logits_is_the_logarithm_of_their_number() -> None:
+    entropy = categorical_entropy(torch.tensor([[3.0, 3.0, 3.0, 3.0], [0.0, 0.0, -1e9, -1e9]]))
+
+    torch.testing.assert_close(entropy, torch.tensor([4.0, 2.0]).log())
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon"])
+def test_a_sequence_does_not_reach_its_neighbours(family: str, tmp_path: Path) -> None:
+    """The shapes stay the same, so not even rounding may differ: to the bit."""
+    model = load_causal_lm(
+        FrozenModelConfig(path=saved(tiny_causal_lm(family), tmp_path)), device=CPU
+    )
+    before, mine, after = random_rows((7, 9, 6))
+    other_before, _, other_after = random_rows((7, 9, 6), seed=1)
+    silent = [Encoded.untrained(row.input_ids) for row in (before, after)]
+    other_silent = [Encoded.untrained(row.input_ids) for row in (other_before, other_after)]
+
+    def learn(first: Encoded, last: Encoded) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        logprobs = Policy(model)(collate([first, mine, last])).logprobs
+        logprobs.sum().backward()
+        return logprobs, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    logprobs, gradients = learn(*silent)
+    other_logprobs, other_gradients = learn(*other_silent)
+
+    assert torch.equal(logprobs, other_logprobs)
+    # A matrix gradient sums over all tokens, and the neighbours' share is an exact zero.
+    assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))

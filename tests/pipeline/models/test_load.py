@@ -1,0 +1,147 @@
+"""Loading: no dropout, heads of the right size, rows for new tokens, sentences for errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import EMBEDDED, FrozenModelConfig
+from pipeline.data.batches import collate
+from pipeline.errors import ModelError
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import Policy
+from pipeline.models.load import (
+    add_tokens,
+    load_causal_lm,
+    load_classifier,
+    load_tokenizer,
+    weight_dtype,
+)
+from tests.families import FAMILIES, VOCAB, random_rows, saved, tiny_causal_lm
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_model_in_training_mode_has_no_dropout(family: str, tmp_path: Path) -> None:
+    model = tiny_causal_lm(family)
+    rates = [name for name in model.config.to_dict() if "drop" in name]
+    model.config.update(dict.fromkeys(rates, 0.5))
+
+    loaded = load_causal_lm(FrozenModelConfig(path=saved(model, tmp_path)), device=CPU).train()
+
+    batch = collate(random_rows((9, 4, 7)))
+    first, second = (Policy(loaded)(batch).logprobs for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_new_head_is_drawn_with_the_standard_deviation_of_the_literature(tmp_path: Path) -> None:
+    config = FrozenModelConfig(path=saved(tiny_causal_lm("llama", hidden_size=512), tmp_path))
+
+    heads = [load_classifier(config, device=CPU, seed=seed).score.weight for seed in (1, 1, 2)]
+
+    assert heads[0].shape == (1, 512)
+    assert heads[0].std().item() == pytest.approx(513**-0.5, rel=0.1)
+    assert abs(heads[0].mean().item()) < 3 * 513**-0.5 / 512**0.5
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_a_saved_head_is_kept(tmp_path: Path) -> None:
+    config = FrozenModelConfig(path=saved(tiny_causal_lm("llama"), tmp_path / "base"))
+    model = load_classifier(config, device=CPU, seed=1)
+
+    again = load_classifier(
+        FrozenModelConfig(path=saved(model, tmp_path / "reward")), device=CPU, seed=2
+    )
+
+    assert torch.equal(again.score.weight, model.score.weight)
+    assert again.config.num_labels == 1
+
+
+def test_the_body_of_a_classifier_is_the_language_models(tmp_path: Path) -> None:
+    lm = tiny_causal_lm("llama")
+
+    classifier = load_classifier(FrozenModelConfig(path=saved(lm, tmp_path)), device=CPU)
+
+    body = classifier.base_model.state_dict()
+    assert all(torch.equal(body[name], weight) for name, weight in lm.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("auto", torch.float32),
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ],
+)
+def test_precision_is_the_number_format_of_the_weights(
+    precision: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm("llama"), tmp_path)
+
+    model = load_causal_lm(FrozenModelConfig(path=path, precision=precision), device=CPU)  # pyright: ignore[reportArgumentType]
+
+    assert weight_dtype(precision, CPU) == dtype  # pyright: ignore[reportArgumentType]
+    assert {param.dtype for param in model.parameters()} == {dtype}
+
+
+def test_new_tokens_get_rows_that_depend_on_the_seed_alone() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    models = [tiny_causal_lm("llama", vocab_size=len(tokenizer) - 2) for _ in range(3)]
+    known = models[0].get_input_embeddings().weight.clone()
+
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        torch.rand(seed)  # other random numbers were drawn before
+        add_tokens(model, tokenizer, seed=seed)
+
+    first, again, other = (model.get_input_embeddings().weight for model in models)
+    assert first.shape[0] == len(tokenizer)
+    assert torch.equal(first[:-2], known)
+    assert torch.equal(first, again)
+    assert not torch.equal(first[-2:], other[-2:])
+
+
+def test_a_table_larger_than_the_tokenizer_is_left_as_it_is() -> None:
+    model = tiny_causal_lm("llama", vocab_size=1200)
+
+    add_tokens(model, build_tokenizer(), seed=0)
+
+    assert model.get_input_embeddings().weight.shape[0] == 1200
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+    loaded = load_tokenizer(FrozenModelConfig(path=str(tmp_path)))
+
+    assert loaded.pad_token_id == loaded.eos_token_id
+
+
+def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"{tmp_path} holds no model: it has no config.json"):
+        load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no such model: .*/nowhere is neither"):
+        load_causal_lm(FrozenModelConfig(path=str(tmp_path / "nowhere")), device=CPU)
+    with pytest.raises(ModelError, match="no model path was given"):
+        load_tokenizer(FrozenModelConfig())
+
+
+def test_the_embedded_language_model_is_no_reward_model() -> None:
+    with pytest.raises(ModelError, match="a reward model starts from step 1's output"):
+        load_classifier(FrozenModelConfig(path=EMBEDDED), device=CPU)
+
+
+def test_the_vocabulary_of_the_tests_is_what_it_says() -> None:
+    assert tiny_causal_lm("gpt2").get_input_embeddings().weight.shape == (VOCAB, 32)

@@ -1,0 +1,209 @@
+"""LoRA: adapters and heads learn, the base does not; what is exported is what was trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.data.batches import collate
+from pipeline.engine.engine import Engine
+from pipeline.errors import ConfigError
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.export import export
+from pipeline.models.forward import Policy, Scorer
+from pipeline.models.load import load_causal_lm
+from pipeline.models.lora import add_lora
+from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
+from tests.families import random_rows, saved, tiny_causal_lm
+
+CPU = torch.device("cpu")
+TOKENIZER = build_tokenizer()
+VOCAB = len(TOKENIZER)
+LORA = LoraConfig(rank=4, alpha=8.0)
+BATCH = collate(random_rows((9, 4, 7)))
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+def base(family: str, directory: Path, **changes: object) -> str:
+    return saved(tiny_causal_lm(family, vocab_size=VOCAB, **changes), directory)
+
+
+def settings(path: str, **changes: object) -> TrainedModelConfig:
+    optim = OptimConfig(lr=0.02, schedule="constant", warmup_ratio=0.0, weight_decay=0.1)
+    return TrainedModelConfig(path=path, optim=optim, **{"lora": LORA, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def learned(wrapper: nn.Module, config: TrainedModelConfig, *, steps: int = 3) -> nn.Module:
+    """The wrapped model, after a few steps on something."""
+    engine = Engine(wrapper, config, total_steps=steps)
+    for _ in range(steps):
+        said = engine(BATCH)
+        engine.backward((said if isinstance(said, Tensor) else said.logprobs).square().mean())
+        engine.step()
+    return wrapper.model.eval()  # pyright: ignore[reportReturnType, reportCallIssue]
+
+
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: param.detach().clone()
+        for name, param in model.named_parameters()
+        if not param.requires_grad
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_the_export_is_the_merged_model_and_the_adapter_loads_on_the_base(
+    family: str, tmp_path: Path
+) -> None:
+    config = settings(base(family, tmp_path / "base"))
+    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+    frozen = plain_weights(model)
+    with torch.enable_grad():
+        learned(Policy(model), config)
+
+    export(model, TOKENIZER, tmp_path / "out")
+
+    adapted = model(input_ids=IDS).logits
+    original = AutoModelForCausalLM.from_pretrained(config.path)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    adapter = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(config.path), str(tmp_path / "out" / "adapter")
+    )
+    with model.disable_adapter():
+        switched_off = model(input_ids=IDS).logits
+    assert (adapted - original(input_ids=IDS).logits).abs().max() > 0.1
+    torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapter(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(switched_off, original(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    # Exporting merges into copies: the base is still what it was, to the bit.
+    assert frozen
+    assert all(torch.equal(frozen[name], after) for name, after in plain_weights(model).items())
+    assert set(merged.state_dict()) == set(original.state_dict())
+
+
+@torch.no_grad()
+def test_before_training_an_adapter_changes_nothing(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+    model = trained_causal_lm(settings(path), TOKENIZER, device=CPU, seed=0).eval()
+    plain = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+
+    assert torch.equal(Policy(model)(BATCH).logprobs, Policy(plain)(BATCH).logprobs)
+
+
+def test_only_adapters_learn_in_a_language_model_and_also_the_head_in_a_classifier(
+    tmp_path: Path,
+) -> None:
+    config = settings(base("llama", tmp_path))
+
+    actor = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+    reward = trained_classifier(config, TOKENIZER, device=CPU, seed=0)
+
+    assert all(".lora_" in name for name, p in actor.named_parameters() if p.requires_grad)
+    others = [n for n, p in reward.named_parameters() if p.requires_grad and ".lora_" not in n]
+    assert len(others) == 1
+    assert others[0].endswith("score.modules_to_save.default.weight")
+
+
+@torch.no_grad()
+def test_a_reward_models_head_is_trained_and_exported_with_its_adapter(tmp_path: Path) -> None:
+    config = settings(base("llama", tmp_path / "base"))
+    model = trained_classifier(config, TOKENIZER, device=CPU, seed=0)
+    head = model.base_model.model.score.modules_to_save["default"].weight
+    before = head.clone()
+    with torch.enable_grad():
+        learned(Scorer(model), config)
+
+    export(model, TOKENIZER, tmp_path / "out")
+
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    fresh = AutoModelForSequenceClassification.from_pretrained(config.path, num_labels=1)
+    adapter = PeftModel.from_pretrained(fresh, str(tmp_path / "out" / "adapter"))
+    scores = Scorer(model).final_scores(collate(random_rows((5,))))
+    ids = torch.tensor([random_rows((5,))[0].input_ids])
+    assert not torch.equal(head, before)
+    assert torch.equal(merged.score.weight, head)
+    torch.testing.assert_close(merged(input_ids=ids).logits[0], scores, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapter(input_ids=ids).logits[0], scores, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_merged_export_with_tied_embeddings_stays_tied(tmp_path: Path) -> None:
+    config = settings(base("llama", tmp_path / "base", tie_word_embeddings=True))
+    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+    with torch.enable_grad():
+        learned(Policy(model), config)
+
+    export(model, TOKENIZER, tmp_path / "out")
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    adapted = model(input_ids=IDS).logits
+    torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_are_fp32_on_a_bf16_base_and_drawn_from_the_seed() -> None:
+    models = [
+        add_lora(tiny_causal_lm("llama").bfloat16(), LORA, task="causal", seed=seed)
+        for seed in (1, 1, 2)
+    ]
+
+    drawn = [
+        torch.cat([p.flatten() for name, p in model.named_parameters() if ".lora_A" in name])
+        for model in models
+    ]
+    assert drawn[0].dtype == torch.float32
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_targets_name_the_layers_that_get_an_adapter() -> None:
+    model = add_lora(
+        tiny_causal_lm("llama"), LoraConfig(targets=("q_proj", "v_proj")), task="causal", seed=0
+    )
+
+    adapted = {
+        name.split(".lora_")[0].split(".")[-1]
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    assert adapted == {"q_proj", "v_proj"}
+
+
+def test_targets_that_match_nothing_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"lora.targets \['query'\]"):
+        add_lora(tiny_causal_lm("llama"), LoraConfig(targets=("query",)), task="causal", seed=0)
+
+
+def test_gradient_checkpointing_gives_adapters_the_same_gradients(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+    gradients = []
+
+    for checkpointing in (False, True):
+        config = settings(path, gradient_checkpointing=checkpointing)
+        model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+        engine = Engine(Policy(model), config, total_steps=1)
+        engine.backward(engine(BATCH).logprobs.sum())
+        gradients.append(torch.cat([group.grad for group in engine.groups]))
+
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
+
+
+def test_adapter_dropout_is_off_while_evaluating(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4, dropout=0.5)
+    config = settings(base("llama", tmp_path), lora=lora)
+    policy = Policy(trained_causal_lm(config, TOKENIZER, device=CPU, seed=0))
+    learned(policy, config)
+
+    with evaluating(policy):
+        first, second = (policy(BATCH).logprobs for _ in range(2))
+    policy.train()
+    third, fourth = (policy(BATCH).logprobs for _ in range(2))
+
+    assert torch.equal(first, second)
+    assert not torch.equal(third, fourth)

@@ -1,0 +1,15 @@
+"""The toy models, saved once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.step3_ppo.toy import save_models
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds actor and reward model."""
+    directory = tmp_path_factory.mktemp("toy")
+    save_models(directory)
+    return directory

@@ -1,0 +1,233 @@
+"""PPO's mathematics against hand-computed numbers and references written another way."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from step3_ppo.losses import (
+    MAX_LOG_RATIO,
+    explained_variance,
+    gae,
+    k3,
+    policy_loss,
+    policy_ratio,
+    token_rewards,
+    value_loss,
+    whiten,
+)
+
+F64 = torch.float64
+
+
+def mask_of(lengths: list[int], width: int) -> Tensor:
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def advantages_by_definition(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> list[float]:
+    """Sum over l of (gamma lambda)^l delta_{t+l}, one sequence, with the value 0 after its end."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
+    return [
+        sum((gamma * lam) ** later * delta for later, delta in enumerate(deltas[t:]))
+        for t in range(len(deltas))
+    ]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (0.99, 0.0), (0.97, 1.0)])
+def test_gae_is_the_discounted_sum_of_later_td_errors(gamma: float, lam: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 5, 7, dtype=F64, generator=generator)
+    lengths = [7, 4, 1, 6, 2]
+
+    advantages, returns = gae(rewards, values, mask_of(lengths, 7), gamma=gamma, lam=lam)
+
+    for row, length in enumerate(lengths):
+        expected = advantages_by_definition(
+            rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lam
+        )
+        torch.testing.assert_close(advantages[row, :length], torch.tensor(expected, dtype=F64))
+    torch.testing.assert_close(returns, (advantages + values) * mask_of(lengths, 7))
+
+
+def test_gae_by_hand() -> None:
+    rewards, values = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[1.0, 2.0, 4.0]])
+
+    advantages, returns = gae(rewards, values, torch.ones(1, 3).bool(), gamma=0.5, lam=0.5)
+
+    # Errors 0 + 1 - 1 = 0, 1 + 2 - 2 = 1 and 2 - 4 = -2; each advantage adds a quarter of the next.
+    assert advantages.tolist() == [[0.125, 0.5, -2.0]]
+    assert returns.tolist() == [[1.125, 2.5, 2.0]]
+
+
+def test_gae_with_lambda_0_is_the_td_error() -> None:
+    rewards, values = torch.ones(1, 2), torch.tensor([[2.0, 3.0]])
+
+    advantages, _ = gae(rewards, values, torch.ones(1, 2).bool(), gamma=1.0, lam=0.0)
+
+    assert advantages.tolist() == [[1 + 3 - 2, 1 - 3]]
+
+
+def test_gae_with_lambda_1_returns_the_rewards_to_come() -> None:
+    rewards, values = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[9.0, -5.0, 0.5]])
+
+    _, returns = gae(rewards, values, torch.ones(1, 3).bool(), gamma=1.0, lam=1.0)
+
+    assert returns.tolist() == [[7, 6, 4]]
+
+
+def test_what_lies_on_padding_changes_no_advantage() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 3, 5, generator=generator)
+    mask = mask_of([5, 2, 1], 5)
+    dirt = 1e6 * torch.randn(2, 3, 5, generator=generator) * ~mask
+
+    clean = gae(rewards * mask, values * mask, mask, gamma=0.9, lam=0.9)
+    dirty = gae(rewards + dirt[0], values + dirt[1], mask, gamma=0.9, lam=0.9)
+
+    for expected, got in zip(clean, dirty, strict=True):
+        assert torch.equal(expected, got)
+        assert not got[~mask].any()
+
+
+def test_the_score_falls_on_the_last_token_and_the_kl_on_every_one() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, 7.0], [-1.0, -1.0, -3.0], [-4.0, 7.0, 7.0]])
+    ref_logprobs = torch.tensor([[-2.0, -2.0, 0.0], [-1.0, -2.0, -1.0], [-2.0, 0.0, 0.0]])
+    score = torch.tensor([10.0, 20.0, 30.0])
+
+    rewards = token_rewards(score, logprobs, ref_logprobs, mask_of([2, 3, 1], 3), kl_coef=0.5)
+
+    assert rewards.tolist() == [[-0.5, 10, 0], [0, -0.5, 21], [31, 0, 0]]
+
+
+def test_whitening_gives_mean_0_and_variance_1_over_real_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = 3 * torch.randn(4, 6, dtype=F64, generator=generator) + 7
+    mask = mask_of([6, 3, 1, 4], 6)
+    real = values[mask]
+    mean, variance = real.mean().item(), real.var(correction=0).item()
+
+    shifted = whiten(values, mask, mean=mean, variance=variance, shift_mean=True)
+    kept = whiten(values, mask, mean=mean, variance=variance, shift_mean=False)
+
+    assert shifted[mask].mean().item() == pytest.approx(0, abs=1e-12)
+    assert shifted[mask].var(correction=0).item() == pytest.approx(1)
+    assert kept[mask].mean().item() == pytest.approx(mean)
+    assert kept[mask].var(correction=0).item() == pytest.approx(1)
+    assert not shifted[~mask].any()
+    assert not kept[~mask].any()
+
+
+def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, float]:
+    """Loss and its gradient with respect to the new log-probability, for one token."""
+    logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
+    old = torch.tensor([-1.0], dtype=F64)
+    loss = policy_loss(
+        logprobs,
+        old,
+        torch.tensor([advantage], dtype=F64),
+        **{"clip": 0.2, "clip_high": 0.2, **settings},  # pyright: ignore[reportArgumentType]
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.item(), logprobs.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 2.0, -2.4, 0.0),  # already likelier than the trust region allows: no pull further
+        (0.5, 2.0, -1.0, -1.0),  # unlikelier by mistake: pulled back with full force
+        (0.5, -2.0, 1.6, 0.0),
+        (1.5, -2.0, 3.0, 3.0),
+    ],
+)
+def test_the_policy_loss_clips_only_what_would_go_further(
+    ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    assert loss_at(ratio, advantage) == pytest.approx((loss, gradient))
+
+
+def test_the_upper_side_of_the_trust_region_has_its_own_width() -> None:
+    assert loss_at(1.5, 2.0, clip_high=0.3) == pytest.approx((-2.6, 0.0))
+    assert loss_at(0.5, -2.0, clip_high=0.3) == pytest.approx((1.6, 0.0))
+    assert loss_at(1.25, 2.0, clip_high=0.3) == pytest.approx((-2.5, -2.5))
+
+
+def test_dual_clipping_bounds_the_loss_of_a_negative_advantage_alone() -> None:
+    assert loss_at(5.0, -2.0) == pytest.approx((10.0, 10.0))
+    assert loss_at(5.0, -2.0, dual_clip=3.0) == pytest.approx((6.0, 0.0))
+    assert loss_at(2.0, -2.0, dual_clip=3.0) == pytest.approx((4.0, 4.0))
+    assert loss_at(5.0, 2.0, dual_clip=3.0) == pytest.approx((-2.4, 0.0))
+
+
+def test_the_policy_loss_is_a_sum_over_tokens() -> None:
+    logprobs = torch.tensor([1.1, 1.5, 0.5]).log()
+
+    loss = policy_loss(
+        logprobs, torch.zeros(3), torch.tensor([2.0, 2.0, -2.0]), clip=0.2, clip_high=0.2
+    )
+
+    assert loss.item() == pytest.approx(-2.2 - 2.4 + 1.6)
+
+
+def test_the_ratio_stays_finite_however_far_the_policies_are_apart() -> None:
+    ratio = policy_ratio(torch.tensor([0.0, -500.0, -1.0]), torch.tensor([-500.0, 0.0, -1.0]))
+
+    expected = torch.tensor([math.exp(MAX_LOG_RATIO), math.exp(-MAX_LOG_RATIO), 1.0])
+    torch.testing.assert_close(ratio, expected)
+    assert ratio[2] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "clip", "loss"),
+    [
+        (1.3, 0.2, 0.5 * 0.8**2),  # clipped to 1.2, farther from the return 2 than 1.3 is
+        (1.1, 0.2, 0.5 * 0.9**2),
+        (0.5, 0.2, 0.5 * 1.5**2),  # clipped to 0.8, nearer to the return: the true error counts
+        (1.3, None, 0.5 * 0.7**2),
+    ],
+)
+def test_the_value_loss_is_half_the_worse_squared_error(
+    value: float, clip: float | None, loss: float
+) -> None:
+    got = value_loss(
+        torch.tensor([value, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]), clip=clip
+    )
+
+    assert got.item() == pytest.approx(loss)
+
+
+def test_k3_is_never_negative_and_0_only_where_the_policies_agree() -> None:
+    log_ratio = torch.linspace(-30, 30, 601)
+
+    estimate = k3(log_ratio)
+
+    assert estimate.isfinite().all()
+    assert (estimate >= 0).all()
+    assert k3(torch.zeros(1)).item() == 0.0
+    assert k3(torch.tensor([math.log(2)])).item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_the_expectation_of_k3_and_of_k1_is_the_kl_divergence() -> None:
+    policy = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=F64)
+    reference = torch.tensor([0.25, 0.25, 0.4, 0.1], dtype=F64)
+    divergence = sum(
+        p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True)
+    )
+    log_ratio = policy.log() - reference.log()
+
+    assert (policy * k3(log_ratio)).sum().item() == pytest.approx(divergence)
+    assert (policy * log_ratio).sum().item() == pytest.approx(divergence)
+
+
+def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one() -> None:
+    assert explained_variance(residual_variance=0.0, return_variance=4.0) == 1.0
+    assert explained_variance(residual_variance=4.0, return_variance=4.0) == 0.0
+    assert explained_variance(residual_variance=8.0, return_variance=4.0) == -1.0
+    assert explained_variance(residual_variance=1.0, return_variance=0.0) == 0.0

@@ -1,0 +1,189 @@
+"""Experience: masks from lengths, log-probabilities of one policy, rewards where they belong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from inference.generation import Response
+from step3_ppo.models import Models
+from step3_ppo.rollout import (
+    Experience,
+    finish_rollout,
+    gather_experience,
+    global_moments,
+    reward_of_score,
+    sample_responses,
+)
+from step3_ppo.statistics import rollout_statistics
+from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models, toy_rollout
+
+RESPONSES = [
+    Response([30, 31, END], [-1.0, -1.0, -1.0], stopped=True),
+    Response([40, 41, 42, 43], [-1.0] * 4, stopped=False),
+    Response([END], [-1.0], stopped=True),
+]
+
+
+@pytest.fixture
+def models(toy: Path) -> Models:
+    return toy_models(toy_config(toy))
+
+
+def answered(models: Models, toy: Path, **changes: object) -> Experience:
+    return gather_experience(models, PROMPTS[:3], RESPONSES, toy_config(toy, **changes))
+
+
+def test_the_end_of_sequence_is_a_token_of_the_response(models: Models, toy: Path) -> None:
+    experience = answered(models, toy)
+
+    assert experience.mask.tolist() == [[True] * 3 + [False], [True] * 4, [True] + [False] * 3]
+    for sequence, prompt, response in zip(experience.sequences, PROMPTS, RESPONSES, strict=False):
+        assert sequence.input_ids == prompt + response.ids
+        assert sequence.trained == [False] * len(prompt) + [True] * len(response.ids)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 8])
+@torch.no_grad()
+def test_what_the_models_say_is_what_plain_transformers_says_of_each_sequence(
+    models: Models, toy: Path, micro_batch_size: int
+) -> None:
+    actor = AutoModelForCausalLM.from_pretrained(toy / "actor")
+    reward = AutoModelForSequenceClassification.from_pretrained(toy / "reward")
+    mean, std = 0.5, 2.0  # as saved with the reward model
+    head = reward.score.weight[0]
+
+    said = answered(models, toy, micro_batch_size=micro_batch_size, temperature=0.5)
+
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=False)):
+        ids = torch.tensor([prompt + response.ids])
+        before = slice(len(prompt) - 1, ids.shape[1] - 1)  # the state before each response token
+        length = len(response.ids)
+        policy = torch.distributions.Categorical(logits=2 * actor(ids).logits[0, before])
+        logprobs = policy.log_prob(torch.tensor(response.ids))
+        scores = reward.model(ids).last_hidden_state[0] @ head
+        for got, expected in (
+            (said.logprobs[row, :length], logprobs),
+            (said.ref_logprobs[row, :length], logprobs),
+            (said.entropy[row, :length], policy.entropy()),
+            (said.values[row, :length], (scores[before] - mean) / std),
+            (said.score[row], scores[-1]),
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_the_kl_to_oneself_is_exactly_0(models: Models, toy: Path) -> None:
+    config = toy_config(toy)
+    rollout = toy_rollout(models, config)
+
+    statistics = rollout_statistics(rollout, reward_of_score(rollout.experience, models, config))
+
+    assert torch.equal(rollout.experience.logprobs, rollout.experience.ref_logprobs)
+    assert statistics["kl"] == statistics["kl_k3"] == 0.0
+
+
+def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) -> None:
+    config = toy_config(toy, temperature=0.7, micro_batch_size=3)
+    responses = sample_responses(models, PROMPTS, config, keys=range(8))
+    experience = gather_experience(models, PROMPTS, responses, config)
+    score = reward_of_score(experience, models, config)
+
+    rollout = finish_rollout(experience, score, config, kl_coef=0.1)
+
+    assert rollout_statistics(rollout, score)["rollout_gap"] < 1e-5
+    torch.testing.assert_close(
+        experience.sampled_logprobs, experience.logprobs, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missing(
+    models: Models, toy: Path
+) -> None:
+    experience = answered(models, toy)
+    raw = torch.tensor([2.5, 4.5, -40.5])
+    experience = Experience(**{**vars(experience), "score": raw})
+
+    def reward(**changes: object) -> list[float]:
+        return reward_of_score(experience, models, toy_config(toy, **changes)).tolist()
+
+    assert reward() == [1.0, -1.0, -5.0]
+    assert reward(missing_eos_score=None) == [1.0, 2.0, -5.0]
+    assert reward(missing_eos_score=None, score_clip=None) == [1.0, 2.0, -20.5]
+    assert reward(normalize_score=False, score_clip=3.0) == [2.5, -1.0, -3.0]
+
+
+def test_the_score_lands_on_the_end_of_sequence_token(models: Models, toy: Path) -> None:
+    experience = answered(models, toy)
+
+    rollout = finish_rollout(
+        experience, torch.tensor([1.0, 2.0, 3.0]), toy_config(toy), kl_coef=0.1
+    )
+
+    assert rollout.rewards.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [3, 0, 0, 0]]
+
+
+def test_advantages_are_whitened_and_returns_are_not(models: Models, toy: Path) -> None:
+    experience = answered(models, toy)
+    score = torch.tensor([1.0, 2.0, 3.0])
+
+    plain = finish_rollout(experience, score, toy_config(toy, whiten_advantages=False), kl_coef=0.0)
+    white = finish_rollout(experience, score, toy_config(toy), kl_coef=0.0)
+
+    mask = experience.mask
+    assert torch.equal(white.returns, plain.returns)
+    expected = plain.advantages[mask]
+    expected = (expected - expected.mean()) / expected.std(correction=0)
+    torch.testing.assert_close(white.advantages[mask], expected)
+    assert not white.advantages[~mask].any()
+
+
+def test_moments_count_real_tokens_only() -> None:
+    values = torch.tensor([[1.0, 3.0, 99.0], [5.0, 99.0, 99.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+
+    assert global_moments(values, mask) == pytest.approx((3.0, 8 / 3))
+
+
+def test_a_minibatch_without_rows_teaches_nothing(models: Models, toy: Path) -> None:
+    minibatch = toy_rollout(models, toy_config(toy)).minibatch([])
+
+    assert minibatch.tokens.num_targets == 0
+    assert minibatch.tokens.num_tokens > 0
+    assert len(minibatch.advantages) == len(minibatch.old_values) == 0
+
+
+def test_statistics_by_hand(toy: Path, models: Models) -> None:
+    experience = answered(models, toy)
+    mask = experience.mask
+    experience = Experience(
+        **{
+            **vars(experience),
+            "logprobs": -1.0 * mask,
+            "ref_logprobs": -1.5 * mask,
+            "sampled_logprobs": -1.25 * mask,
+            "entropy": 2.0 * mask,
+            "values": 0.5 * mask,
+            "score": torch.tensor([1.0, 2.0, 6.0]),
+        }
+    )
+    score = torch.tensor([1.0, 0.0, 2.0])
+    config = toy_config(toy, whiten_advantages=False, lam=1.0)
+
+    statistics = rollout_statistics(finish_rollout(experience, score, config, kl_coef=0.0), score)
+
+    expected = {
+        "score": 3.0,
+        "score_std": (14 / 3) ** 0.5,
+        "reward_score": 1.0,
+        "kl": 0.5 * 8 / 3,
+        "kl_k3": (2.718281828**-0.5 - 0.5) * 8 / 3,
+        "entropy": 2.0,
+        "value": 0.5,
+        "explained_variance": 0.0,  # a constant critic
+        "response_length": 8 / 3,
+        "stop_rate": 2 / 3,
+        "repetition": 0.0,
+        "rollout_gap": 0.25,
+    }
+    assert statistics == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,367 @@
+"""PPO's updates: ratio 1 at first, gradients as the formulas say, nothing changed that must not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.distributed import rank, world_size
+from pipeline.engine.engine import Engine
+from step3_ppo.config import PPOConfig
+from step3_ppo.ema import Ema
+from step3_ppo.models import Models
+from step3_ppo.ptx import PtxStream
+from step3_ppo.rollout import (
+    Rollout,
+    finish_rollout,
+    gather_experience,
+    reward_of_score,
+    sample_responses,
+)
+from step3_ppo.statistics import rollout_statistics
+from step3_ppo.train import learn
+from step3_ppo.update import (
+    OffPolicyError,
+    Update,
+    Updates,
+    check_first_update,
+    update_models,
+)
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models, toy_rollout, weights
+
+ALL = range(len(PROMPTS))
+
+
+def updated(
+    models: Models, rollout: Rollout, config: PPOConfig, *, ptx: PtxStream | None = None
+) -> Update:
+    return update_models(models, rollout, ALL, config, train_actor=True, ptx=ptx)
+
+
+def gradient(engine: Engine) -> Tensor:
+    """The gradient of the engine's only step so far: Adam's first moment is a tenth of it."""
+    moments = [engine.optimizer.state[group.master]["exp_avg"] for group in engine.groups]
+    return torch.cat(moments) / (1 - engine.optim.betas[0])
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Relative L2 distance."""
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def test_the_first_minibatch_has_a_ratio_of_exactly_1_where_the_shapes_are_the_same(
+    toy: Path,
+) -> None:
+    config = toy_config(toy)
+    models = toy_models(config)
+
+    metrics = updated(models, toy_rollout(models, config), config).metrics
+
+    assert metrics["ratio_max"] == metrics["ratio_mean"] == 1.0
+    assert metrics["approx_kl"] == metrics["clip_fraction"] == 0.0
+    assert metrics["value_clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_first_minibatch_has_a_ratio_of_1_however_it_is_cut(
+    toy: Path, temperature: float
+) -> None:
+    config = toy_config(toy, batch_size=4, micro_batch_size=2, temperature=temperature)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+
+    metrics = update_models(
+        models, rollout, [6, 1, 4, 3], config, train_actor=True, ptx=None
+    ).metrics
+
+    assert abs(metrics["ratio_max"] - 1) < 1e-5
+    assert abs(metrics["ratio_mean"] - 1) < 1e-5
+
+
+def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -> None:
+    """At ratio 1 the actor's is -A grad log pi, the critic's (V - R) grad V, over all tokens."""
+    config = toy_config(toy, entropy_coef=0.1)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+    actor = AutoModelForCausalLM.from_pretrained(toy / "actor")
+    critic = AutoModelForSequenceClassification.from_pretrained(toy / "reward")
+    num_tokens = int(rollout.experience.mask.sum())
+
+    updated(models, rollout, config)
+
+    for row, sequence in enumerate(rollout.experience.sequences):
+        ids = torch.tensor([sequence.input_ids])
+        length = sum(sequence.trained)
+        before = slice(ids.shape[1] - length - 1, ids.shape[1] - 1)
+        policy = torch.distributions.Categorical(logits=actor(ids).logits[0, before])
+        logprobs = policy.log_prob(ids[0, -length:])
+        objective = rollout.advantages[row, :length] @ logprobs + 0.1 * policy.entropy().sum()
+        (-objective / num_tokens).backward()
+        hidden = critic.model(ids).last_hidden_state[0, before]
+        values = (hidden @ critic.score.weight[0] - 0.5) / 2.0
+        (0.5 * (values - rollout.returns[row, :length]).square().sum() / num_tokens).backward()
+    for engine, plain in ((models.actor, actor), (models.critic, critic)):
+        grads = {name: p.grad for name, p in plain.named_parameters()}
+        names = [name for name, _ in engine.model.named_parameters()]
+        expected = torch.cat([_grad_of(name, grads).flatten() for name in _by_group(engine, names)])
+        assert distance(gradient(engine), expected) < 1e-5
+
+
+def _by_group(engine: Engine, names: list[str]) -> list[str]:
+    """Parameter names in the order in which the engine's groups lay them out."""
+    of_param = dict(zip(map(id, engine.model.parameters()), names, strict=True))
+    return [of_param[id(param)] for group in engine.groups for param in group.params]
+
+
+def _grad_of(name: str, grads: dict[str, Tensor | None]) -> Tensor:
+    found = grads[name.removeprefix("scorer.").removeprefix("model.")]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_an_update_does_not_depend_on_the_micro_batch_size(
+    toy: Path, micro_batch_size: int
+) -> None:
+    config = toy_config(toy)
+    whole = toy_models(config)
+    rollout = toy_rollout(whole, config)
+    cut = toy_models(config)
+
+    expected = updated(whole, rollout, config)
+    got = updated(cut, rollout, toy_config(toy, micro_batch_size=micro_batch_size))
+
+    assert distance(gradient(cut.actor), gradient(whole.actor)) < 1e-5
+    assert distance(gradient(cut.critic), gradient(whole.critic)) < 1e-5
+    assert got.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+    assert got.tokens == expected.tokens == int(rollout.experience.mask.sum())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_the_first_update_in_bf16_is_allowed_the_rounding_of_bf16(
+    toy: Path, lora: LoraConfig | None
+) -> None:
+    config = toy_config(toy, batch_size=4)
+    actor = replace(config.actor, precision="bf16", lora=lora)
+    config = replace(config, actor=actor)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+
+    update = update_models(models, rollout, [6, 1, 4, 3], config, train_actor=True, ptx=None)
+    check_first_update(replace(update, metrics={"ratio_error": 0.05}), models)
+
+    assert update.metrics["ratio_error"] < 0.05
+
+
+def test_a_first_update_of_another_policy_than_the_sampled_one_stops_the_run(toy: Path) -> None:
+    config = toy_config(toy)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+    experience = replace(rollout.experience, logprobs=rollout.experience.logprobs - 0.01)
+    spoiled = replace(rollout, experience=experience)
+
+    with pytest.raises(OffPolicyError, match=r"ratio 0\.01 away from 1, more than 0\.001"):
+        learn(models, spoiled, config, step=1, ema=None, ptx=None)
+
+
+def test_during_the_critics_warm_up_the_actor_keeps_every_byte(toy: Path) -> None:
+    config = toy_config(toy, critic_warmup_steps=1)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+    actor, critic = weights(models.policy), weights(models.value_model)
+
+    learn(models, rollout, config, step=1, ema=None, ptx=None)
+    assert torch.equal(weights(models.policy), actor)
+    assert not torch.equal(weights(models.value_model), critic)
+    assert models.actor.steps == 0
+
+    learn(models, rollout, config, step=2, ema=None, ptx=None)
+    assert not torch.equal(weights(models.policy), actor)
+
+
+def test_a_policy_too_far_from_the_old_one_stops_and_changes_nothing_more(toy: Path) -> None:
+    config = toy_config(toy, ppo_epochs=4, target_kl=1e-3)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+
+    first = updated(models, rollout, config)
+    after_one = weights(models.policy), weights(models.value_model)
+    second = updated(models, rollout, config)
+
+    assert not first.stopped
+    assert second.stopped
+    assert second.metrics["approx_kl"] > 1.5e-3
+    assert torch.equal(weights(models.policy), after_one[0])
+    assert torch.equal(weights(models.value_model), after_one[1])
+    assert not any(group.grad.any() for group in models.actor.groups)
+
+
+def test_the_epochs_over_a_rollout_end_at_the_target_kl(toy: Path) -> None:
+    config = toy_config(toy, ppo_epochs=4, target_kl=1e-3)
+    models = toy_models(config)
+
+    updates = learn(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
+
+    assert updates.values()["updates"] == 1
+    assert models.actor.steps == models.critic.steps == 1
+
+
+def test_every_epoch_visits_every_response_once(toy: Path) -> None:
+    config = toy_config(toy, ppo_epochs=2, batch_size=3)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+
+    updates = learn(models, rollout, config, step=1, ema=None, ptx=None)
+
+    assert updates.values()["updates"] == 2 * 3  # of 3, 3 and 2 responses
+    assert updates.tokens == 2 * int(rollout.experience.mask.sum())
+
+
+def test_the_moving_average_follows_every_update(toy: Path) -> None:
+    config = toy_config(toy, batch_size=4)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+    ema = Ema(models.policy, decay=0.75)
+    start = weights(models.policy)
+
+    learn(models, rollout, toy_config(toy), step=1, ema=ema, ptx=None)
+
+    average = torch.cat([shadow.flatten() for shadow in ema.shadow.values()])
+    torch.testing.assert_close(average, 0.75 * start + 0.25 * weights(models.policy))
+
+
+def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(f'{{"prompt": "Add {n}.", "response": "It is {n}"}}\n' for n in range(9))
+    )
+    plain_config = toy_config(toy)
+    config = toy_config(toy, ptx_coef=0.5, ptx_data=(str(text),))
+    plain, mixed, alone = (toy_models(plain_config) for _ in range(3))
+    rollout = toy_rollout(plain, plain_config)
+    batches, num_targets = next(PtxStream(alone.chat, config))
+    for batch in batches:
+        alone.actor.backward(-alone.actor(batch).logprobs.sum() / num_targets)
+    language_model = torch.cat([group.grad for group in alone.actor.groups])
+
+    updated(plain, rollout, plain_config)
+    update = updated(mixed, rollout, config, ptx=PtxStream(mixed.chat, config))
+
+    expected = gradient(plain.actor) + 0.5 * language_model
+    assert distance(gradient(mixed.actor), expected) < 1e-5
+    assert update.metrics["ptx_loss"] > 1
+    assert torch.equal(gradient(mixed.critic), gradient(plain.critic))
+
+
+def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
+    config = toy_config(toy, clip_high=0.5, value_clip=0.2)
+    models = toy_models(config)
+    rollout = toy_rollout(models, config)
+    experience = rollout.experience
+    shifted = Rollout(
+        experience=type(experience)(
+            **{
+                **vars(experience),
+                "logprobs": experience.logprobs - 0.3,  # the ratio is exp 0.3 = 1.35
+                "values": experience.values - 0.25,
+            }
+        ),
+        rewards=rollout.rewards,
+        advantages=torch.ones_like(rollout.advantages),
+        returns=rollout.returns,
+    )
+
+    wide = updated(models, shifted, config).metrics
+    models = toy_models(config)
+    narrow = updated(models, shifted, toy_config(toy, value_clip=None)).metrics
+
+    assert wide["ratio_mean"] == pytest.approx(1.34986, rel=1e-4)
+    assert wide["ratio_max"] == pytest.approx(1.34986, rel=1e-4)
+    assert wide["approx_kl"] == pytest.approx(0.5 * 0.3**2, rel=1e-3)
+    assert (wide["clip_fraction"], narrow["clip_fraction"]) == (0.0, 1.0)
+    assert (wide["value_clip_fraction"], narrow["value_clip_fraction"]) == (1.0, 0.0)
+    assert wide["policy_loss"] == pytest.approx(-1.34986, rel=1e-4)
+    assert narrow["policy_loss"] == pytest.approx(-1.2, rel=1e-4)
+
+
+def test_updates_report_means_the_largest_ratio_and_the_last_rate() -> None:
+    updates = Updates()
+    for loss, ratio, rate, stopped in (
+        (1.0, 3.0, 0.2, False),
+        (2.0, 1.0, 0.1, False),
+        (6.0, 2.0, 0.0, True),
+    ):
+        metrics = {"loss": loss, "ratio_max": ratio, "ratio_error": abs(ratio - 1)}
+        updates.add(Update(metrics if stopped else {**metrics, "lr": rate}, 10, stopped=stopped))
+
+    assert updates.tokens == 30
+    assert updates.values() == {
+        "loss": 3.0,
+        "ratio_max": 3.0,
+        "ratio_error": 2.0,
+        "lr": 0.1,
+        "updates": 2.0,
+    }
+
+
+def iteration(directory: str) -> dict[str, float]:
+    """One iteration on this process's share of the prompts; its metrics, which all agree on."""
+    config = toy_config(Path(directory), batch_size=3, micro_batch_size=2, ppo_epochs=2)
+    models = toy_models(config)
+    rows = list(ALL)[rank() :: world_size()]
+    prompts = [PROMPTS[row] for row in rows]
+    responses = sample_responses(models, prompts, config, keys=rows)
+    experience = gather_experience(models, prompts, responses, config)
+    score = reward_of_score(experience, models, config)
+    rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+    statistics = rollout_statistics(rollout, score)
+    updates = learn(models, rollout, config, step=1, ema=None, ptx=None)
+    return {
+        **statistics,
+        **updates.values(),
+        "tokens": float(updates.tokens),
+        "weights": weights(models.policy).norm().item(),
+    }
+
+
+def test_an_iteration_on_two_processes_is_the_one_on_a_single_process(toy: Path) -> None:
+    alone = iteration(str(toy))
+
+    first, second = run_ranks(iteration, str(toy))
+
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-3, abs=1e-4)
+
+
+def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
+    """Half of the tokens have an even number; they are what is asked for."""
+    optim = OptimConfig(lr=0.01, eps=1e-5, schedule="constant", warmup_ratio=0.0)
+    config = toy_config(
+        toy,
+        actor=TrainedModelConfig(path=str(toy / "actor"), optim=optim),
+        critic=TrainedModelConfig(path=str(toy / "reward"), optim=optim),
+        rollout_size=64,
+        batch_size=32,
+        micro_batch_size=64,
+        ppo_epochs=2,
+    )
+    models = toy_models(config)
+    even: list[float] = []
+
+    for step in range(1, 15):
+        prompts = PROMPTS * 8
+        keys = range(64 * step, 64 * (step + 1))
+        responses = sample_responses(models, prompts, config, keys=keys)
+        experience = gather_experience(models, prompts, responses, config)
+        shares = [sum(token % 2 == 0 for token in r.ids) / len(r.ids) for r in responses]
+        rollout = finish_rollout(experience, torch.tensor(shares), config, kl_coef=0.0)
+        learn(models, rollout, config, step=step, ema=None, ptx=None)
+        even.append(sum(shares) / len(shares))
+
+    assert even[0] < 0.6
+    assert even[-1] > 0.75

@@ -1,0 +1,80 @@
+"""Actor, critic and reward model small enough to train in a test, with the embedded tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference.generation import Response
+from pipeline.config import FrozenModelConfig, OptimConfig, TrainedModelConfig
+from pipeline.models.chat import load_chat
+from pipeline.models.embedded import build_tokenizer
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Models, load_models
+from step3_ppo.rollout import (
+    Rollout,
+    finish_rollout,
+    gather_experience,
+    reward_of_score,
+    sample_responses,
+)
+from tests.families import tiny_causal_lm, tiny_classifier
+
+END = 2
+"""The embedded tokenizer's end of sequence."""
+
+PROMPTS = [[1, *range(20, 20 + length)] for length in (3, 7, 1, 5, 2, 6, 4, 3)]
+
+
+def save_models(directory: Path) -> None:
+    """Random models where `toy_config` looks for them."""
+    tokenizer = build_tokenizer()
+    vocabulary = len(tokenizer)
+    reward = tiny_classifier("llama", seed=2, vocab_size=vocabulary, bos_token_id=1)
+    reward.config.update({"score_mean": 0.5, "score_std": 2.0})
+    models = {"actor": tiny_causal_lm("llama", seed=1, vocab_size=vocabulary), "reward": reward}
+    for name, model in models.items():
+        model.save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+
+
+def toy_config(directory: Path, **changes: Any) -> PPOConfig:
+    """Eight prompts, one minibatch, responses of at most 8 tokens; constant rates, no clipping."""
+    optim = OptimConfig(
+        lr=0.01, eps=1e-5, schedule="constant", warmup_ratio=0.0, max_grad_norm=None
+    )
+    settings = {
+        "output_dir": directory / "out",
+        "actor": TrainedModelConfig(path=str(directory / "actor"), optim=optim),
+        "critic": TrainedModelConfig(path=str(directory / "reward"), optim=optim),
+        "reward": FrozenModelConfig(path=str(directory / "reward")),
+        "rollout_size": len(PROMPTS),
+        "batch_size": len(PROMPTS),
+        "max_prompt_length": 8,
+        "max_new_tokens": 8,
+    }
+    return PPOConfig(**{**settings, **changes})
+
+
+def toy_models(config: PPOConfig) -> Models:
+    """The models as step 3 loads them."""
+    tokenizer, chat = load_chat(config.actor, config.data.format)
+    return load_models(config, tokenizer, chat, iterations=4)
+
+
+def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
+    """The actor's answers to all prompts, with what PPO derives from them; three have an end."""
+    keys = [seed * len(PROMPTS) + row for row in range(len(PROMPTS))]
+    responses = sample_responses(models, PROMPTS, config, keys=keys)
+    for row, length in ((1, 3), (4, 1), (6, 5)):
+        responses[row] = Response(
+            [*responses[row].ids[: length - 1], END], responses[row].logprobs[:length], stopped=True
+        )
+    experience = gather_experience(models, PROMPTS, responses, config)
+    score = reward_of_score(experience, models, config)
+    return finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters as one vector."""
+    return torch.cat([param.detach().float().flatten() for param in model.parameters()])
