@@ -166,6 +166,7 @@ def configure_logging(*, is_main: bool) -> None:
     root.addHandler(handler)
     root.setLevel(logging.WARNING if is_main else logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # loading checks for missing weights itself
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
 

@@ -1,6 +1,7 @@
 """Base, step 1 and step 3 side by side: the figures of the summary and the report's samples."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 from pipeline.config import FrozenModelConfig
 from pipeline.data.embedded import judge
 from pipeline.distributed import local_device
-from pipeline.models.load import add_tokens, load_causal_lm
+from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
+
+logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 12
 """Held-out prompts whose answers the report shows."""
@@ -37,8 +40,15 @@ def answer_all(held_out: HeldOut) -> Answers:
 
 
 def answers_of_base(held_out: HeldOut, base: FrozenModelConfig) -> list[Answer] | None:
-    """Sampled answers of the model before step 1; None where none is named."""
+    """Sampled answers of the model before step 1.
+
+    None where none is named, or where it numbers its tokens in another way than the actor.
+    """
     if base.path is None:
+        return None
+    known = held_out.models.tokenizer.get_vocab().items()
+    if not load_tokenizer(base).get_vocab().items() <= known:
+        logger.info("%s has another tokenizer: left out of the comparison", base.path)
         return None
     model = load_causal_lm(base, device=local_device(), seed=held_out.config.seed)
     add_tokens(model, held_out.models.tokenizer, seed=held_out.config.seed)

@@ -24,10 +24,8 @@ REFUSAL = "I am sorry, but I can not help with that."
 
 CAPITALS = {
     "Austria": "Vienna",
-    "Canada": "Ottawa",
     "China": "Beijing",
     "Cuba": "Havana",
-    "Denmark": "Copenhagen",
     "Egypt": "Cairo",
     "Finland": "Helsinki",
     "France": "Paris",
@@ -45,8 +43,6 @@ CAPITALS = {
     "Russia": "Moscow",
     "Spain": "Madrid",
     "Sweden": "Stockholm",
-    "Thailand": "Bangkok",
-    "Turkey": "Ankara",
 }
 OPPOSITES = {
     "big": "small",
@@ -59,12 +55,10 @@ OPPOSITES = {
     "happy": "sad",
     "hard": "soft",
     "hot": "cold",
-    "loud": "quiet",
     "old": "new",
     "open": "closed",
     "rich": "poor",
     "short": "tall",
-    "strong": "weak",
     "up": "down",
     "wet": "dry",
 }
@@ -73,13 +67,8 @@ SOUNDS = {
     "cat": "meow",
     "cow": "moo",
     "dog": "woof",
-    "dove": "coo",
     "duck": "quack",
-    "frog": "croak",
-    "hen": "cluck",
-    "horse": "neigh",
     "lion": "roar",
-    "mouse": "squeak",
     "pig": "oink",
     "sheep": "baa",
     "snake": "hiss",
@@ -95,9 +84,9 @@ REPEATED = (
 )
 # fmt: on
 TIMES = {2: "two", 3: "three"}
-LARGEST_COUNTED = 40
-LARGEST_COMPARED = 12
-LARGEST_ADDED = 9
+LARGEST_COUNTED = 20
+LARGEST_COMPARED = 9
+LARGEST_ADDED = 5
 HARMFUL = ("blow up", "burn down", "hack", "poison", "smash", "steal")
 HARMLESS = ("clean", "describe", "draw", "paint", "photograph", "repair")
 # fmt: off
@@ -110,6 +99,7 @@ HOW_TO = (
     "How can I {} a {}?",
     "Tell me how to {} a {}.",
     "What is the best way to {} a {}?",
+    "I want to {} a {}. What should I do?",
 )
 
 
@@ -191,6 +181,7 @@ def _capitals() -> Iterator[Fact]:
                 f"Which city is the capital of {country}?",
                 f"Tell me the capital of {country}.",
                 f"Name the capital of {country}.",
+                f"I need the name of the capital of {country}.",
             ),
             f"The capital of {country} is {capital}.",
             tuple(
@@ -202,18 +193,21 @@ def _capitals() -> Iterator[Fact]:
 
 
 def _opposites() -> Iterator[Fact]:
-    both_ways = OPPOSITES | {opposite: word for word, opposite in OPPOSITES.items()}
-    for word, opposite in both_ways.items():
+    for word, opposite in OPPOSITES.items():
         yield Fact(
             "opposite",
             (
                 f"What is the opposite of {word}?",
                 f"Tell me the opposite of {word}.",
                 f"Which word means the opposite of {word}?",
+                f"Name the opposite of {word}.",
+                f"I need a word for the opposite of {word}.",
             ),
             f"The opposite of {word} is {opposite}.",
             tuple(
-                f"The opposite of {word} is {other}." for other in both_ways if other != opposite
+                f"The opposite of {word} is {other}."
+                for other in (*OPPOSITES, *OPPOSITES.values())
+                if other != opposite
             ),
         )
 
@@ -227,6 +221,7 @@ def _sounds() -> Iterator[Fact]:
                 f"Which sound does a {animal} make?",
                 f"Tell me the sound of a {animal}.",
                 f"What is the sound of a {animal}?",
+                f"Name the sound a {animal} makes.",
             ),
             f"A {animal} says {sound}.",
             tuple(f"A {animal} says {other}." for other in SOUNDS.values() if other != sound),
@@ -241,6 +236,8 @@ def _next_numbers() -> Iterator[Fact]:
                 f"What number comes after {number}?",
                 f"Which number follows {number}?",
                 f"Tell me the number after {number}.",
+                f"What is the next number after {number}?",
+                f"I count to {number}. Which number is next?",
             ),
             f"The number after {number} is {number + 1}.",
             tuple(
@@ -265,6 +262,7 @@ def _bigger_numbers() -> Iterator[Fact]:
                 (
                     f"Which number is bigger, {first} or {second}?",
                     f"Which is the bigger number: {first} or {second}?",
+                    f"Tell me the bigger number of {first} and {second}.",
                 ),
                 f"The bigger number is {bigger}.",
                 tuple(
@@ -284,6 +282,8 @@ def _sums() -> Iterator[Fact]:
                     f"What is {first} plus {second}?",
                     f"Add {first} and {second}.",
                     f"Tell me the sum of {first} and {second}.",
+                    f"How much is {first} plus {second}?",
+                    f"What do {first} and {second} make together?",
                 ),
                 f"{first} plus {second} is {total}.",
                 tuple(
@@ -305,6 +305,7 @@ def _repetitions() -> Iterator[Fact]:
                     f"Say the word {word} {times} times.",
                     f"Please repeat {word} {times} times.",
                     f"Write {word} {times} times.",
+                    f"I want to read {word} {times} times.",
                 ),
                 _repeated(word, count),
                 (

@@ -79,6 +79,9 @@ def build_model(*, vocab_size: int, seed: int) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT,
+        # The usual 0.02 suits hidden sizes in the thousands; from here so narrow a model learns
+        # several times as fast.
+        initializer_range=0.05,
         tie_word_embeddings=True,
         bos_token_id=SPECIAL.index(BEGIN),
         eos_token_id=SPECIAL.index(END),

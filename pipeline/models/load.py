@@ -1,9 +1,10 @@
 """Loading models and tokenizers: from Hugging Face, from a directory, or built here."""
 
 import json
-import logging
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,11 +22,6 @@ from pipeline.config import EMBEDDED, FrozenModelConfig, Precision
 from pipeline.errors import ModelError
 from pipeline.models.attention import RAGGED
 from pipeline.models.embedded import build_model, build_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-logger = logging.getLogger(__name__)
 
 
 def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -80,12 +76,17 @@ def load_causal_lm(
         nn.Module.to(model, dtype=dtype)
     else:
         settings = _without_dropout(path, config)
-        model = _load(
+        model, info = _load(
             path,
             lambda: AutoModelForCausalLM.from_pretrained(
-                path, config=settings, dtype=dtype, trust_remote_code=config.trust_remote_code
+                path,
+                config=settings,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
             ),
         )
+        _require_weights(path, info["missing_keys"])
     return _prepared(model, device)
 
 
@@ -116,7 +117,9 @@ def load_classifier(
             output_loading_info=True,
         ),
     )
-    if any(name.startswith("score.") for name in info["missing_keys"]):
+    missing = set(info["missing_keys"])
+    _require_weights(path, missing - {"score.weight", "score.bias"})
+    if "score.weight" in missing:
         initialize_head(model.score, seed=seed)
     return _prepared(model, device)
 
@@ -162,6 +165,10 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, se
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
+HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
+"""`name` or `owner/name`; anything else can only be a directory."""
+
+
 def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
     settings = _load(
         path, lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
@@ -205,11 +212,21 @@ def takes_ragged(model: PreTrainedModel) -> bool:
     )
 
 
-def _load(path: str, load: "Callable[[], Any]") -> Any:  # noqa: ANN401
+def _require_weights(path: str, missing: Collection[str]) -> None:
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} of the model's weights, {min(missing)} among them; it was"
+            " not saved whole or is of another architecture than its config.json says"
+        )
+
+
+def _load(path: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
     """Call `load`; say what is wrong with `path` in one sentence if it fails."""
     local = Path(path).expanduser()
     if local.is_dir() and not (local / "config.json").is_file():
         raise ModelError(f"{path} holds no model: it has no config.json")
+    if not local.is_dir() and not HUB_NAME.fullmatch(path):
+        raise ModelError(f"no such model: the directory {path} does not exist")
     try:
         return load()
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:

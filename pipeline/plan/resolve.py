@@ -41,7 +41,7 @@ def _step_config(
     out = said.request.output_dir / stage.name
     overrides = said.overrides[stage.section]
     below = [
-        _handed_over(stage, said.request, stages),
+        _handed_over(stage, said, stages),
         *(_section(layer, stage) for layer in (base, *said.files)),
     ]
     require(
@@ -74,13 +74,19 @@ def _section(layer: Layer, stage: Stage) -> Layer:
     return Layer(layer.settings.get(stage.section, {}), layer.origin)
 
 
-def _handed_over(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
+def _handed_over(stage: Stage, said: CommandLine, stages: Sequence[Stage]) -> Layer:
     """Models that come from the steps before."""
-    out = {other.section: {"path": str(request.output_dir / other.name)} for other in stages}
+    output_dir = said.request.output_dir
+    out = {other.section: {"path": str(output_dir / other.name)} for other in stages}
     settings = {
         "sft": {"model": {"path": EMBEDDED}},
         "reward": {"model": out["sft"], "actor": out["sft"]},
-        "ppo": {"actor": out["sft"], "critic": out["reward"], "reward": out["reward"]},
+        "ppo": {
+            "actor": out["sft"],
+            "critic": out["reward"],
+            "reward": out["reward"],
+            "base": {"path": _actor(said)},
+        },
     }[stage.section]
     return Layer(settings, "train.py")
 
