@@ -10,12 +10,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.generation import Response, context_length, generate
+from inference.generation import Response, generate
 from inference.prompts import Prompt
 from inference.settings import Sampling
 from inference.streaming import continuation
 from pipeline.data.chat_format import resolve_format
 from pipeline.errors import DataError
+from pipeline.models.forward import context_length
 from pipeline.progress import Progress
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.context import fit_turns
-from inference.generation import context_length, generate
+from inference.generation import generate
 from inference.settings import Sampling
 from inference.streaming import TextStream
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Message
+from pipeline.models.forward import context_length
 
 
 @dataclass(frozen=True)

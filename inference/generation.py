@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from inference.sampling import Sampler
 from pipeline.errors import DataError
-from pipeline.models.forward import base_model
+from pipeline.models.forward import base_model, context_length
 
 
 @dataclass
@@ -107,11 +107,6 @@ def room_after(model: PreTrainedModel, num_tokens: int) -> int:
             f"a prompt has {num_tokens} tokens and the model reads {limit}; shorten the prompt"
         )
     return limit - num_tokens
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """Tokens the model's position encoding covers."""
-    return int(getattr(model.config, "max_position_embeddings", 2**31))
 
 
 class Decoding:

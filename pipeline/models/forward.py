@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.data.batches import TokenBatch
+from pipeline.errors import DataError
 from pipeline.models.attention import RAGGED, Ragged
 
 Backbone = Callable[..., tuple[Tensor, ...]]
@@ -53,6 +54,7 @@ class Policy(nn.Module):
 
     def target_logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
         """Logits that predict each target: those of the token before it."""
+        require_context(base_model(self.model), batch)
         before = batch.targets - 1
         ragged = Ragged(batch.lengths, batch.input_ids.device)
         if is_ragged(self.model):
@@ -75,6 +77,7 @@ class Scorer(nn.Module):
     def forward(self, batch: TokenBatch) -> Float[Tensor, " N"]:
         """Score at every token, fp32."""
         classifier = base_model(self.model)
+        require_context(classifier, batch)
         backbone = cast("Backbone", classifier.base_model)
         ragged = Ragged(batch.lengths, batch.input_ids.device)
         if is_ragged(classifier):
@@ -94,6 +97,24 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     # Not by attribute: peft marks the model inside as well as its wrapper.
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     return cast("PreTrainedModel", plain)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Tokens the model's position encoding covers; in effect no limit where it has none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises:
+        DataError: a sequence is too long.
+    """
+    longest, limit = max(batch.lengths), context_length(model)
+    if longest > limit:
+        raise DataError(
+            f"a sequence has {longest} tokens and the model reads {limit}; lower data.max_length"
+        )
 
 
 def score_head(classifier: PreTrainedModel) -> nn.Linear:

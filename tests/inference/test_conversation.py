@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from inference.conversation import Conversation
-from inference.generation import context_length, generate
+from inference.generation import generate
 from pipeline.data.examples import Message
 from pipeline.errors import DataError
+from pipeline.models.forward import context_length
 
 Converse = Callable[..., Conversation]
 
