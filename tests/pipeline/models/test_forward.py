@@ -9,6 +9,7 @@ from torch import Tensor
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
+from pipeline.errors import DataError
 from pipeline.models.forward import Policy, Scorer, categorical_entropy, is_ragged
 from pipeline.models.load import load_causal_lm, load_classifier
 from tests.families import (
@@ -161,3 +162,12 @@ def test_a_sequence_does_not_reach_its_neighbours(family: str, tmp_path: Path) -
     assert torch.equal(logprobs, other_logprobs)
     # A matrix gradient sums over all tokens, and the neighbours' share is an exact zero.
     assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_sequence_longer_than_the_context_is_refused_before_it_is_read(family: str) -> None:
+    batch = collate(random_rows((64, 65)))
+
+    for ask in (Policy(tiny_causal_lm(family)), Scorer(tiny_classifier(family))):
+        with pytest.raises(DataError, match="a sequence has 65 tokens and the model reads 64"):
+            ask(batch)
