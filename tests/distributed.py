@@ -1,6 +1,7 @@
 """Real gloo processes on one machine."""
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def run_ranks(body: Callable[..., Any], *args: object, world_size: int = 2) -> l
 def _result(rank: int, receiver: Connection) -> Any:
     assert receiver.poll(_TIMEOUT_SECONDS), f"rank {rank} gave no answer"
     try:
-        result, error = receiver.recv()
+        result, error = pickle.loads(receiver.recv_bytes())  # noqa: S301  # from our own child
     except EOFError:
         raise AssertionError(f"rank {rank} died") from None
     assert error is None, f"rank {rank} failed:\n{error}"
@@ -79,8 +80,9 @@ def _run(
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
     )
     try:
-        sender.send((body(*args), None))
+        answer = (body(*args), None)
     except BaseException:  # noqa: BLE001  # whatever it was, the test shall show it
-        sender.send((None, traceback.format_exc()))
-    finally:
-        dist.destroy_process_group()
+        answer = (None, traceback.format_exc())
+    # Plain pickle, not the pipe's own: that shares tensors by handles which end with this process.
+    sender.send_bytes(pickle.dumps(answer))
+    dist.destroy_process_group()

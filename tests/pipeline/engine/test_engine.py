@@ -180,8 +180,11 @@ def test_small_fp16_gradients_survive_by_the_scale() -> None:
     engine = Engine(model, settings(), total_steps=1)
 
     engine.backward(engine(torch.full((1,), 1e-8)))  # below fp16's smallest number, 6e-8
+    result = engine.step()
 
-    assert engine.step().grad_norm == pytest.approx(1e-8, rel=1e-2)
+    moment = engine.optimizer.state[engine.groups[0].master]["exp_avg"]
+    assert result.grad_norm == pytest.approx(1e-8, rel=1e-2)
+    assert moment.item() == pytest.approx(0.1 * 1e-8, rel=1e-2)  # the scale is taken out again
 
 
 def test_adapters_on_an_fp16_base_are_scaled_too() -> None:
