@@ -90,7 +90,7 @@ def _trained(stage: Stage) -> str:
 
 
 def _write_report(out: Path) -> None:
-    from pipeline.report import write_report
+    from pipeline.report.write import write_report
 
     write_report(out)
 

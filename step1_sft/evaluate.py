@@ -102,7 +102,7 @@ def write(
     Raises:
         ConfigError: the file can't be written.
     """
-    from pipeline.pages import render_comparison
+    from pipeline.report.pages import render_comparison
 
     if path.suffix == ".json":
         rows = [

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pipeline.charts import Curve, line_chart
-from pipeline.results import StepResult
+from pipeline.report.charts import Curve, line_chart
+from pipeline.report.results import StepResult
 
 
 @dataclass(frozen=True)

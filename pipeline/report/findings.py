@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pipeline.results import Results, StepResult, finite
+from pipeline.report.results import Results, StepResult, finite
 
 JUDGED = ("base", "step1_sft", "step3_ppo")
 """The models whose answers are compared, earliest first."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.findings import findings
-from pipeline.report import write_report
-from pipeline.results import read_results
+from pipeline.report.findings import findings
+from pipeline.report.results import read_results
+from pipeline.report.write import write_report
 
 SFT = {"seconds": 80.0, "steps": 3, "tokens": 2_400_000}
 SFT_EVAL = {"perplexity_before": 1102.3, "perplexity_after": 2.31}

@@ -1,18 +1,14 @@
-"""The report of a run: one HTML file that shows whether the model got better.
+"""Writing the report from whatever the steps left in the output directory.
 
-`python -m pipeline.report OUT` writes OUT/report.html from whatever the steps left in OUT. The file
-needs nothing else: style and curves are inside. Text of models and data is escaped.
+The file needs nothing else: style and curves are inside. Text of models and data is escaped.
 """
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.curves import phase_shares, split_key_charts, step_charts
-from pipeline.errors import ConfigError
-from pipeline.findings import JUDGED, before_after, findings, judge_rates
-from pipeline.pages import templates
-from pipeline.results import Results, read_results
+from pipeline.report.curves import phase_shares, split_key_charts, step_charts
+from pipeline.report.findings import JUDGED, before_after, findings, judge_rates
+from pipeline.report.pages import templates
+from pipeline.report.results import Results, read_results
 
 TITLES = {
     "base": "Base",
@@ -74,20 +70,3 @@ def chat_path(results: Results, out: Path) -> Path | None:
         if name in results.steps and results.steps[name].finished:
             return out / place
     return None
-
-
-def main(argv: Sequence[str]) -> None:
-    """Write the report of the output directory named in `argv`.
-
-    Raises:
-        UserError: no directory was named, or it has no results.
-    """
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise ConfigError("usage: python -m pipeline.report OUT, the --output-dir of a run")
-    sys.stdout.write(f"{write_report(Path(argv[0]))}\n")
-
-
-if __name__ == "__main__":
-    from pipeline.cli import run_main
-
-    run_main(main)

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from pipeline.charts import Curve, line_chart, smoothed, thinned, tick_label, ticks
+from pipeline.report.charts import Curve, line_chart, smoothed, thinned, tick_label, ticks
 
 
 def test_smoothing_is_the_mean_of_neighbours_and_narrows_at_the_ends() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.findings import score
 from pipeline.progress import duration
-from pipeline.results import Sample, SampleAnswer
+from pipeline.report.findings import score
+from pipeline.report.results import Sample, SampleAnswer
 
 
 def render_comparison(
