@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from inference.generation import generate
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.distributed import global_sums, local_device, share_of_rank
+from pipeline.distributed import global_sums, is_main, local_device, share_of_rank
 from pipeline.models.chat import require_same_tokens
-from pipeline.models.forward import Scorer
+from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_causal_lm, load_tokenizer
 from pipeline.models.trained import evaluating
 from step2_reward.config import RewardConfig
@@ -46,6 +48,14 @@ def measure_scores(
     return mean_and_std(scores)
 
 
+def write_normalization(model: nn.Module, directory: Path, *, mean: float, std: float) -> None:
+    """Add mean and standard deviation to the exported model's config.json."""
+    settings = base_model(model).config
+    settings.update({"score_mean": mean, "score_std": std})
+    if is_main():
+        settings.save_pretrained(directory)
+
+
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation of the values of all processes; 1 where they do not vary."""
     total, squares, count = global_sums(
@@ -62,9 +72,9 @@ def responses_of_actor(
     """This process's share of prompts, each with a response of step 1's model."""
     unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
     rows = share_of_rank(range(len(unique)))
-    limit = config.data.max_length - 1
-    prompts = [chat.encode_prompt(unique[row])[-limit:] for row in rows]
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
+    limit = min(config.data.max_length, context_length(actor)) - 1
+    prompts = [chat.encode_prompt(unique[row])[-limit:] for row in rows]
     responses = generate(
         actor,
         prompts,

@@ -28,12 +28,12 @@ from pipeline.distributed import (
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
-from pipeline.models.forward import Scorer, base_model
+from pipeline.models.forward import Scorer
 from pipeline.models.trained import evaluating, trained_classifier
 from pipeline.run import Run, configure_logging
 from step2_reward.config import RewardConfig
 from step2_reward.losses import pairwise_loss
-from step2_reward.normalization import measure_scores
+from step2_reward.normalization import measure_scores, write_normalization
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ def train(config: RewardConfig) -> Path:
                 after = evaluate(scorer, held_out, config)
                 run.evaluated(step, **after)
 
-        mean, std = measure_scores(scorer, tokenizer, chat, data.train, config)
-        base_model(model).config.update({"score_mean": mean, "score_std": std})
         export(model, tokenizer, config.output_dir)
+        mean, std = measure_scores(scorer, tokenizer, chat, data.train, config)
+        write_normalization(model, config.output_dir, mean=mean, std=std)
         run.finish(
             eval={
                 "accuracy_before": before["accuracy"],

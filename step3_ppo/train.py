@@ -118,7 +118,8 @@ def train(config: PPOConfig) -> Path:
         base = answers_of_base(held_out, config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
-        write_samples(held_out, sampled, run.path("samples.json"))
+        if is_main():
+            write_samples(held_out, sampled, run.path("samples.json"))
         rates = judged_rates(held_out, sampled)
         run.finish(eval=evaluation if rates is None else {**evaluation, "judge": rates})
     return config.output_dir

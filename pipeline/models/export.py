@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.distributed import barrier, is_main
 from pipeline.models.forward import base_model
 
 ADAPTER_DIR = "adapter"
@@ -19,8 +20,15 @@ def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path
     """Write config, safetensors and tokenizer into `directory`, each file replaced whole.
 
     With LoRA the directory holds the merged model, and `adapter/` the adapter in peft's form. The
-    trained model itself is not changed.
+    trained model itself is not changed. All processes call it; the main one writes, and none goes
+    on before the files are there.
     """
+    if is_main():
+        _write(model, tokenizer, directory)
+    barrier()
+
+
+def _write(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
         staging = Path(scratch)

@@ -46,7 +46,9 @@ def trained_classifier(
 def _prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
     plain: PreTrainedModel = base_model(model)
     if config.gradient_checkpointing:
-        plain.activation_checkpointing_enable({"use_reentrant": False})
+        # Its name before transformers 5.23 was gradient_checkpointing_enable.
+        enable = getattr(plain, "activation_checkpointing_enable", None)
+        (enable or plain.gradient_checkpointing_enable)({"use_reentrant": False})
     plain.config.use_cache = True  # said of the exported model; training passes its own flag
     return model.train()
 
