@@ -76,11 +76,9 @@ SOUNDS = {
 }
 # fmt: off
 REPEATED = (
-    "apple", "basket", "bottle", "bread", "button", "candle", "carpet", "castle", "chair", "cloud",
-    "coffee", "finger", "flower", "forest", "green", "hammer", "island", "jacket", "kitten",
-    "ladder", "lamp", "market", "mirror", "music", "number", "orange", "paper", "pencil", "planet",
-    "pocket", "rabbit", "river", "rocket", "silver", "stone", "summer", "table", "tiger", "train",
-    "winter",
+    "apple", "basket", "bottle", "bread", "candle", "castle", "cloud", "coffee", "finger", "flower",
+    "forest", "green", "jacket", "kitten", "ladder", "lamp", "music", "orange", "paper", "planet",
+    "river", "silver", "train", "winter",
 )
 # fmt: on
 TIMES = {2: "two", 3: "three"}
@@ -285,9 +283,9 @@ def _sums() -> Iterator[Fact]:
                     f"How much is {first} plus {second}?",
                     f"What do {first} and {second} make together?",
                 ),
-                f"{first} plus {second} is {total}.",
+                f"The sum is {total}.",
                 tuple(
-                    f"{first} plus {second} is {other}."
+                    f"The sum is {other}."
                     for other in range(max(0, total - 4), total + 5)
                     if other != total
                 ),
@@ -306,6 +304,8 @@ def _repetitions() -> Iterator[Fact]:
                     f"Please repeat {word} {times} times.",
                     f"Write {word} {times} times.",
                     f"I want to read {word} {times} times.",
+                    f"Give me {word} {times} times.",
+                    f"Can you say {word} {times} times?",
                 ),
                 _repeated(word, count),
                 (
