@@ -18,6 +18,8 @@ from pipeline.plan.output import (
 )
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.request import Stage
+from pipeline.report.findings import findings
+from pipeline.report.results import read_results
 
 FAILED = 1
 
@@ -102,6 +104,8 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     for name, result in read_summary(out)["steps"].items():
         work = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
         yield f"{name:<14}{work}   {_numbers(result.get('eval', {}))}"
+    _, headline, _ = findings(read_results(out))
+    yield f"\n{headline}"
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
     made = [out / stage.name for stage in plan.stages]
