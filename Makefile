@@ -4,8 +4,9 @@
 #
 # PYTHON chooses the interpreter: make demo PYTHON=python3.12
 # TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,
-# which on Linux may be the CUDA build, gigabytes of it. Without a GPU:
-#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# which on Linux may be the CUDA build, gigabytes of it. Without a GPU, with the address of the CPU
+# builds that PyTorch's installation page gives:
+#   make demo TORCH="torch==2.13.0 --index-url ADDRESS"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
