@@ -36,6 +36,7 @@ def run_plan(plan: Plan) -> None:
     for stage in plan.stages:
         if stage.name in plan.finished:
             say(f"step {stage.number} is finished, skipped")
+            add_to_summary(out, stage.name)
             continue
         try:
             clear_step(out, stage.name)

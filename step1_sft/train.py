@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from pipeline.cli import parse_step, run_main
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches, num_steps
 from pipeline.data.chat_format import ChatFormat
@@ -24,8 +26,8 @@ from pipeline.distributed import (
 )
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
-from pipeline.models.export import export
-from pipeline.models.forward import Policy
+from pipeline.models.export import export, set_stop_tokens
+from pipeline.models.forward import Policy, base_model, context_length
 from pipeline.models.trained import BestWeights, evaluating, trained_causal_lm
 from pipeline.run import Run, configure_logging
 from step1_sft.config import SFTConfig
@@ -34,6 +36,7 @@ from step1_sft.losses import next_token_nll
 
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
+    torch.manual_seed(config.seed + rank())  # of adapter dropout
     tokenizer, chat = load_chat(config.model, config.data.format)
     data = load_examples(config.data, step=1, seed=config.seed)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
@@ -46,13 +49,15 @@ def train(config: SFTConfig) -> Path:
     with Run(config, name="step1_sft", total_steps=total_steps, is_main=is_main()) as run:
         model = trained_causal_lm(config.model, tokenizer, device=local_device(), seed=config.seed)
         engine = Engine(Policy(model), config.model, total_steps=total_steps)
-        held_out = encode(data.eval, chat, config)
+        max_length = min(config.data.max_length, context_length(base_model(model)))
+        held_out = encode(data.eval, chat, config, max_length=max_length)
         best = BestWeights(model)
         before = perplexity(engine, held_out, config)
         run.evaluated(0, perplexity=before)
 
         for step in range(1, total_steps + 1):
-            rows = encode([data.train[row] for row in next(stream)], chat, config)
+            examples = [data.train[row] for row in next(stream)]
+            rows = encode(examples, chat, config, max_length=max_length)
             num_targets = max(1, sum(row.num_targets for row in rows))
             nll = 0.0
             for batch in cut(rows, config):
@@ -75,6 +80,7 @@ def train(config: SFTConfig) -> Path:
                     break
 
         best.restore()
+        set_stop_tokens(model, chat.stop_ids)
         export(model, tokenizer, config.output_dir)
         run.finish(
             eval={
@@ -86,12 +92,12 @@ def train(config: SFTConfig) -> Path:
     return config.output_dir
 
 
-def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
+def encode(
+    examples: Sequence[Example], chat: ChatFormat, config: SFTConfig, *, max_length: int
+) -> list[Encoded]:
     """Token ids and loss masks; what is longer than `max_length` loses its end."""
     return [
-        chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(
-            config.data.max_length
-        )
+        chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(max_length)
         for example in examples
     ]
 

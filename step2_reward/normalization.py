@@ -5,26 +5,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from inference.generation import generate
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.distributed import global_sums, is_main, local_device, share_of_rank
-from pipeline.models.chat import require_same_tokens
 from pipeline.models.forward import Scorer, base_model, context_length
-from pipeline.models.load import load_causal_lm, load_tokenizer
+from pipeline.models.load import load_causal_lm
 from pipeline.models.trained import evaluating
 from step2_reward.config import RewardConfig
 
 
 def measure_scores(
     scorer: Scorer,
-    tokenizer: PreTrainedTokenizerBase,
     chat: ChatFormat,
     examples: Sequence[Example],
     config: RewardConfig,
+    *,
+    max_length: int,
 ) -> tuple[float, float]:
     """Mean and standard deviation of the score over responses that step 1's model samples.
 
@@ -32,15 +31,14 @@ def measure_scores(
     2019, section 2.1). Without a step-1 model the data's own responses are scored.
     """
     if config.actor.path is None:
-        sequences = responses_of_data(examples[: config.normalization_prompts], chat, config)
-    else:
-        require_same_tokens(
-            tokenizer, load_tokenizer(config.actor), "the reward model", config.actor.path
+        sequences = responses_of_data(
+            examples[: config.normalization_prompts], chat, max_length=max_length
         )
-        sequences = responses_of_actor(examples, chat, config)
+    else:
+        sequences = responses_of_actor(examples, chat, config, max_length=max_length)
     scores: list[float] = []
     with evaluating(scorer):
-        max_tokens = config.micro_batch_size * config.data.max_length
+        max_tokens = config.micro_batch_size * max_length
         for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
             spare = Encoded.untrained([chat.stop_ids[0]])
             batch = collate_part([sequences[row] for row in part], spare=spare).to(local_device())
@@ -58,22 +56,21 @@ def write_normalization(model: nn.Module, directory: Path, *, mean: float, std: 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation of the values of all processes; 1 where they do not vary."""
-    total, squares, count = global_sums(
-        [sum(values), sum(value * value for value in values), len(values)]
-    )
+    total, count = global_sums([sum(values), len(values)])
     mean = total / count
-    variance = max(0.0, squares / count - mean * mean)
-    return mean, math.sqrt(variance) if variance > 0 else 1.0
+    (squares,) = global_sums([sum((value - mean) ** 2 for value in values)])
+    std = math.sqrt(squares / count)
+    return mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0
 
 
 def responses_of_actor(
-    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig, *, max_length: int
 ) -> list[Encoded]:
     """This process's share of prompts, each with a response of step 1's model."""
     unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
     rows = share_of_rank(range(len(unique)))
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
-    limit = min(config.data.max_length, context_length(actor)) - 1
+    limit = min(max_length, context_length(actor)) - 1
     prompts = [chat.encode_prompt(unique[row])[-limit:] for row in rows]
     responses = generate(
         actor,
@@ -85,17 +82,17 @@ def responses_of_actor(
         keys=rows,
     )
     return [
-        Encoded.untrained(prompt + response.ids).tail(config.data.max_length)
+        Encoded.untrained(prompt + response.ids).tail(max_length)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
 
 
 def responses_of_data(
-    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+    examples: Sequence[Example], chat: ChatFormat, *, max_length: int
 ) -> list[Encoded]:
     """Both responses of this process's share of pairs."""
     return [
-        chat.encode(example.prompt, response).tail(config.data.max_length)
+        chat.encode(example.prompt, response).tail(max_length)
         for example in share_of_rank(examples)
         for response in (example.chosen, example.rejected)
     ]

@@ -26,9 +26,10 @@ from pipeline.distributed import (
     world_size,
 )
 from pipeline.engine.engine import Engine
-from pipeline.models.chat import load_chat
+from pipeline.models.chat import load_chat, require_same_chat
 from pipeline.models.export import export
-from pipeline.models.forward import Scorer
+from pipeline.models.forward import Scorer, base_model, context_length
+from pipeline.models.load import load_tokenizer
 from pipeline.models.trained import evaluating, trained_classifier
 from pipeline.run import Run, configure_logging
 from step2_reward.config import RewardConfig
@@ -67,7 +68,10 @@ class PairBatch:
 
 def train(config: RewardConfig) -> Path:
     """Train the reward model; return the directory of the exported model."""
+    torch.manual_seed(config.seed + rank())  # of adapter dropout
     tokenizer, chat = load_chat(config.model, config.data.format)
+    if config.actor.path is not None:
+        require_same_chat(tokenizer, load_tokenizer(config.actor), "the reward model", config.actor)
     data = load_examples(config.data, step=2, seed=config.seed)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
     total_steps = num_steps(
@@ -80,13 +84,14 @@ def train(config: RewardConfig) -> Path:
         model = trained_classifier(config.model, tokenizer, device=local_device(), seed=config.seed)
         scorer = Scorer(model)
         engine = Engine(scorer, config.model, total_steps=total_steps)
-        held_out = encode(data.eval, chat, config)
+        max_length = min(config.data.max_length, context_length(base_model(model)))
+        held_out = encode(data.eval, chat, max_length=max_length)
         before = evaluate(scorer, held_out, config)
         run.evaluated(0, **before)
         after = before
 
         for step in range(1, total_steps + 1):
-            pairs = encode([data.train[row] for row in next(stream)], chat, config)
+            pairs = encode([data.train[row] for row in next(stream)], chat, max_length=max_length)
             totals = [0.0, 0.0]
             for batch in cut(pairs, config):
                 scores = engine(batch.tokens)[batch.tokens.last_tokens]
@@ -116,7 +121,7 @@ def train(config: RewardConfig) -> Path:
                 run.evaluated(step, **after)
 
         export(model, tokenizer, config.output_dir)
-        mean, std = measure_scores(scorer, tokenizer, chat, data.train, config)
+        mean, std = measure_scores(scorer, chat, data.train, config, max_length=max_length)
         write_normalization(model, config.output_dir, mean=mean, std=std)
         run.finish(
             eval={
@@ -134,18 +139,15 @@ def train(config: RewardConfig) -> Path:
     return config.output_dir
 
 
-def encode(
-    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
-) -> list[EncodedPair]:
+def encode(examples: Sequence[Example], chat: ChatFormat, *, max_length: int) -> list[EncodedPair]:
     """Token ids of both dialogues.
 
     What is longer than `max_length` loses its beginning: the score is read at the end.
     """
-    limit = config.data.max_length
     return [
         EncodedPair(
-            chosen=chat.encode(example.prompt, example.chosen).tail(limit),
-            rejected=chat.encode(example.prompt, example.rejected).tail(limit),
+            chosen=chat.encode(example.prompt, example.chosen).tail(max_length),
+            rejected=chat.encode(example.prompt, example.rejected).tail(max_length),
             margin=example.margin or 0.0,
         )
         for example in examples

@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.config import FrozenModelConfig
 from pipeline.data.embedded import judge
 from pipeline.distributed import local_device
+from pipeline.errors import ModelError
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
 
@@ -47,8 +48,12 @@ def answers_of_base(held_out: HeldOut, base: FrozenModelConfig) -> list[Answer] 
     if base.path is None:
         return None
     known = held_out.models.tokenizer.get_vocab().items()
-    if not load_tokenizer(base).get_vocab().items() <= known:
-        logger.info("%s has another tokenizer: left out of the comparison", base.path)
+    try:
+        if not load_tokenizer(base).get_vocab().items() <= known:
+            logger.info("%s has another tokenizer: left out of the comparison", base.path)
+            return None
+    except ModelError as error:  # the run itself is done and shall not be lost for a comparison
+        logger.warning("left out of the comparison: %s", error)
         return None
     model = load_causal_lm(base, device=local_device(), seed=held_out.config.seed)
     add_tokens(model, held_out.models.tokenizer, seed=held_out.config.seed)

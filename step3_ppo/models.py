@@ -11,15 +11,16 @@ import torch
 from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.config import FrozenModelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
 from pipeline.distributed import local_device
 from pipeline.engine.engine import Engine
-from pipeline.models.chat import require_same_tokens
-from pipeline.models.forward import Policy, Scorer, base_model
+from pipeline.errors import ConfigError
+from pipeline.models.chat import require_same_chat
+from pipeline.models.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from step3_ppo.config import PPOConfig
@@ -109,13 +110,15 @@ def load_models(
     device = local_device()
     for model in (config.critic, config.reward, config.reference):
         if model.path is not None:
-            require_same_tokens(tokenizer, load_tokenizer(model), "the actor", model.path)
+            require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
 
     updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
     actor_iterations = max(1, iterations - config.critic_warmup_steps)
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
     critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
     reward = load_classifier(config.reward, device=device, seed=config.seed)
+    for role, model in (("actor", actor), ("critic", critic), ("reward", reward)):
+        require_context(base_model(model), role, config)
     return Models(
         actor=Engine(Policy(actor), config.actor, total_steps=actor_iterations * updates),
         critic=Engine(
@@ -128,6 +131,21 @@ def load_models(
         tokenizer=tokenizer,
         chat=chat,
     )
+
+
+def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
+    """Refuse, before anything is trained, what a model could not read to its end.
+
+    Raises:
+        ConfigError: prompt and response may be longer than the model's context.
+    """
+    limit = context_length(model)
+    if config.max_length > limit:
+        raise ConfigError(
+            f"ppo.max_prompt_length {config.max_prompt_length} + ppo.max_new_tokens"
+            f" {config.max_new_tokens} is more than the {limit} tokens that the {role} reads; lower"
+            " one of them"
+        )
 
 
 def load_reference(

@@ -15,7 +15,11 @@ class PtxStream:
     def __init__(self, chat: ChatFormat, config: PPOConfig) -> None:
         self.chat = chat
         self.config = config
-        data = config.data if not config.ptx_data else replace(config.data, path=config.ptx_data)
+        data = config.data
+        if config.ptx_data:  # rows of its own: all of them, read by their own fields
+            data = replace(
+                data, path=config.ptx_data, split=(1.0, 0.0, 0.0), fields={}, eval_path=()
+            )
         self.examples = load_examples(data, step=1, seed=config.seed).train
         self.rows = RowStream(
             num_rows=len(self.examples), batch_size=config.batch_size, seed=config.seed

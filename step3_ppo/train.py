@@ -16,7 +16,7 @@ from pipeline.distributed import is_main, process_group, rank, share_of_rank, wo
 from pipeline.errors import ConfigError
 from pipeline.metrics import Clock
 from pipeline.models.chat import load_chat
-from pipeline.models.export import export
+from pipeline.models.export import export, set_stop_tokens
 from pipeline.run import Run, configure_logging
 from step3_ppo.comparison import (
     answer_all,
@@ -109,6 +109,7 @@ def train(config: PPOConfig) -> Path:
         after = answer_all(held_out)
         evaluation = summarize(before, after)
         run.evaluated(total_steps, **evaluation)
+        set_stop_tokens(models.policy, chat.stop_ids)
         export(models.policy, tokenizer, run.path("actor"))
         export(models.value_model, tokenizer, run.path("critic"))
         if ema is not None:

@@ -45,6 +45,10 @@ class _Part:
     eval: list[Example]
 
 
+MAX_HELD_OUT = 2048
+"""Rows cut off for evaluation, at the most; more would tell little and be missed in training."""
+
+
 def load_examples(config: DataConfig, *, step: int, seed: int) -> StageData:
     """The examples `step` (1, 2 or 3) trains on and is evaluated on.
 
@@ -144,7 +148,11 @@ def _key(example: Example) -> tuple[Message, ...]:
 
 
 def _cut_eval(examples: Sequence[Example], config: DataConfig, seed: int) -> list[Example]:
-    """All rows of some prompts: `eval_fraction` of the rows, at most `max_eval_rows`."""
+    """All rows of some prompts: `eval_fraction` of the rows, at most MAX_HELD_OUT.
+
+    `max_eval_rows` plays no part: it may differ from step to step, and a row that one step
+    evaluates must not be trained on by another.
+    """
     if not examples:
         return []
     groups = _groups(examples, random.Random(f"{seed} eval"))
@@ -153,7 +161,7 @@ def _cut_eval(examples: Sequence[Example], config: DataConfig, seed: int) -> lis
             f"{examples[0].origin} and all rows with it share one prompt, so none can be held out"
             " for evaluation; give more rows, or --eval-path"
         )
-    wanted = min(max(1, round(config.eval_fraction * len(examples))), config.max_eval_rows)
+    wanted = min(max(1, round(config.eval_fraction * len(examples))), MAX_HELD_OUT)
     held_out: list[Example] = []
     for group in groups[:-1]:
         if held_out and len(held_out) + len(group) > wanted:

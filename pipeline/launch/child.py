@@ -36,7 +36,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
         if child is not None and child.poll() is None:
             child.send_signal(signal.SIGINT)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    # What our own caller has us ignore, as nohup does with SIGHUP, stays ignored.
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in heard}
     try:
         child = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, process_group=0

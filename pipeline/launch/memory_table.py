@@ -1,7 +1,8 @@
 """How many bytes the models of a step hold on each process, counted without loading them.
 
-A model that trains holds weights, gradients and Adam's two fp32 moments, and fp32 masters where its
-weights are 16-bit: 16 bytes a parameter either way. One that only answers holds its weights.
+A model that trains holds weights, fp32 gradients and Adam's two fp32 moments, 16 bytes a parameter,
+and where its weights are 16-bit fp32 masters besides, 18 bytes. One that only answers holds its
+weights.
 Activations and the KV cache come on top; they grow with micro-batch and length.
 """
 
@@ -104,9 +105,9 @@ def _row(
         role,
         path,
         parameters,
-        weights=(parameters + adapters) * width,
-        gradients=trained * width,
-        masters=trained * 4 if width == 2 else 0,
+        weights=parameters * width + adapters * 4,  # adapters are fp32
+        gradients=trained * 4,
+        masters=trained * 4 if width == 2 and not adapters else 0,
         moments=trained * 8,
     )
 

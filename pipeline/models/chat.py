@@ -27,6 +27,28 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> s
     return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
+def require_same_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    model: str,
+    source: FrozenModelConfig,
+) -> None:
+    """Refuse two models that number their tokens differently or were trained in two chat formats.
+
+    A model without a saved template has no format of its own yet.
+
+    Raises:
+        ModelError: the vocabularies or the chat templates differ.
+    """
+    path = str(source.path)
+    require_same_tokens(tokenizer, other, model, path)
+    if other.chat_template is not None and other.chat_template != tokenizer.chat_template:
+        raise ModelError(
+            f"{model} is given dialogues in another chat format than {path} was trained in; set the"
+            " same data.format (--format) for all steps"
+        )
+
+
 def require_same_tokens(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, model: str, path: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +29,20 @@ def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path
     barrier()
 
 
+def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
+    """Have plain `generate` stop where the chat format ends a turn."""
+    generation = base_model(model).generation_config
+    if generation is not None:
+        generation.eos_token_id = list(stop_ids)
+
+
 def _write(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
         staging = Path(scratch)
         model_to_save = base_model(model)
+        if model_to_save.config.pad_token_id is None:  # plain classifiers need it for batches
+            model_to_save.config.pad_token_id = tokenizer.pad_token_id
         model_to_save.save_pretrained(staging, state_dict=merged_state_dict(model))
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):

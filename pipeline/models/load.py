@@ -153,13 +153,17 @@ def load_reward_for_inference(
     return load_classifier(config, device=device), load_tokenizer(config)
 
 
+def lacks_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer has tokens without a row in the model's embeddings."""
+    return len(tokenizer) > cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+
+
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
     """Give the model a row for each token of the tokenizer; a larger table is left as it is.
 
     New rows are drawn from `seed`, the same on every process and for every copy of the model.
     """
-    table = cast("nn.Embedding", model.get_input_embeddings())
-    if len(tokenizer) > table.num_embeddings:
+    if lacks_tokens(model, tokenizer):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.config import TrainedModelConfig
+from pipeline.errors import ConfigError
 from pipeline.models.forward import base_model
-from pipeline.models.load import add_tokens, load_causal_lm, load_classifier
+from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
 
 
@@ -22,7 +23,7 @@ def trained_causal_lm(
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them."""
     model = load_causal_lm(config, device=device, seed=seed)
-    add_tokens(model, tokenizer, seed=seed)
+    _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return _prepared(model, config)
     return _prepared(add_lora(model, config.lora, task="causal", seed=seed), config)
@@ -37,10 +38,30 @@ def trained_classifier(
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them."""
     model = load_classifier(config, device=device, seed=seed)
-    add_tokens(model, tokenizer, seed=seed)
+    _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return _prepared(model, config)
     return _prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
+
+
+def _give_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainedModelConfig,
+    *,
+    seed: int,
+) -> None:
+    """Embeddings for the tokens that a chat format adds.
+
+    Raises:
+        ConfigError: LoRA would leave them as random as they are drawn.
+    """
+    if config.lora is not None and lacks_tokens(model, tokenizer):
+        raise ConfigError(
+            f"the chat format has tokens that {config.path} does not know, and LoRA would leave"
+            " their embeddings untrained; set lora null or choose another data.format"
+        )
+    add_tokens(model, tokenizer, seed=seed)
 
 
 def _prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:

@@ -59,8 +59,13 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
     length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
     yield (
         f"  training   {length}, batch {config.batch_size} in micro-batches of"
-        f" {config.micro_batch_size}, length {config.data.max_length}, seed {config.seed}"
+        f" {config.micro_batch_size}, length {_length(config)}, seed {config.seed}"
     )
+
+
+def _length(config: StepConfig) -> int:
+    """Tokens of the longest sequence: in step 3 prompt and response, which it names itself."""
+    return getattr(config, "max_length", config.data.max_length)
 
 
 def _split(config: StepConfig) -> str:

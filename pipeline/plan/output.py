@@ -24,7 +24,10 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 FILES = "run.json"
 
-SHARED = ("seed", "data.path", "data.split", "data.format")
+SHARED = (
+    *("seed", "data.path", "data.split", "data.format"),
+    *("data.eval_path", "data.eval_fraction", "data.fields"),
+)
 """Settings that all steps of a run have in common."""
 
 
