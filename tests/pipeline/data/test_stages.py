@@ -112,15 +112,25 @@ def test_eval_path_is_the_evaluation(tmp_path: Path) -> None:
     assert len(data.train) == 20
 
 
-def test_at_most_max_eval_rows_are_held_out(tmp_path: Path) -> None:
+def test_at_most_max_eval_rows_are_evaluated_and_the_cut_does_not_depend_on_it(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", pairs(100))
     held_out = write(tmp_path / "held.jsonl", pairs(40, "held"))
 
     cut = load(path, split=(1.0, 0.0, 0.0), eval_fraction=0.5, max_eval_rows=7)
     given = load(path, split=(1.0, 0.0, 0.0), eval_path=(held_out,), max_eval_rows=7)
 
-    assert (len(cut.eval), len(cut.train)) == (7, 93)
+    assert (len(cut.eval), len(cut.train)) == (7, 50)
     assert (len(given.eval), len(given.train)) == (7, 100)
+
+
+def test_no_step_trains_on_what_another_evaluates(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(100))
+
+    many = load(path, step=2, split=(1.0, 1.0, 1.0), eval_fraction=0.5, max_eval_rows=50)
+    few = load(path, step=1, split=(1.0, 1.0, 1.0), eval_fraction=0.5, max_eval_rows=3)
+
+    assert len(many.eval) == 50
+    assert not set(prompts(many.eval)) & set(prompts(few.train))
 
 
 @pytest.mark.parametrize("seed", range(5))
