@@ -112,7 +112,9 @@ def test_eval_path_is_the_evaluation(tmp_path: Path) -> None:
     assert len(data.train) == 20
 
 
-def test_at_most_max_eval_rows_are_evaluated_and_the_cut_does_not_depend_on_it(tmp_path: Path) -> None:
+def test_max_eval_rows_bounds_what_is_evaluated_not_what_is_cut(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "rows.jsonl", pairs(100))
     held_out = write(tmp_path / "held.jsonl", pairs(40, "held"))
 
