@@ -27,8 +27,8 @@ from pipeline.distributed import (
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
-from pipeline.models.forward import Policy, base_model, context_length
-from pipeline.models.trained import BestWeights, evaluating, trained_causal_lm
+from pipeline.models.forward import Policy
+from pipeline.models.trained import BestWeights, evaluating, trained_causal_lm, within_context
 from pipeline.run import Run, configure_logging
 from step1_sft.config import SFTConfig
 from step1_sft.losses import next_token_nll
@@ -49,15 +49,14 @@ def train(config: SFTConfig) -> Path:
     with Run(config, name="step1_sft", total_steps=total_steps, is_main=is_main()) as run:
         model = trained_causal_lm(config.model, tokenizer, device=local_device(), seed=config.seed)
         engine = Engine(Policy(model), config.model, total_steps=total_steps)
-        max_length = min(config.data.max_length, context_length(base_model(model)))
-        held_out = encode(data.eval, chat, config, max_length=max_length)
+        config = within_context(config, model)
+        held_out = encode(data.eval, chat, config)
         best = BestWeights(model)
         before = perplexity(engine, held_out, config)
         run.evaluated(0, perplexity=before)
 
         for step in range(1, total_steps + 1):
-            examples = [data.train[row] for row in next(stream)]
-            rows = encode(examples, chat, config, max_length=max_length)
+            rows = encode([data.train[row] for row in next(stream)], chat, config)
             num_targets = max(1, sum(row.num_targets for row in rows))
             nll = 0.0
             for batch in cut(rows, config):
@@ -92,9 +91,7 @@ def train(config: SFTConfig) -> Path:
     return config.output_dir
 
 
-def encode(
-    examples: Sequence[Example], chat: ChatFormat, config: SFTConfig, *, max_length: int
-) -> list[Encoded]:
+def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
     """Token ids and loss masks; what is longer than `max_length` loses its end."""
     return [
         chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(max_length)

@@ -22,8 +22,6 @@ def measure_scores(
     chat: ChatFormat,
     examples: Sequence[Example],
     config: RewardConfig,
-    *,
-    max_length: int,
 ) -> tuple[float, float]:
     """Mean and standard deviation of the score over responses that step 1's model samples.
 
@@ -31,14 +29,12 @@ def measure_scores(
     2019, section 2.1). Without a step-1 model the data's own responses are scored.
     """
     if config.actor.path is None:
-        sequences = responses_of_data(
-            examples[: config.normalization_prompts], chat, max_length=max_length
-        )
+        sequences = responses_of_data(examples[: config.normalization_prompts], chat, config)
     else:
-        sequences = responses_of_actor(examples, chat, config, max_length=max_length)
+        sequences = responses_of_actor(examples, chat, config)
     scores: list[float] = []
     with evaluating(scorer):
-        max_tokens = config.micro_batch_size * max_length
+        max_tokens = config.micro_batch_size * config.data.max_length
         for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
             spare = Encoded.untrained([chat.stop_ids[0]])
             batch = collate_part([sequences[row] for row in part], spare=spare).to(local_device())
@@ -64,13 +60,13 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def responses_of_actor(
-    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig, *, max_length: int
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
 ) -> list[Encoded]:
     """This process's share of prompts, each with a response of step 1's model."""
     unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
     rows = share_of_rank(range(len(unique)))
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
-    limit = min(max_length, context_length(actor)) - 1
+    limit = min(config.data.max_length, context_length(actor)) - 1
     prompts = [chat.encode_prompt(unique[row])[-limit:] for row in rows]
     responses = generate(
         actor,
@@ -82,17 +78,17 @@ def responses_of_actor(
         keys=rows,
     )
     return [
-        Encoded.untrained(prompt + response.ids).tail(max_length)
+        Encoded.untrained(prompt + response.ids).tail(config.data.max_length)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
 
 
 def responses_of_data(
-    examples: Sequence[Example], chat: ChatFormat, *, max_length: int
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
 ) -> list[Encoded]:
     """Both responses of this process's share of pairs."""
     return [
-        chat.encode(example.prompt, response).tail(max_length)
+        chat.encode(example.prompt, response).tail(config.data.max_length)
         for example in share_of_rank(examples)
         for response in (example.chosen, example.rejected)
     ]

@@ -28,9 +28,9 @@ from pipeline.distributed import (
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat, require_same_chat
 from pipeline.models.export import export
-from pipeline.models.forward import Scorer, base_model, context_length
+from pipeline.models.forward import Scorer
 from pipeline.models.load import load_tokenizer
-from pipeline.models.trained import evaluating, trained_classifier
+from pipeline.models.trained import evaluating, trained_classifier, within_context
 from pipeline.run import Run, configure_logging
 from step2_reward.config import RewardConfig
 from step2_reward.losses import pairwise_loss
@@ -84,14 +84,14 @@ def train(config: RewardConfig) -> Path:
         model = trained_classifier(config.model, tokenizer, device=local_device(), seed=config.seed)
         scorer = Scorer(model)
         engine = Engine(scorer, config.model, total_steps=total_steps)
-        max_length = min(config.data.max_length, context_length(base_model(model)))
-        held_out = encode(data.eval, chat, max_length=max_length)
+        config = within_context(config, model)
+        held_out = encode(data.eval, chat, config)
         before = evaluate(scorer, held_out, config)
         run.evaluated(0, **before)
         after = before
 
         for step in range(1, total_steps + 1):
-            pairs = encode([data.train[row] for row in next(stream)], chat, max_length=max_length)
+            pairs = encode([data.train[row] for row in next(stream)], chat, config)
             totals = [0.0, 0.0]
             for batch in cut(pairs, config):
                 scores = engine(batch.tokens)[batch.tokens.last_tokens]
@@ -121,7 +121,7 @@ def train(config: RewardConfig) -> Path:
                 run.evaluated(step, **after)
 
         export(model, tokenizer, config.output_dir)
-        mean, std = measure_scores(scorer, chat, data.train, config, max_length=max_length)
+        mean, std = measure_scores(scorer, chat, data.train, config)
         write_normalization(model, config.output_dir, mean=mean, std=std)
         run.finish(
             eval={
@@ -139,15 +139,18 @@ def train(config: RewardConfig) -> Path:
     return config.output_dir
 
 
-def encode(examples: Sequence[Example], chat: ChatFormat, *, max_length: int) -> list[EncodedPair]:
+def encode(
+    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+) -> list[EncodedPair]:
     """Token ids of both dialogues.
 
     What is longer than `max_length` loses its beginning: the score is read at the end.
     """
+    limit = config.data.max_length
     return [
         EncodedPair(
-            chosen=chat.encode(example.prompt, example.chosen).tail(max_length),
-            rejected=chat.encode(example.prompt, example.rejected).tail(max_length),
+            chosen=chat.encode(example.prompt, example.chosen).tail(limit),
+            rejected=chat.encode(example.prompt, example.rejected).tail(limit),
             margin=example.margin or 0.0,
         )
         for example in examples

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.config import TrainedModelConfig
+from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.errors import ConfigError
-from pipeline.models.forward import base_model
+from pipeline.models.forward import base_model, context_length
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
+
+StepT = TypeVar("StepT", bound=StepConfig)
 
 
 def trained_causal_lm(
@@ -42,6 +46,12 @@ def trained_classifier(
     if config.lora is None:
         return _prepared(model, config)
     return _prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
+
+
+def within_context(config: StepT, model: nn.Module) -> StepT:
+    """The settings with `data.max_length` no longer than what the model reads."""
+    limit = min(config.data.max_length, context_length(base_model(model)))
+    return replace(config, data=replace(config.data, max_length=limit))
 
 
 def _give_rows(
