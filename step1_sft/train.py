@@ -94,7 +94,9 @@ def train(config: SFTConfig) -> Path:
 def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
     """Token ids and loss masks; what is longer than `max_length` loses its end."""
     return [
-        chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(max_length)
+        chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(
+            config.data.max_length
+        )
         for example in examples
     ]
 
