@@ -208,6 +208,8 @@ def compare(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory), args.data_path)
         for task, unit in (("sft", "tokens"), ("reward", "rows")):
+            if task not in args.tasks:
+                continue
             for precision in args.precisions:
                 ratios: list[float] = []
                 figures: dict[str, list[float]] = {"trl": [], "ours": []}
@@ -242,6 +244,7 @@ def main(argv: Sequence[str]) -> None:
     """Read the options and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data-path", required=True, help="preference pairs, as train.py reads")
+    parser.add_argument("--tasks", nargs="+", choices=["sft", "reward"], default=["sft", "reward"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
