@@ -39,7 +39,7 @@ def run_plan(plan: Plan) -> None:
             add_to_summary(out, stage.name)
             continue
         try:
-            clear_step(out, stage.name)
+            others = clear_step(out, stage.name)
             write_config(plan.configs[stage.name], plan.config_file(stage))
         except OSError as error:
             raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
@@ -47,7 +47,7 @@ def run_plan(plan: Plan) -> None:
         try:
             ending = run_child(plan.command(stage), environment)
         finally:
-            record_step(out, stage.name)
+            record_step(out, stage.name, others=others)
         _stop_unless_done(plan, stage, ending)
         add_to_summary(out, stage.name)
         _write_report(out)

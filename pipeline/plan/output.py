@@ -6,8 +6,8 @@ left, so that replacing a step removes those and nothing a user has put beside t
 """
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ RESULT = "result.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FILES = "run.json"
+
+MADE = (
+    *(MARK, "metrics.jsonl", "result.json*", "samples.json"),
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template.jinja", "actor/*", "critic/*", "ema/*", "adapter/*"),
+    *("tensorboard/*", "wandb/*", ".writing-*/*"),
+)
+"""Names of the files that steps make, for a step that ended before its files were recorded."""
 
 SHARED = (
     *("seed", "data.path", "data.split", "data.format"),
@@ -62,38 +71,49 @@ def finished_steps(
     return _skipped(request, stages)
 
 
-def clear_step(out: Path, name: str) -> None:
-    """Remove what an earlier run of this step left; files it didn't make stay."""
+def clear_step(out: Path, name: str) -> set[str]:
+    """Remove what an earlier run of this step left; return the files that stay: not ours."""
     directory = out / name
     if (directory / MARK).is_file():
         known = _read_json(out / FILES).get(name)
-        if known is None:  # the step was cut off, or ran without train.py: all of it is the step's
-            shutil.rmtree(directory)
-        else:
-            for file in known:
-                (directory / file).unlink(missing_ok=True)
-            _remove_empty_directories(directory)
+        if known is None:  # the step was cut off, or ran without train.py
+            known = [file for file in _files(directory) if _looks_made(file)]
+        for file in known:
+            (directory / file).unlink(missing_ok=True)
+        _remove_empty_directories(directory)
     summary = _read_json(out / SUMMARY)
     if name in summary.get("steps", {}):
         _write_summary(out, {step: each for step, each in summary["steps"].items() if step != name})
     _record_files(out, name, None)
+    return set(_files(directory))
 
 
-def record_step(out: Path, name: str) -> None:
+def record_step(out: Path, name: str, *, others: Collection[str] = ()) -> None:
     """Remember which files the step left, whether it finished or not.
 
-    A step that stopped before it made anything leaves nothing, so that a corrected command finds
-    the directory free.
+    `others` were there before the step and are not its own. A step that stopped before it made
+    anything leaves nothing, so that a corrected command finds the directory free.
     """
     directory = out / name
-    found = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
-    files = sorted(str(file.relative_to(directory)) for file in found)
+    files = [file for file in _files(directory) if file not in others]
     if files == [MARK]:
-        shutil.rmtree(directory)
+        (directory / MARK).unlink()
+        _remove_empty_directories(directory)
         if not any(out.iterdir()):
             out.rmdir()
         return
     _record_files(out, name, files)
+
+
+def _files(directory: Path) -> list[str]:
+    """The files below `directory`, relative to it, in order."""
+    found = (file for file in directory.rglob("*") if file.is_symlink() or not file.is_dir())
+    return sorted(str(file.relative_to(directory)) for file in found)
+
+
+def _looks_made(file: str) -> bool:
+    """Whether a step makes files of this name."""
+    return any(fnmatch(file, pattern) for pattern in MADE)
 
 
 def add_to_summary(out: Path, name: str) -> None:

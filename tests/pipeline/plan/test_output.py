@@ -144,13 +144,38 @@ def test_clearing_a_step_removes_what_it_left_and_nothing_else(tmp_path: Path) -
     assert read_summary(tmp_path) == {"steps": {}, "seconds": 0}
 
 
-def test_clearing_a_step_that_was_cut_off_removes_its_directory(tmp_path: Path) -> None:
+def test_clearing_a_step_that_was_cut_off_removes_what_steps_make(tmp_path: Path) -> None:
     directory = run_step(tmp_path, 1, done=False)
+    (directory / "actor").mkdir()
+    (directory / "actor/model.safetensors").write_text("weights")
     (tmp_path / "run.json").unlink()
 
     clear_step(tmp_path, "step1_sft")
 
     assert not directory.exists()
+
+
+def test_clearing_a_step_that_was_cut_off_leaves_what_no_step_makes(tmp_path: Path) -> None:
+    directory = run_step(tmp_path, 1, done=False)
+    (directory / "notes.txt").write_text("mine")
+    (tmp_path / "run.json").unlink()
+
+    clear_step(tmp_path, "step1_sft")
+
+    assert [file.name for file in directory.iterdir()] == ["notes.txt"]
+
+
+def test_a_file_that_stayed_through_one_clearing_stays_through_the_next(tmp_path: Path) -> None:
+    directory = run_step(tmp_path, 1)
+    (directory / "notes.txt").write_text("mine")
+
+    others = clear_step(tmp_path, "step1_sft")
+    run_step(tmp_path, 1)
+    record_step(tmp_path, "step1_sft", others=others)
+    clear_step(tmp_path, "step1_sft")
+
+    assert others == {"notes.txt"}
+    assert [file.name for file in directory.iterdir()] == ["notes.txt"]
 
 
 def test_clearing_touches_no_directory_without_our_mark(tmp_path: Path) -> None:
