@@ -4,12 +4,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline.launch.child import Ending, run_child
+from pipeline.launch.child import SIGNALS, Ending, run_child
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_heard() -> Iterator[None]:
+    """As in a terminal, even where the tests themselves run under nohup."""
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def python(program: str) -> Ending:
