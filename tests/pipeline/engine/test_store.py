@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from pipeline.engine.store import TensorStore
 from pipeline.errors import ConfigError, OffloadError
+from tests.slow_disk import slow_down_writes
 
 ROOT = Path(__file__).parents[3]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,20 +84,40 @@ def test_200_random_operations_agree_with_a_dict(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_buffer_is_filled_anew_only_after_it_was_written(tmp_path: Path) -> None:
-    store, size = TensorStore(tmp_path, rank=0, threads=4), 1_000_000
-    store.reserve({"old": size, "new": size}, torch.float32)
-    store.write("new", torch.full((size,), 2.0))
+def test_a_buffer_is_filled_anew_only_after_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down_writes(monkeypatch, seconds=0.05)
+    store = TensorStore(tmp_path, rank=0, threads=4)
+    store.reserve({"old": 10, "new": 10}, torch.float32)
+    store.write("new", torch.full((10,), 2.0))
+    store.flush()
+    buffer = torch.full((10,), 1.0)
+
+    store.write("old", buffer)
+    store.read("new", buffer, after="old")
     store.flush()
 
-    for turn in range(10):
-        buffer = torch.full((size,), 100.0 + turn)
-        store.write("old", buffer)
-        store.read("new", buffer, after="old")
-        store.flush()
+    assert buffer.tolist() == [2.0] * 10
+    assert read(store, "old", 10).tolist() == [1.0] * 10
+    store.close()
 
-        assert buffer.unique().tolist() == [2.0]
-        assert read(store, "old", size).unique().tolist() == [100.0 + turn]
+
+def test_operations_on_one_key_happen_in_the_order_of_the_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down_writes(monkeypatch, seconds=0.05)
+    store, outs = TensorStore(tmp_path, rank=0, threads=8), torch.zeros(4, 10)
+    store.reserve({"a": 10}, torch.float32)
+
+    for value, out in enumerate(outs):
+        store.write("a", torch.full((10,), float(value)))
+        store.read("a", out)
+    began = time.monotonic()
+    store.wait("a")
+
+    assert outs.tolist() == [[float(value)] * 10 for value in range(4)]
+    assert time.monotonic() - began > 0.05  # none of the calls had waited
     store.close()
 
 
@@ -185,6 +207,35 @@ except ConfigError as error:
 
     assert said.startswith(f"the offload directory {tmp_path} has ")
     assert "of the 401,408 that rank 0 needs; File too large: free space there" in said
+
+
+def test_a_write_that_fails_is_an_error_of_every_later_call(tmp_path: Path) -> None:
+    program = f"""
+import resource, torch
+from pathlib import Path
+from pipeline.engine.store import TensorStore
+from pipeline.errors import OffloadError
+store = TensorStore(Path({str(tmp_path)!r}), rank=2)
+store.reserve({{"a": 10_000, "b": 10_000}}, torch.float32)
+store.write("b", torch.zeros(10_000))
+store.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+store.write("b", torch.ones(10_000))
+out = torch.zeros(10_000)
+for call in (lambda: store.wait("b"), lambda: store.read("b", out), store.flush):
+    try:
+        call()
+    except OffloadError as error:
+        print(error)
+store.close()
+"""
+
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+    sentence = f"b can't be written in the offload file of rank 2 in {tmp_path}: File too large"
+    assert said == [sentence] * 3
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import NAMES, StreamedState
 from tests.memory import live_bytes
+from tests.slow_disk import slow_down_writes
 
 SIZES = [1, 4097, 0, 1000, 4096, 7, 2500]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TensorStore]:
-    store = TensorStore(tmp_path, rank=0)
+    store = TensorStore(tmp_path, rank=0, threads=8)
     yield store
     store.close()
 
@@ -50,8 +51,12 @@ def adam(tensors: tuple[Tensor, ...], gradient: Tensor, step: int) -> None:
     optimizer.step()
 
 
-def test_steps_on_streamed_state_equal_steps_in_memory_to_the_bit(store: TensorStore) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.01], ids=["a disk", "a slow disk"])
+def test_steps_on_streamed_state_equal_steps_in_memory_to_the_bit(
+    seconds: float, store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     streamed, in_memory = filled(store)
+    slow_down_writes(monkeypatch, seconds=seconds)
 
     for step in range(3):
         order = range(len(SIZES)) if step % 2 == 0 else reversed(range(len(SIZES)))
