@@ -15,3 +15,7 @@ class DataError(UserError, ValueError):
 
 class ModelError(UserError, ValueError):
     """A model or tokenizer directory can't be used."""
+
+
+class OffloadError(UserError):
+    """The disk that tensors were offloaded to failed."""

@@ -1,0 +1,134 @@
+"""Weights as safetensors, written while they come in."""
+
+import json
+import re
+import tempfile
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from pipeline.models.weight_files import INDEX, SINGLE
+
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Parameters under the names, and cut into the pieces, that `save_pretrained` writes.
+
+    Some families have other names in files than in the model, or hold in one parameter what their
+    files have by expert.
+
+    Raises:
+        ValueError: the family's files hold in one tensor what the model has in several, which can't
+            be told from one parameter at a time.
+    """
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    for step in conversions:
+        if isinstance(step, WeightConverter) and len(step.target_patterns) > 1:
+            raise ValueError(f"{model.config.model_type} models are saved by save_pretrained only")
+    for name, tensor in named:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def stream_export(
+    named: NamedTensors,
+    directory: Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    metadata: Mapping[str, str] | None = None,
+    tied: Container[str] = (),
+) -> None:
+    """Write full tensors as `model.safetensors`, or as shards and their index.
+
+    In memory are one shard's tensors at most, as copies on the CPU, and the one that `named`
+    yields, which may be freed or filled anew at the next turn. Names in `tied`, such as a model's
+    `all_tied_weights_keys`, are left out: they come back when plain `from_pretrained` ties them.
+    The directory's weights are replaced at the end; a process that is killed meanwhile leaves the
+    old ones, the new ones or none, but no mixture.
+
+    Raises:
+        ValueError: a name came twice.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
+        shards = _Shards(Path(scratch), {**(metadata or {}), "format": "pt"})
+        size = 0
+        for name, tensor in named:
+            if name in tied:
+                continue
+            if size and size + tensor.nbytes > max_shard_bytes:
+                shards.write()
+                size = 0
+            shards.add(name, tensor)
+            size += tensor.nbytes
+            del tensor  # the caller's is not ours to keep while it makes the next
+        shards.write()
+        _replace(shards, directory)
+
+
+class _Shards:
+    """Files of tensors, numbered in the order they are written."""
+
+    def __init__(self, scratch: Path, metadata: dict[str, str]) -> None:
+        self.scratch = scratch
+        self.metadata = metadata
+        self.files: list[Path] = []
+        self.shard_of: dict[str, int] = {}
+        self.total_size = self.total_parameters = 0
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name in self.shard_of:
+            raise ValueError(f"{name} came twice")
+        self.shard_of[name] = len(self.files)
+        self.total_size += tensor.nbytes
+        self.total_parameters += tensor.numel()
+        self._tensors[name] = tensor.detach().to(
+            "cpu", copy=True, memory_format=torch.contiguous_format
+        )
+
+    def write(self) -> None:
+        file = self.scratch / f"{len(self.files)}.safetensors"
+        save_file(self._tensors, file, metadata=self.metadata)
+        self.files.append(file)
+        self._tensors.clear()
+
+    def index(self, names: list[str]) -> str:
+        """The index of the shards under their final names."""
+        totals = {"total_parameters": self.total_parameters, "total_size": self.total_size}
+        weight_map = {name: names[shard] for name, shard in sorted(self.shard_of.items())}
+        return json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def _replace(shards: _Shards, directory: Path) -> None:
+    """Move the files in place; what they replace disappears.
+
+    A single file goes before an index where both are there, so it is taken away last. An index goes
+    before its shards change.
+    """
+    single, index = directory / SINGLE, directory / INDEX
+    stale = {path for path in directory.iterdir() if SHARD.fullmatch(path.name)}
+    count = len(shards.files)
+    if count == 1:
+        shards.files[0].replace(single)
+        index.unlink(missing_ok=True)
+    else:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        new_index = shards.scratch / INDEX
+        new_index.write_text(shards.index(names), encoding="utf-8")
+        index.unlink(missing_ok=True)
+        for file, name in zip(shards.files, names, strict=True):
+            file.replace(directory / name)
+            stale.discard(directory / name)
+        new_index.replace(index)
+        single.unlink(missing_ok=True)
+    for path in stale:
+        path.unlink()

@@ -1,0 +1,255 @@
+"""Models filled from pieces of files equal what `from_pretrained` loads."""
+
+import resource
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from pipeline.errors import ModelError
+from pipeline.models.stream import StoredWeights, find_weights, meta_model
+from pipeline.models.weight_files import SINGLE, WeightFiles
+from tests.families import FAMILIES, PECULIAR, saved, tiny_causal_lm, tiny_classifier
+from tests.memory import live_bytes
+from tests.mixtures import MIXTURES, tiny_mixture
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+ALL = [*FAMILIES, *PECULIAR]
+
+
+def empty(auto: Any, path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a directory's config, without weights."""
+    config = AutoConfig.from_pretrained(path, num_labels=1)
+    return meta_model(lambda: auto.from_config(config, dtype=dtype))
+
+
+def loaded(auto: Any, path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, set[str]]:
+    """What `from_pretrained` makes of a directory, and the names it had nothing for."""
+    settings = {"num_labels": 1} if auto is AutoModelForSequenceClassification else {}
+    model, info = auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **settings)
+    return model, set(info["missing_keys"])
+
+
+def fill(model: PreTrainedModel, weights: StoredWeights, files: WeightFiles) -> None:
+    """Give the model its weights, each in three pieces."""
+    own, filled = model.state_dict(), {}
+    for name, stored in weights.names.items():
+        numel = own[name].numel()
+        cuts = [0, numel // 3, numel - numel // 5, numel]
+        pieces = [
+            files.slice(stored, start, stop, dtype=own[name].dtype)
+            for start, stop in pairwise(cuts)
+        ]
+        filled[name] = torch.cat(pieces).view(own[name].shape)
+    model.load_state_dict(filled, strict=False, assign=True)
+    model.tie_weights()
+    model.eval()
+
+
+def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Parameters and buffers, their number formats and their names are the same."""
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(model, kind)()), dict(getattr(expected, kind)())
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert ours[name].dtype == tensor.dtype, name
+            assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("family", ALL)
+@torch.no_grad()
+def test_a_language_model_filled_from_pieces_is_the_one_from_pretrained_loads(
+    family: str, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm(family), tmp_path)
+    expected, missing = loaded(AutoModelForCausalLM, path)
+    model, files = empty(AutoModelForCausalLM, path), WeightFiles(path)
+    assert {param.device.type for param in model.parameters()} == {"meta"}
+
+    weights = find_weights(model, files)
+
+    assert (set(weights.missing), weights.needs_conversion) == (missing, False)
+    fill(model, weights, files)
+    assert_equal(model, expected)
+    assert torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neo", "falcon", "gpt_oss"])
+def test_number_formats_are_those_from_pretrained_gives(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm(family), tmp_path)
+    expected, _ = loaded(AutoModelForCausalLM, path, dtype)
+    model, files = empty(AutoModelForCausalLM, path, dtype), WeightFiles(path)
+
+    fill(model, find_weights(model, files), files)
+
+    assert_equal(model, expected)
+    in_fp32 = {param.dtype for param in model.parameters()} == {dtype, torch.float32}
+    assert in_fp32 == (family == "gpt_oss" and dtype == torch.float16)
+
+
+@pytest.mark.parametrize(("family", "tie"), [("llama", True), ("opt", True), ("gpt2", False)])
+def test_parameters_are_tied_where_the_config_says_so(
+    family: str, tie: bool, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm(family, tie_word_embeddings=tie), tmp_path)
+
+    model = empty(AutoModelForCausalLM, path)
+
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    assert (head.weight is table.weight) == tie
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gemma"])
+def test_a_tied_parameter_is_found_under_either_name(family: str, tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm(family), tmp_path)
+    model = empty(AutoModelForCausalLM, path)
+    table, head = model.all_tied_weights_keys["lm_head.weight"], "lm_head.weight"
+    tensors = load_file(tmp_path / SINGLE)
+    assert head not in tensors
+
+    for stored in (table, head):
+        tensors[stored] = tensors.pop(table)
+        save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+        weights = find_weights(model, WeightFiles(path))
+
+        assert (weights.names[table], weights.names[head]) == (stored, stored)
+        assert not weights.missing
+
+
+def test_two_different_tensors_for_a_tied_parameter_are_left_to_from_pretrained(
+    tmp_path: Path,
+) -> None:
+    path = saved(tiny_causal_lm("gpt2"), tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    table = tensors["transformer.wte.weight"]
+    for same in (True, False):
+        tensors["lm_head.weight"] = table.clone() if same else table.flip(0)
+        save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+
+        weights = find_weights(empty(AutoModelForCausalLM, path), WeightFiles(path))
+
+        assert weights.needs_conversion == (not same)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_classifier_of_a_language_models_files_lacks_its_head_only(
+    family: str, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm(family), tmp_path)
+    expected, missing = loaded(AutoModelForSequenceClassification, path)
+    model, files = empty(AutoModelForSequenceClassification, path), WeightFiles(path)
+
+    weights = find_weights(model, files)
+
+    assert set(weights.missing) == missing == {"score.weight"}
+    own, theirs = model.state_dict(), expected.state_dict()
+    for name in own.keys() - {"score.weight"}:
+        numel = own[name].numel()
+        flat = files.slice(weights.names[name], 0, numel, dtype=own[name].dtype)
+        assert torch.equal(flat, theirs[name].flatten()), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_classifier_has_all_it_needs(family: str, tmp_path: Path) -> None:
+    path = saved(tiny_classifier(family), tmp_path)
+    expected, _ = loaded(AutoModelForSequenceClassification, path)
+    model, files = empty(AutoModelForSequenceClassification, path), WeightFiles(path)
+
+    weights = find_weights(model, files)
+
+    assert not weights.missing
+    fill(model, weights, files)
+    assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "bloom"])
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [(AutoModel, AutoModelForCausalLM), (AutoModelForCausalLM, AutoModel)],
+    ids=["head on base", "base of head"],
+)
+def test_base_models_and_heads_read_each_others_files(
+    family: str, stored: Any, wanted: Any, tmp_path: Path
+) -> None:
+    lm = tiny_causal_lm(family)
+    path = saved(lm if stored is AutoModelForCausalLM else lm.base_model, tmp_path)
+    expected, missing = loaded(wanted, path)
+    model, files = empty(wanted, path), WeightFiles(path)
+
+    weights = find_weights(model, files)
+
+    assert set(weights.missing) == missing
+    theirs = expected.state_dict()
+    for name, source in weights.names.items():
+        piece = files.slice(source, 0, theirs[name].numel(), dtype=theirs[name].dtype)
+        assert torch.equal(piece, theirs[name].flatten()), name
+    assert len(weights.names) + len(weights.missing) == len(theirs)
+
+
+def test_another_shape_than_the_configs_is_refused(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("llama"), tmp_path)
+    config = AutoConfig.from_pretrained(path, intermediate_size=40)
+    model = meta_model(lambda: AutoModelForCausalLM.from_config(config))
+
+    with pytest.raises(ModelError) as error:
+        find_weights(model, WeightFiles(path))
+
+    assert str(error.value) == (
+        f"{path} holds model.layers.0.mlp.down_proj.weight of shape (32, 48), but the model of its"
+        " config.json has model.layers.0.mlp.down_proj.weight of shape (32, 40)"
+    )
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_files_whose_experts_must_be_merged_are_left_to_from_pretrained(
+    family: str, tmp_path: Path
+) -> None:
+    path = saved(tiny_mixture(family), tmp_path)
+
+    weights = find_weights(empty(AutoModelForCausalLM, path), WeightFiles(path))
+
+    assert weights.needs_conversion
+
+
+def test_quantized_models_are_left_to_from_pretrained(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("llama"), tmp_path)
+    model = empty(AutoModelForCausalLM, path)
+    model.config.quantization_config = {"quant_method": "fp8"}
+
+    assert find_weights(model, WeightFiles(path)).needs_conversion
+
+
+def test_building_takes_no_memory_for_parameters() -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=4096, intermediate_size=8192, num_hidden_layers=2, vocab_size=32_000
+    )
+    before, most_before = live_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    model = meta_model(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most_before
+    assert sum(param.nbytes for param in model.parameters()) > 2e9
+    assert live_bytes() - before < 1e6
+    assert growth * 1024 < 1e8
+
+
+def test_building_draws_no_random_number(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("llama"), tmp_path)
+    before = torch.get_rng_state()
+
+    empty(AutoModelForCausalLM, path)
+
+    assert torch.equal(torch.get_rng_state(), before)
