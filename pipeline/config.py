@@ -76,6 +76,37 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What lies in main memory instead of on the GPU, each by itself."""
+
+    optimizer: Literal["none", "cpu"] = "none"
+    """fp32 masters and moments (offload_optimizer); the update runs there."""
+
+    gradients: Literal["none", "cpu"] = "none"
+    """The summed fp32 gradients."""
+
+    params: Literal["none", "cpu"] = "none"
+    """The weights between uses (offload_param); needs zero_stage 3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """How processes share the work of training; never what they compute."""
+
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+    reduction: Literal["fast", "deterministic"] = "fast"
+    """How gradients are added: fast in the order they come, the same bits at every stage;
+    deterministic as one tree over all micro-batches, the same bits on 1, 2, 4, ... processes."""
+
+    prefetch: bool = True
+    """Gather the weights of the next block while the present one computes."""
+
+    unit_classes: tuple[str, ...] = ()
+    """Class names of the modules that are gathered as one; empty finds the transformer blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021), through peft."""
 
@@ -123,6 +154,8 @@ class TrainedModelConfig(FrozenModelConfig):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What processes share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
 
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -133,9 +166,9 @@ class TrainedModelConfig(FrozenModelConfig):
 
     def __post_init__(self) -> None:
         require(
-            self.zero_stage == 0,
-            f"zero_stage {self.zero_stage} is not available in this version; use 0, which keeps the"
-            " whole model on every process",
+            self.zero.offload.params == "none" or self.zero_stage == 3,
+            f"zero.offload.params needs zero_stage 3, where weights are gathered for use; the stage"
+            f" is {self.zero_stage}",
         )
 
 

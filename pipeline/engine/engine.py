@@ -1,5 +1,8 @@
 """The training engine: a model, its optimizer and the collectives between processes."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +11,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.distributed import all_reduce_
-from pipeline.engine.flat import flat_groups
+from pipeline.distributed import local_device
+from pipeline.engine.comm import make_collectives
+from pipeline.engine.gradients import BufferPool
 from pipeline.engine.lr import lr_factor
 from pipeline.engine.precision import LossScaler
+from pipeline.engine.setup import build_units, placement_of
+from pipeline.engine.trained import TrainedParams
+from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError
 
 MAX_SKIPPED = 20
@@ -44,6 +51,9 @@ class Engine:
     averaged, over micro-batches and processes: losses arrive already divided by the number of
     tokens (or pairs) of the whole optimizer step, so that every token weighs the same however the
     step was cut. Weights below fp32 have fp32 masters; gradients always accumulate in fp32.
+
+    What a process keeps is `config.zero_stage`'s choice: 0 everything, 1 its piece of the masters
+    and moments, 2 also of the gradients, 3 also of the weights. The result is the same to the bit.
     """
 
     def __init__(self, model: nn.Module, config: TrainedModelConfig, *, total_steps: int) -> None:
@@ -52,28 +62,15 @@ class Engine:
         self.total_steps = total_steps
         self.steps = 0
         self.skipped_in_a_row = 0
-        lora_lr = config.lora.lr if config.lora is not None else None
-        self.groups = flat_groups(
-            model,
-            lr=self.optim.lr,
-            lora_lr=lora_lr if lora_lr is not None else self.optim.lr,
-            weight_decay=self.optim.weight_decay,
-        )
+        device = local_device()
+        deterministic = config.zero.reduction == "deterministic"
+        self.comm = make_collectives(device, deterministic=deterministic)
+        pool = BufferPool(self.comm, device)
+        units = build_units(model, config, self.comm, pool, placement_of(config, device))
+        self.zero = ZeroModel(model, units, self.comm, prefetch=config.zero.prefetch)
+        self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
-        self.optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [group.master],
-                    "lr": group.settings.lr,
-                    "weight_decay": group.settings.weight_decay,
-                }
-                for group in self.groups
-            ],
-            betas=self.optim.betas,
-            eps=self.optim.eps,
-            fused=True,
-        )
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16)
@@ -83,53 +80,100 @@ class Engine:
         return self.model(*args, **kwargs)
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
-        """Add the gradient of `loss` to what this process has accumulated."""
-        if loss.requires_grad:  # a micro-batch without targets has nothing to add
-            (loss * self.scaler.scale).backward()
+        """Add the gradient of `loss`, summed over processes, to what has been accumulated."""
+        self.zero.backward(loss * self.scaler.scale if loss.requires_grad else loss)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients where they are found until a backward pass outside, or the step.
+
+        One reduction then serves many micro-batches, at the cost of a whole fp32 gradient on every
+        process; sums are rounded in another order than with a reduction for each.
+        """
+        self.zero.reducing = False
+        try:
+            yield
+        finally:
+            self.zero.flush()
+            self.zero.reducing = True
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights whole on every process, to read or to generate with."""
+        with self.zero.gathered():
+            yield
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """Sum gradients over processes, clip, update, zero the gradients.
+        """Clip the summed gradients, update, zero the gradients.
 
         Raises:
             NonFiniteGradientError: after MAX_SKIPPED steps in a row without a finite gradient.
         """
-        for group in self.groups:
-            all_reduce_(group.grad)
-        squared = torch.stack([group.squared_norm() for group in self.groups]).sum()
-        grad_norm = squared.sqrt().item() / self.scaler.scale
+        self.zero.flush()
+        self.zero.reduce()
+        grad_norm, worst = self._grad_norm()
         finite = grad_norm < float("inf")  # False for NaN as well
         factor = lr_factor(self.steps, total_steps=self.total_steps, optim=self.optim)
         if finite:
             self._update(grad_norm, factor)
         self.scaler.update(finite=finite)
         self.steps += 1
-        self._count_skipped(finite=finite)
         for group in self.groups:
-            group.grad.zero_()
+            group.gradients.clear()
+        self._count_skipped(finite=finite, worst=worst)
         return StepResult(grad_norm=grad_norm, lr=self.optim.lr * factor, skipped=not finite)
 
     def discard(self) -> None:
         """Forget the accumulated gradients without a step."""
-        for group in self.groups:
-            group.grad.zero_()
+        self.zero.discard()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The accumulated gradient of every trained parameter, fp32, by name; times the loss scale.
+
+        All processes call it in step.
+        """
+        self.zero.reduce()
+        return {
+            name: gradient
+            for group in self.groups
+            for name, gradient in group.full_gradients().items()
+        }
+
+    def masters(self) -> list[Tensor]:
+        """This process's part of the fp32 weights, one vector for each group; not copies."""
+        return [group.master.detach() for group in self.groups]
+
+    @torch.no_grad()
+    def load_masters(self, masters: list[Tensor]) -> None:
+        """Set the weights to what `masters` returned earlier, or an average of it."""
+        for group, master in zip(self.groups, masters, strict=True):
+            group.master.copy_(master)
+            group.publish()
+
+    def _grad_norm(self) -> tuple[float, str]:
+        """Global norm, and the first unit whose gradient is not finite."""
+        device = local_device()
+        values = torch.stack([group.squared_norms().to(device) for group in self.groups])
+        self.comm.all_reduce(values.view(-1))
+        squares = values.flatten().tolist()
+        # fsum rounds once, so that the order of units doesn't count either.
+        finite = all(map(math.isfinite, squares))
+        norm = math.sqrt(math.fsum(squares)) / self.scaler.scale if finite else math.nan
+        bad = (~values.isfinite()).any(dim=1).tolist()
+        return norm, self.groups[bad.index(True)].flat.unit if not finite else ""
 
     def _update(self, grad_norm: float, lr_share: float) -> None:
         limit = self.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
-        for group, settings in zip(self.groups, self.optimizer.param_groups, strict=True):
-            if multiplier != 1.0:
-                group.grad.mul_(multiplier)
-            settings["lr"] = group.settings.lr * lr_share
-        self.optimizer.step()
         for group in self.groups:
-            group.publish()
+            group.step(multiplier=multiplier, lr=group.flat.settings.lr * lr_share)
 
-    def _count_skipped(self, *, finite: bool) -> None:
+    def _count_skipped(self, *, finite: bool, worst: str) -> None:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= MAX_SKIPPED:
             raise NonFiniteGradientError(
-                f"the gradient was infinite or NaN for {MAX_SKIPPED} steps in a row; lower the"
-                " learning rate, or train with precision bf16 or fp32"
+                f"the gradient was infinite or NaN for {MAX_SKIPPED} steps in a row, in {worst}"
+                " first; lower the learning rate, or train with precision bf16 or fp32"
             )

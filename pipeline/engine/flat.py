@@ -1,10 +1,18 @@
-"""Trained parameters of one kind, laid out as one flat vector."""
+"""Parameters of one unit and one kind, laid out as one flat vector: the engine's data structure.
 
-from collections.abc import Sequence
+The vector has W equal pieces, one for each of W processes, and every ZeRO stage is a choice of what
+a process keeps between uses: everything, or its piece alone. Rajbhandari et al. 2020 (ZeRO); one
+flat vector for each block as in BMTrain and FSDP.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from pipeline.engine.comm import Collectives, Work
+from pipeline.engine.norms import padded_size
 
 
 @dataclass(frozen=True)
@@ -12,60 +20,136 @@ class ParamSettings:
     """What parameters must share to lie in one vector."""
 
     dtype: torch.dtype
+    trained: bool
     lr: float
     weight_decay: float
 
 
-class FlatGroup:
-    """fp32 master weights and fp32 gradients of parameters that share their optimizer settings.
+@dataclass(frozen=True)
+class Placement:
+    """Where a process keeps what, by ZeRO stage and offload."""
 
-    The model's parameters are views: of `master` where they are fp32, else of a low-precision copy
-    that `publish` refreshes. Their `.grad` are views of `grad`, so that autograd accumulates in
-    fp32, over any number of backward passes, straight into the vector that is reduced.
+    device: torch.device
+    """Where the model computes."""
+
+    shard_optimizer: bool
+    """Masters and moments of the own piece only: stage 1 and above."""
+
+    shard_params: bool
+    """The own piece of the weights only, between uses: stage 3."""
+
+    optimizer_device: torch.device
+    gradient_device: torch.device
+    param_device: torch.device
+    """Of the own piece of the weights, at stage 3."""
+
+    deterministic: bool
+    """Sum micro-batches as a tree."""
+
+    def host_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for an offloaded vector: in main memory that the GPU can copy from by itself."""
+        pinned = device.type == "cpu" and self.device.type == "cuda"
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+
+
+class FlatParams:
+    """Weights of one kind in one unit: gathered for use, and at stage 3 freed between uses.
+
+    While they are freed the module's parameters keep shape and dtype; every element reads as NaN
+    and can't be written.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], settings: ParamSettings) -> None:
-        self.settings = settings
-        self.params = list(params)
-        flat = torch.cat([param.detach().flatten() for param in self.params])
-        self.copy = flat
-        self.master = nn.Parameter(flat if flat.dtype == torch.float32 else flat.float())
-        self.grad = torch.zeros_like(self.master)
-        self.master.grad = self.grad
-        offset = 0
-        for param in self.params:
-            piece = slice(offset, offset + param.numel())
-            offset += param.numel()
-            param.data = self.copy[piece].view(param.shape)
-            if param.dtype != torch.float32:
-                param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
-            param.grad = self.grad[piece].view(param.shape)
+    def __init__(
+        self,
+        unit: str,
+        params: Mapping[str, nn.Parameter],
+        settings: ParamSettings,
+        comm: Collectives,
+        placement: Placement,
+    ) -> None:
+        self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
+        self.params = dict(params)
+        self.offsets: dict[str, int] = {}
+        self.used = 0
+        for name, param in self.params.items():
+            self.offsets[name] = self.used
+            self.used += param.numel()
+        self.numel = padded_size(self.used, comm.world_size)
+        self.shard_numel = self.numel // comm.world_size
+        device = placement.device
+        if placement.shard_params:
+            self.full = torch.empty(self.numel, dtype=settings.dtype, device=device)
+            self.shard = comm.empty(self.shard_numel, settings.dtype, placement.param_device)
+        else:
+            self.full = comm.empty(self.numel, settings.dtype, device)
+            self.shard = comm.piece(self.full)
+        # Views of `.data`: they have version counters of their own, so that filling the vector
+        # again between forward and backward doesn't look like a change to what autograd saved.
+        self.views = self.cut(self.full.data)
+        hidden = torch.full((), float("nan"), dtype=settings.dtype, device=device)
+        self.hidden = {name: hidden.expand(param.shape) for name, param in self.params.items()}
+        self.gathered = True
+        self._work: Work | None = None
+        self._load()
+
+    def _load(self) -> None:
+        self.full.zero_()
+        for name, param in self.params.items():
+            self.views[name].copy_(param.detach())
+            param.data = self.views[name]
+        if self.placement.shard_params:
+            self.shard.copy_(self.comm.piece(self.full))
+            self.free()
+
+    def cut(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a vector of this layout, one for each parameter, in its shape."""
+        return {
+            name: vector[self.offsets[name] : self.offsets[name] + param.numel()].view(param.shape)
+            for name, param in self.params.items()
+        }
+
+    def start_gather(self) -> None:
+        """Begin to collect the pieces, if that is needed."""
+        if self.gathered or self._work is not None:
+            return
+        self.full.untyped_storage().resize_(self.numel * self.full.element_size())
+        self._work = self.comm.all_gather(self.full, self.shard, self.unit)
+
+    def gather(self) -> None:
+        """Have the whole vector here and the module's parameters show it."""
+        self.start_gather()
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        for name, param in self.params.items():
+            param.data = self.views[name]
+        self.gathered = True
+
+    def free(self) -> None:
+        """Give the memory of the whole vector back; the own piece stays."""
+        if not self.placement.shard_params:
+            return
+        if self._work is not None:  # gathered ahead for a use that did not come
+            self._work.wait()
+            self._work = None
+        # First the parameters: reading memory that is gone would end the process.
+        for name, param in self.params.items():
+            param.data = self.hidden[name]
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False
+
+    @property
+    def held(self) -> bool:
+        """Whether the whole vector takes memory now."""
+        return self.full.untyped_storage().nbytes() > 0
 
     def publish(self) -> None:
-        """Round the master weights into the model's low-precision parameters."""
-        if self.copy.dtype != torch.float32:
-            self.copy.copy_(self.master.detach())
+        """Have every process see changed pieces: at stages 1 and 2 in the weights themselves."""
+        if not self.placement.shard_params and self.placement.shard_optimizer:
+            self.comm.all_gather(self.full, self.shard, self.unit).wait()
 
-    def squared_norm(self) -> Tensor:
-        """Sum of squared gradients, in float64: a scalar tensor."""
-        return torch.linalg.vector_norm(self.grad, dtype=torch.float64).square()
-
-
-def flat_groups(
-    model: nn.Module, *, lr: float, lora_lr: float, weight_decay: float
-) -> list[FlatGroup]:
-    """Group the trained parameters of `model`; frozen ones stay as they are.
-
-    Weight decay spares one-dimensional parameters: biases and norms. Tied parameters count once.
-    """
-    kinds: dict[ParamSettings, list[nn.Parameter]] = {}
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        settings = ParamSettings(
-            dtype=param.dtype,
-            lr=lora_lr if ".lora_" in name else lr,
-            weight_decay=weight_decay if param.ndim > 1 else 0.0,
-        )
-        kinds.setdefault(settings, []).append(param)
-    return [FlatGroup(params, settings) for settings, params in kinds.items()]
+    @property
+    def bytes_of_weights(self) -> int:
+        """Memory of the weights between uses."""
+        return self.shard.nbytes if self.placement.shard_params else self.full.nbytes

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.data.batches import TokenBatch
+from pipeline.distributed import global_max
 from pipeline.errors import DataError
 from pipeline.models.attention import RAGGED, Ragged
 
@@ -145,15 +146,20 @@ def ragged_inputs(batch: TokenBatch, ragged: Ragged) -> dict[str, object]:
 def run_padded(
     batch: TokenBatch, ragged: Ragged, run: Callable[[dict[str, Tensor]], Tensor]
 ) -> Float[Tensor, "N X"]:
-    """Run a model that knows only padded batches, a group of similar lengths at a time."""
+    """Run a model that knows only padded batches, a group of similar lengths at a time.
+
+    Every process runs as many passes as the one with the most groups: they gather weights together.
+    """
     outputs: list[Tensor] = []
-    for group in ragged.groups:
+    spare = int(global_max(len(ragged.groups))) - len(ragged.groups)
+    for number, group in enumerate([*ragged.groups, *ragged.groups[:1] * spare]):
         mask = torch.zeros_like(group.tokens).flatten().index_fill(0, group.real, 1)
         inputs = {
             "input_ids": batch.input_ids[group.tokens],
             "attention_mask": mask.view_as(group.tokens),
         }
-        outputs.append(run(inputs).flatten(0, 1).index_select(0, group.real))
+        real = group.real if number < len(ragged.groups) else group.real[:0]
+        outputs.append(run(inputs).flatten(0, 1).index_select(0, real))
     return torch.cat(outputs).index_select(0, ragged.restore)
 
 

@@ -43,10 +43,18 @@ def updated(
     return update_models(models, rollout, ALL, config, train_actor=True, ptx=ptx)
 
 
-def gradient(engine: Engine) -> Tensor:
+def gradients(engine: Engine) -> dict[str, Tensor]:
     """The gradient of the engine's only step so far: Adam's first moment is a tenth of it."""
-    moments = [engine.optimizer.state[group.master]["exp_avg"] for group in engine.groups]
-    return torch.cat(moments) / (1 - engine.optim.betas[0])
+    return {
+        name: moment / (1 - engine.optim.betas[0])
+        for group in engine.groups
+        for name, moment in group.flat.cut(group.optimizer.state[group.master]["exp_avg"]).items()
+    }
+
+
+def gradient(engine: Engine) -> Tensor:
+    """All of it as one vector."""
+    return torch.cat([each.flatten() for each in gradients(engine).values()])
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
@@ -107,15 +115,8 @@ def test_gradients_are_those_of_the_formulas_one_sequence_at_a_time(toy: Path) -
         (0.5 * (values - rollout.returns[row, :length]).square().sum() / num_tokens).backward()
     for engine, plain in ((models.actor, actor), (models.critic, critic)):
         grads = {name: p.grad for name, p in plain.named_parameters()}
-        names = [name for name, _ in engine.model.named_parameters()]
-        expected = torch.cat([_grad_of(name, grads).flatten() for name in _by_group(engine, names)])
-        assert distance(gradient(engine), expected) < 1e-5
-
-
-def _by_group(engine: Engine, names: list[str]) -> list[str]:
-    """Parameter names in the order in which the engine's groups lay them out."""
-    of_param = dict(zip(map(id, engine.model.parameters()), names, strict=True))
-    return [of_param[id(param)] for group in engine.groups for param in group.params]
+        expected = [_grad_of(name, grads).flatten() for name in gradients(engine)]
+        assert distance(gradient(engine), torch.cat(expected)) < 1e-5
 
 
 def _grad_of(name: str, grads: dict[str, Tensor | None]) -> Tensor:
@@ -198,7 +199,7 @@ def test_a_policy_too_far_from_the_old_one_stops_and_changes_nothing_more(toy: P
     assert second.metrics["approx_kl"] > 1.5e-3
     assert torch.equal(weights(models.policy), after_one[0])
     assert torch.equal(weights(models.value_model), after_one[1])
-    assert not any(group.grad.any() for group in models.actor.groups)
+    assert not any(each.any() for each in models.actor.gradients().values())
 
 
 def test_the_epochs_over_a_rollout_end_at_the_target_kl(toy: Path) -> None:
@@ -247,7 +248,7 @@ def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: P
     batches, num_targets = next(PtxStream(alone.chat, config))
     for batch in batches:
         alone.actor.backward(-alone.actor(batch).logprobs.sum() / num_targets)
-    language_model = torch.cat([group.grad for group in alone.actor.groups])
+    language_model = torch.cat([each.flatten() for each in alone.actor.gradients().values()])
 
     updated(plain, rollout, plain_config)
     update = updated(mixed, rollout, config, ptx=PtxStream(mixed.chat, config))

@@ -1,0 +1,218 @@
+"""Collectives of the engine on flat vectors, and a log of what they move.
+
+Every vector has W equal pieces, one for each process; piece r is at home on rank r. Sums over ranks
+are added as a binary tree in rank order wherever this file or `shared_memory` adds them, so that
+their bits depend on nothing but the addends.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.distributed import rank, world_size
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when its result may be used."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A collective that is over."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class CommLog:
+    """Bytes and calls of each kind of collective, counted as the size of the whole vector."""
+
+    def __init__(self) -> None:
+        self.num_bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.order: list[tuple[str, str]] = []
+        """Kind and unit of every call since `recording` began."""
+        self._recording = False
+
+    def add(self, kind: str, unit: str, num_bytes: int) -> None:
+        """Count one collective."""
+        self.num_bytes[kind] += num_bytes
+        self.calls[kind] += 1
+        if self._recording:
+            self.order.append((kind, unit))
+
+    @contextmanager
+    def recording(self) -> Iterator["CommLog"]:
+        """Start from zero and keep the order of the calls as well."""
+        self.num_bytes.clear()
+        self.calls.clear()
+        self.order.clear()
+        self._recording = True
+        try:
+            yield self
+        finally:
+            self._recording = False
+
+
+class Collectives:
+    """The collectives of a single process, and what all kinds share."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = rank(), world_size()
+        self.log = CommLog()
+
+    asynchronous = False
+    """Whether a collective runs beside the computation, so that starting it early pays."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a vector that collectives read or write; all processes call it in step."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def piece(self, full: Tensor) -> Tensor:
+        """This process's piece of a vector."""
+        size = full.numel() // self.world_size
+        return full[self.rank * size : (self.rank + 1) * size]
+
+    def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
+        """Fill `full` with the shards of all processes, in rank order.
+
+        `shard` comes from `empty` as a vector of its own, or is this process's piece of `full`.
+        """
+        self.log.add("all_gather", unit, full.nbytes)
+        piece = self.piece(full)
+        if piece.data_ptr() != shard.data_ptr():
+            piece.copy_(shard, non_blocking=True)
+        return self._all_gather(full, shard, unit)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
+        """Write the sum over processes of the own piece of `full` to `out`.
+
+        `full` comes from `empty`, is undefined afterwards and must stay alone until
+        `has_been_read`; `out` may be its own piece.
+        """
+        self.log.add("reduce_scatter", unit, full.nbytes)
+        return self._reduce_scatter(full, out, unit)
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sum a few float64 values over processes, in place.
+
+        Exact, and therefore the same in every order, where each value is zero but on one process.
+        """
+        self.log.add("all_reduce", "", values.nbytes)
+        self._all_reduce(values)
+
+    @property
+    def meeting(self) -> int:
+        """A number for the present moment; see `has_been_read`."""
+        return 0
+
+    def has_been_read(self, meeting: int) -> bool:  # noqa: ARG002
+        """Whether the others are done with what was reduced or gathered before that moment."""
+        return True
+
+    def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
+        return Finished()
+
+    def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
+        tree_sum([full], out=out)
+        return Finished()
+
+    def _all_reduce(self, values: Tensor) -> None:
+        pass
+
+
+class GroupCollectives(Collectives):
+    """Collectives through the default process group: NCCL, or gloo between machines."""
+
+    asynchronous = True
+
+    def __init__(self, *, deterministic: bool) -> None:
+        super().__init__()
+        # gloo's own reduce-scatter is a fraction as fast as an exchange and a local sum.
+        self.exchanges = deterministic or dist.get_backend() == "gloo"
+
+    def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
+        return _all_gather_single(full, self.piece(full))
+
+    def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
+        if not self.exchanges:
+            return _reduce_scatter_single(out, full)
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, async_op=True)
+        assert work is not None
+        return _TreeSum(work, received, out, self.world_size)
+
+    def _all_reduce(self, values: Tensor) -> None:
+        dist.all_reduce(values)
+
+
+@dataclass
+class _TreeSum:
+    """An exchange whose pieces are summed when it has arrived."""
+
+    work: dist.Work
+    received: Tensor
+    out: Tensor
+    world_size: int
+    done: bool = field(default=False, init=False)
+
+    def wait(self) -> None:
+        if not self.done:
+            self.work.wait()
+            tree_sum(self.received.chunk(self.world_size), out=self.out)
+            self.done = True
+
+
+def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
+    """Add the parts pairwise, neighbours first, then the pairs, and so on.
+
+    For a power of two the sum of the first half and that of the second are the last addends, so
+    that two processes with one part each, and one process with both, add alike. `out` may be one of
+    the parts; the others stay as they are where there are two.
+    """
+    level = list(parts)
+    while len(level) > 2:
+        pairs = [first + second for first, second in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[len(level) - len(level) % 2 :]
+    if len(level) == 2:
+        torch.add(level[0], level[1], out=out)
+    elif level[0].data_ptr() != out.data_ptr():
+        out.copy_(level[0])
+
+
+def _all_gather_single(full: Tensor, shard: Tensor) -> dist.Work:
+    # Its name before torch 2.13 was all_gather_into_tensor.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return gather(full, shard, async_op=True)
+
+
+def _reduce_scatter_single(shard: Tensor, full: Tensor) -> dist.Work:
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return reduce(shard, full, async_op=True)
+
+
+def make_collectives(device: torch.device, *, deterministic: bool) -> Collectives:
+    """The fastest collectives between the processes there are; all of them call it in step."""
+    if world_size() == 1:
+        return Collectives()
+    if device.type == "cpu":
+        from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
+
+        if on_one_machine():
+            return SharedMemoryCollectives()
+    return GroupCollectives(deterministic=deterministic)

@@ -1,0 +1,202 @@
+"""Gradients on their way from autograd to the optimizer: buffers, and sums over micro-batches."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.comm import Collectives, Work
+from pipeline.engine.flat import FlatParams
+
+
+class BufferPool:
+    """fp32 buffers for the gradients of whole units, used again as soon as nobody reads them."""
+
+    def __init__(self, comm: Collectives, device: torch.device) -> None:
+        self.comm = comm
+        self.device = device
+        self._free: dict[int, list[tuple[int, Tensor]]] = {}
+
+    def take(self, numel: int) -> Tensor:
+        """A buffer full of zeros."""
+        free = self._free.setdefault(numel, [])
+        for index, (released, buffer) in enumerate(free):
+            if self.comm.has_been_read(released):
+                del free[index]
+                return buffer.zero_()
+        return self.comm.empty(numel, torch.float32, self.device).zero_()
+
+    def give_back(self, buffer: Tensor) -> None:
+        """The buffer may be used again, once the other processes have read their pieces of it."""
+        self._free[buffer.numel()].append((self.comm.meeting, buffer))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers that lie here."""
+        return sum(buffer.nbytes for free in self._free.values() for _, buffer in free)
+
+
+@dataclass
+class RunningSum:
+    """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ..."""
+
+    total: Tensor
+    empty: bool = field(default=True, init=False)
+
+    @property
+    def direct(self) -> Tensor | None:
+        """Where the first gradient may be written in place of `add`; then say `empty = False`."""
+        return self.total if self.empty else None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add what a backward pass found; `gradient` may be overwritten afterwards."""
+        if self.empty:
+            self.total.copy_(gradient, non_blocking=True)
+        else:
+            self.total.add_(gradient.to(self.total.device, non_blocking=True))
+        self.empty = False
+
+    def end_micro_batch(self) -> None:
+        """Nothing to do: every addition is final."""
+
+    def finish(self) -> Tensor:
+        """The sum over all micro-batches; zeros where there was none."""
+        if self.empty:
+            self.total.zero_()
+        return self.total
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.empty = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held between backward passes."""
+        return self.total.nbytes
+
+
+class TreeSum:
+    """The sum as a binary tree over micro-batches, whatever their number on this process.
+
+    Like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). With ranks added
+    as a tree as well, and micro-batch i on rank i modulo W, the tree over all micro-batches is the
+    same for every W that is a power of two. It holds at most log2(micro-batches) + 1 sums.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self._current = RunningSum(torch.empty_like(total))
+        self._levels: list[tuple[int, Tensor]] = []
+
+    direct = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add what a backward pass of the present micro-batch found."""
+        self._current.add(gradient)
+
+    def end_micro_batch(self) -> None:
+        """Add the micro-batch to the sums of as many others."""
+        if self._current.empty:
+            return
+        level, value = 0, self._current.total.clone()
+        self._current.clear()
+        while self._levels and self._levels[-1][0] == level:
+            value = self._levels.pop()[1] + value
+            level += 1
+        self._levels.append((level, value))
+
+    def finish(self) -> Tensor:
+        """The sum over all micro-batches, the smallest sums first; zeros where there was none."""
+        self.end_micro_batch()
+        self.total.zero_()
+        if self._levels:
+            value = self._levels[-1][1]
+            for _, larger in reversed(self._levels[:-1]):
+                value = larger + value
+            self.total.copy_(value)
+        return self.total
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._current.clear()
+        self._levels.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held between backward passes."""
+        held = [self.total, self._current.total, *(value for _, value in self._levels)]
+        return sum(each.nbytes for each in held)
+
+
+class FlatGradients:
+    """The gradient of one flat vector: a buffer for autograd, and the sum of the own piece.
+
+    Autograd adds in fp32, straight into the buffer, of which the parameters' `.grad` are views. A
+    finished buffer is reduced as a whole, into the sum of the process whose piece it is.
+    """
+
+    def __init__(self, flat: FlatParams, total: Tensor, pool: BufferPool) -> None:
+        self.flat, self.pool, self.comm = flat, pool, flat.comm
+        deterministic = flat.placement.deterministic
+        self.sum: TreeSum | RunningSum = TreeSum(total) if deterministic else RunningSum(total)
+        self._buffer: Tensor | None = None
+        self._reduction: tuple[Work, Tensor, Tensor] | None = None
+        for param in flat.params.values():
+            if param.dtype != torch.float32:
+                param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+
+    def begin(self) -> None:
+        """Have autograd write into a buffer of zeros, or go on in the one it has."""
+        if self._buffer is not None:
+            return
+        self.settle()
+        direct = self._direct()
+        if direct is not None and self.comm.world_size == 1:
+            self._buffer = direct.zero_()
+        else:
+            self._buffer = self.pool.take(self.flat.numel)
+        for name, view in self.flat.cut(self._buffer).items():
+            self.flat.params[name].grad = view
+
+    def start_reduction(self) -> None:
+        """Begin to sum the buffer over processes."""
+        if self._buffer is None:
+            return
+        self.settle()
+        for param in self.flat.params.values():
+            param.grad = None
+        buffer, self._buffer = self._buffer, None
+        direct = self._direct()
+        out = self.comm.piece(buffer) if direct is None else direct
+        work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
+        self._reduction = (work, buffer, out)
+
+    def settle(self) -> None:
+        """Wait for the reduction under way and add its result to the sum."""
+        if self._reduction is None:
+            return
+        (work, buffer, out), self._reduction = self._reduction, None
+        work.wait()
+        if isinstance(self.sum, RunningSum) and out is self.sum.direct:
+            self.sum.empty = False
+        else:
+            self.sum.add(out)
+        if buffer is not self.sum.total:
+            self.pool.give_back(buffer)
+
+    def clear(self) -> None:
+        """Forget what has been accumulated."""
+        self.settle()
+        if self._buffer is not None:
+            for param in self.flat.params.values():
+                param.grad = None
+            if self._buffer is not self.sum.total:
+                self.pool.give_back(self._buffer)
+            self._buffer = None
+        self.sum.clear()
+
+    def _direct(self) -> Tensor | None:
+        direct = self.sum.direct
+        return (
+            direct if direct is not None and direct.device == self.flat.placement.device else None
+        )

@@ -1,0 +1,93 @@
+"""Building the engine's units from a model and its settings."""
+
+import torch
+from torch import nn
+
+from pipeline.config import TrainedModelConfig
+from pipeline.engine.comm import Collectives
+from pipeline.engine.flat import FlatParams, ParamSettings, Placement
+from pipeline.engine.gradients import BufferPool
+from pipeline.engine.trained import TrainedParams
+from pipeline.engine.units import UnitParams, find_units
+from pipeline.engine.zero import Unit
+
+
+def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
+    """Where a process keeps what."""
+    host = torch.device("cpu")
+    offload = config.zero.offload
+    return Placement(
+        device=device,
+        shard_optimizer=config.zero_stage >= 1,
+        shard_params=config.zero_stage >= 3,
+        optimizer_device=device if offload.optimizer == "none" else host,
+        gradient_device=device if offload.gradients == "none" else host,
+        param_device=device if offload.params == "none" else host,
+        deterministic=config.zero.reduction == "deterministic",
+    )
+
+
+def build_units(
+    model: nn.Module,
+    config: TrainedModelConfig,
+    comm: Collectives,
+    pool: BufferPool,
+    placement: Placement,
+) -> list[Unit]:
+    """Lay out every parameter in flat vectors, unit by unit, the root last."""
+    return [
+        _build(unit, config, comm, pool, placement)
+        for unit in find_units(model, config.zero.unit_classes)
+    ]
+
+
+def _build(
+    unit: UnitParams,
+    config: TrainedModelConfig,
+    comm: Collectives,
+    pool: BufferPool,
+    placement: Placement,
+) -> Unit:
+    kinds: dict[ParamSettings, dict[str, nn.Parameter]] = {}
+    for name, param in unit.params.items():
+        kinds.setdefault(param_settings(name, param, config), {})[name] = param
+    flats: list[FlatParams] = []
+    trained: list[TrainedParams] = []
+    for settings, params in kinds.items():
+        flat = FlatParams(unit.name, params, settings, comm, placement)
+        flats.append(flat)
+        if settings.trained:
+            trained.append(
+                TrainedParams(flat, pool, lambda master, s=settings: _adamw(master, s, config))
+            )
+    return Unit(unit.name, unit.module, flats, trained)
+
+
+def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
+    """What decides in which vector of its unit a parameter lies.
+
+    Weight decay spares one-dimensional parameters: biases and norms.
+    """
+    if not param.requires_grad:
+        return ParamSettings(param.dtype, trained=False, lr=0.0, weight_decay=0.0)
+    lora = config.lora
+    lr = lora.lr if lora is not None and lora.lr is not None and ".lora_" in name else None
+    return ParamSettings(
+        param.dtype,
+        trained=True,
+        lr=config.optim.lr if lr is None else lr,
+        weight_decay=config.optim.weight_decay if param.ndim > 1 else 0.0,
+    )
+
+
+def _adamw(
+    master: nn.Parameter, settings: ParamSettings, config: TrainedModelConfig
+) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [master],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        fused=True,
+    )

@@ -1,0 +1,332 @@
+"""Collectives between processes of one machine that read each other's memory.
+
+What collectives touch lies in files that live in memory alone and that every process maps: an
+all-gather is a copy, a reduce-scatter an addition, and nothing goes through a socket. gloo moves
+0.8 to 4 GB/s on the machine where this moves 9 to 14.
+
+Before it reads, every process waits until the others are there. One meeting for each collective is
+enough: who comes to the next one has read what it wanted from the last. Polling needs no lock, but a
+processor whose stores other processors see in their order, as x86 has it.
+"""
+
+import mmap
+import os
+import platform
+import select
+import time
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.distributed import gather_objects, rank, world_size
+from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
+
+CHUNK_BYTES = 64 * 2**20
+"""Address space, not memory: a page costs nothing until it is written."""
+
+ALIGNMENT = 64
+MAILBOX_VALUES = 16384
+LABEL_BYTES = 160
+ROW_BYTES = 8 + 2 * LABEL_BYTES
+"""Of a process in the control block: how many meetings it has come to; the labels of two."""
+
+
+class DesyncError(RuntimeError):
+    """The processes of a job did not do the same, or one is gone."""
+
+
+class SharedMemoryCollectives(Collectives):
+    """Collectives over memory that all processes of the machine map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = _SharedMemory()
+        self._meetings = _Meetings(self._memory)
+        self._mailbox = self.empty(2 * MAILBOX_VALUES, torch.float64, torch.device("cpu"))
+        self._letters = 0
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A vector in memory that the other processes can read."""
+        assert device.type == "cpu"
+        return self._memory.allocate(numel, dtype)
+
+    def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
+        self._meetings.attend(f"all_gather of {unit}, {full.nbytes} bytes")
+        size = shard.numel()
+        in_place = shard.data_ptr() == self.piece(full).data_ptr()
+        for other in self._others():
+            distance = (other - self.rank) * size if in_place else 0
+            source = self._memory.of_rank(other, shard, shift=distance)
+            full[other * size : (other + 1) * size].copy_(source)
+        return Finished()
+
+    def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
+        self._meetings.attend(f"reduce_scatter of {unit}, {full.nbytes} bytes")
+        piece = self.piece(full)
+        parts = [
+            piece if other == self.rank else self._memory.of_rank(other, piece)
+            for other in range(self.world_size)
+        ]
+        tree_sum(parts, out=out)
+        return Finished()
+
+    def _all_reduce(self, values: Tensor) -> None:
+        for part in values.view(-1).split(MAILBOX_VALUES):
+            start = self._letters % 2 * MAILBOX_VALUES
+            self._letters += 1
+            letter = self._mailbox[start : start + part.numel()]
+            letter.copy_(part)
+            self._meetings.attend(f"all_reduce of {part.numel()} values")
+            parts = [self._memory.of_rank(other, letter) for other in range(self.world_size)]
+            tree_sum(parts, out=part)
+
+    @property
+    def meeting(self) -> int:
+        """Number of meetings so far."""
+        return self._meetings.number
+
+    def has_been_read(self, meeting: int) -> bool:
+        """What a process read at one meeting it is done with when it comes to the next."""
+        return self._meetings.number > meeting
+
+    def _others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all read from the same one at once."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A piece of shared memory."""
+
+    fd: int
+    bytes: Tensor
+
+
+class _SharedMemory:
+    """Memory that grows by chunks, in step on all processes, and is never given back.
+
+    What lies at some place of some chunk here has its counterpart at the same place elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.rank = rank()
+        self._chunks: list[_Chunk] = []
+        self._used = 0
+        self._peers: dict[tuple[int, int], Tensor] = {}
+        self.pids: list[int] = gather_objects(os.getpid())
+        self._table = _map_table(self.pids[0], self.rank)
+        fds: list[int] = []
+        self._fds = fds
+        weakref.finalize(self, _close, fds)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A vector of `numel` elements, zero at first."""
+        num_bytes = numel * dtype.itemsize
+        self._used = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if not self._chunks or self._used + num_bytes > len(self._chunks[-1].bytes):
+            self._grow(max(num_bytes, CHUNK_BYTES))
+        start, self._used = self._used, self._used + num_bytes
+        return self._chunks[-1].bytes[start : start + num_bytes].view(dtype)
+
+    def of_rank(self, other: int, own: Tensor, *, shift: int = 0) -> Tensor:
+        """The counterpart of our vector `own` in another process, `shift` elements further."""
+        base = own.untyped_storage().data_ptr()
+        index = next(n for n, each in enumerate(self._chunks) if each.bytes.data_ptr() == base)
+        start = own.data_ptr() - base + shift * own.element_size()
+        return self._chunk_of(other, index)[start : start + own.nbytes].view(own.dtype)
+
+    def _chunk_of(self, other: int, index: int) -> Tensor:
+        if other == self.rank:
+            return self._chunks[index].bytes
+        if (other, index) not in self._peers:
+            fd = self._table.fd_of(other, index)
+            size = len(self._chunks[index].bytes)
+            self._peers[other, index] = _map(_open(self.pids[other], fd), size, close=True)
+        return self._peers[other, index]
+
+    def _grow(self, num_bytes: int) -> None:
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = _create(size)
+        self._fds.append(fd)
+        self._table.publish(self.rank, len(self._chunks), fd)
+        self._chunks.append(_Chunk(fd, _map(fd, size)))
+        self._used = 0
+
+
+class _Table:
+    """Control block that all processes map: descriptors of chunks, and who is at which meeting."""
+
+    MAX_CHUNKS = 1024
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.bytes = memoryview(memory)
+        self.rows = world_size() * ROW_BYTES
+        self._fds = self.bytes[self.rows :].cast("q")
+
+    @classmethod
+    def size(cls) -> int:
+        """Bytes of the block."""
+        return world_size() * (ROW_BYTES + 8 * cls.MAX_CHUNKS)
+
+    def publish(self, owner: int, index: int, fd: int) -> None:
+        """Tell the others under which descriptor chunk `index` of `owner` can be opened."""
+        self._fds[owner * self.MAX_CHUNKS + index] = fd + 1
+
+    def fd_of(self, owner: int, index: int) -> int:
+        """Descriptor of a chunk in its owner's process."""
+        fd = self._fds[owner * self.MAX_CHUNKS + index] - 1
+        if fd < 0:
+            raise DesyncError(f"rank {owner} has not set up memory that rank {rank()} reads")
+        return fd
+
+
+class _Meetings:
+    """Points that every process comes to before any goes on."""
+
+    def __init__(self, memory: _SharedMemory) -> None:
+        self.number = 0
+        self.rank = rank()
+        self.timeout = _timeout_seconds()
+        table = memory._table  # noqa: SLF001
+        rows = [table.bytes[n * ROW_BYTES : (n + 1) * ROW_BYTES] for n in range(world_size())]
+        self._counts = [row[:8].cast("q") for row in rows]
+        self._labels = [
+            (row[8 : 8 + LABEL_BYTES], row[8 + LABEL_BYTES : 8 + 2 * LABEL_BYTES]) for row in rows
+        ]
+        self._watch = select.poll()
+        self._ranks_of: dict[int, int] = {}
+        for other, pid in enumerate(memory.pids):
+            if other != self.rank:
+                pidfd = os.pidfd_open(pid)
+                self._ranks_of[pidfd] = other
+                self._watch.register(pidfd, select.POLLIN)
+        weakref.finalize(self, _close, list(self._ranks_of))
+        self.others = [other for other in range(world_size()) if other != self.rank]
+
+    def attend(self, label: str) -> None:
+        """Wait for the others, who must come with the same label.
+
+        Raises:
+            DesyncError: another process came with another label, is gone, or did not come in time.
+        """
+        self.number += 1
+        number = self.number
+        mine = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+        self._labels[self.rank][number % 2][:] = mine
+        self._counts[self.rank][0] = number
+        for other in self.others:
+            counts = self._counts[other]
+            if counts[0] < number:
+                self._wait(other, number, label)
+            # A process can be one meeting ahead of us, never two: its label of this one still stands.
+            if self._labels[other][number % 2] != mine:
+                raise DesyncError(
+                    f"rank {self.rank} is at {label} while rank {other} is at"
+                    f" {self._label(other, number)}; all processes must run the same layers in the"
+                    " same order"
+                )
+
+    def _wait(self, other: int, number: int, label: str) -> None:
+        counts = self._counts[other]
+        polls = 0
+        deadline = time.monotonic() + self.timeout
+        while counts[0] < number:
+            polls += 1
+            if polls < 200:
+                os.sched_yield()
+                continue
+            time.sleep(min(1e-3, 2e-5 * (1 + polls // 500)))
+            if polls % 50 == 0:
+                self._look_after(other, number, label, deadline)
+
+    def _look_after(self, other: int, number: int, label: str, deadline: float) -> None:
+        gone = [self._ranks_of[pidfd] for pidfd, _ in self._watch.poll(0)]
+        if other in gone and self._counts[other][0] < number:
+            raise DesyncError(
+                f"rank {other} ended while rank {self.rank} waited for it at {label}; what ended it"
+                " stands in that rank's own output"
+            )
+        if time.monotonic() > deadline:
+            last = self._counts[other][0]
+            place = f"last at {self._label(other, last)}" if last else "at none yet"
+            raise DesyncError(
+                f"rank {self.rank} waited {self.timeout:.0f} s at {label} for rank {other}, which was"
+                f" {place}; the processes ran different layers, or rank {other} hangs"
+            )
+
+    def _label(self, other: int, number: int) -> str:
+        return bytes(self._labels[other][number % 2]).decode(errors="replace").strip()
+
+
+def on_one_machine() -> bool:
+    """Whether every process can map the memory of the first; all processes call it."""
+    return all(gather_objects(_can_map()))
+
+
+def _can_map() -> bool:
+    """Collective: rank 0 offers a page, the others try to read it."""
+    able = (
+        hasattr(os, "memfd_create")
+        and hasattr(os, "pidfd_open")
+        and platform.machine() in ("x86_64", "AMD64")
+    )
+    fd = _create(mmap.PAGESIZE) if able else -1
+    token = f"{os.getpid()}-{time.time_ns()}".encode()
+    if able:
+        os.pwrite(fd, token, 0)
+    offers = gather_objects((os.getpid(), fd, token))
+    seen = able
+    for pid, theirs, expected in offers:
+        try:
+            page = _open(pid, theirs)
+            seen = seen and os.pread(page, len(expected), 0) == expected
+            os.close(page)
+        except OSError:
+            seen = False
+    dist.barrier()
+    if able:
+        os.close(fd)
+    return seen
+
+
+def _map_table(first_pid: int, own_rank: int) -> _Table:
+    fd = _create(_Table.size()) if own_rank == 0 else -1
+    theirs = gather_objects(fd)[0]
+    mapped = mmap.mmap(fd if own_rank == 0 else _open(first_pid, theirs), _Table.size())
+    dist.barrier()
+    if own_rank == 0:
+        os.close(fd)
+    return _Table(mapped)
+
+
+def _create(num_bytes: int) -> int:
+    fd = os.memfd_create("engine", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+def _open(pid: int, fd: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _map(fd: int, num_bytes: int, *, close: bool = False) -> Tensor:
+    mapped = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+    if close:
+        os.close(fd)
+    return mapped
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    fds.clear()
+
+
+def _timeout_seconds() -> float:
+    group = dist.group.WORLD
+    assert group is not None
+    options = group._get_backend(torch.device("cpu")).options  # noqa: SLF001
+    return options._timeout.total_seconds()  # noqa: SLF001

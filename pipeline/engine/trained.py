@@ -1,0 +1,99 @@
+"""A flat vector of weights that learn: masters, gradients and their optimizer."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.engine.flat import FlatParams
+from pipeline.engine.gradients import BufferPool, FlatGradients
+from pipeline.engine.norms import num_chunks, squared_norms
+
+MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
+
+
+class TrainedParams:
+    """fp32 masters of a flat vector, of the own piece or whole, with what trains them.
+
+    An fp32 weight that stays where it is computed is its own master.
+    """
+
+    def __init__(self, flat: FlatParams, pool: BufferPool, make_optimizer: MakeOptimizer) -> None:
+        self.flat, self.comm = flat, flat.comm
+        placement = flat.placement
+        own = flat.shard if placement.shard_optimizer else flat.full
+        device = placement.optimizer_device
+        if own.dtype == torch.float32 and own.device == device:
+            self.master = nn.Parameter(own.data)
+        else:
+            copy = placement.host_empty(own.numel(), torch.float32, device)
+            self.master = nn.Parameter(copy.copy_(own))
+        self.grad = self.comm.empty(own.numel(), torch.float32, placement.gradient_device)
+        total = self.grad if placement.shard_optimizer else self.comm.piece(self.grad)
+        self.gradients = FlatGradients(flat, total, pool)
+        self.optimizer = make_optimizer(self.master)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The reduced gradient of each parameter, whole, by name; all processes call it."""
+        self.gradients.settle()
+        shard = self.gradients.sum.finish()
+        whole = not self.flat.placement.shard_optimizer
+        full = self.grad if whole else self.grad.new_empty(self.flat.numel)
+        self.comm.all_gather(full, shard, self.flat.unit).wait()
+        return self.flat.cut(full.clone() if whole else full)
+
+    def squared_norms(self) -> Tensor:
+        """Sums of squares of the reduced gradient by stretches, of all processes' pieces.
+
+        Float64, of `num_chunks` values; the other processes' stretches are zero.
+        """
+        self.gradients.settle()
+        rows = num_chunks(self.comm.world_size)
+        local = squared_norms(self.gradients.sum.finish(), rows // self.comm.world_size)
+        values = torch.zeros(rows, dtype=torch.float64, device=local.device)
+        self.comm.piece(values).copy_(local)
+        return values
+
+    def step(self, *, multiplier: float, lr: float) -> None:
+        """Update the masters with the summed gradient times `multiplier`, then the weights."""
+        shard = self.gradients.sum.total
+        if multiplier != 1.0:
+            shard.mul_(multiplier)
+        if not self.flat.placement.shard_optimizer:
+            self.comm.all_gather(self.grad, shard, self.flat.unit).wait()
+        self.master.grad = self.grad.to(self.master.device)
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = lr
+        self.optimizer.step()
+        self.master.grad = None
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the weights, on all processes."""
+        own = self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master.detach())
+        self.flat.publish()
+
+
+def trained_bytes(groups: Sequence[TrainedParams]) -> dict[str, int]:
+    """Bytes of this process's masters that aren't the weights themselves, gradients and moments."""
+    masters = sum(
+        group.master.nbytes
+        for group in groups
+        if group.master.untyped_storage().data_ptr()
+        not in (
+            group.flat.full.untyped_storage().data_ptr(),
+            group.flat.shard.untyped_storage().data_ptr(),
+        )
+    )
+    moments = sum(
+        value.nbytes
+        for group in groups
+        for state in group.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.numel() > 1
+    )
+    gradients = sum(group.gradients.sum.num_bytes for group in groups)
+    return {"masters": masters, "gradients": gradients, "moments": moments}

@@ -1,0 +1,283 @@
+"""A model whose weights are gathered where they are used, and freed after: hooks and their order.
+
+The hooks stand on the module itself and on its units; nothing in the model is replaced. Forward:
+gather a unit, run it, free it. Backward: gather it again when the gradient of its output arrives,
+collect its gradients, and reduce them when the next unit's turn has come. Only stage 3 really frees
+and gathers; the lower stages take the same path and find everything in place.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeline.engine.comm import Collectives
+from pipeline.engine.flat import FlatParams
+from pipeline.engine.trained import TrainedParams
+from pipeline.errors import ConfigError
+
+
+class Unit:
+    """A transformer block, or the root, as the engine holds it."""
+
+    def __init__(
+        self, name: str, module: nn.Module, flats: list[FlatParams], trained: list[TrainedParams]
+    ) -> None:
+        self.name, self.module = name, module
+        self.flats, self.trained = flats, trained
+        self.in_backward = False
+        """From the arrival of its output's gradient until its gradients are on their way."""
+        self.expects_backward = False
+        """Whether a forward pass has left something for autograd to go back through."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether all its weights are here."""
+        return all(flat.gathered for flat in self.flats)
+
+    def start_gather(self) -> None:
+        """Begin to collect its weights."""
+        for flat in self.flats:
+            flat.start_gather()
+
+    def gather(self) -> None:
+        """Have its weights here."""
+        self.start_gather()
+        for flat in self.flats:
+            flat.gather()
+
+    def free(self) -> None:
+        """Give back the memory of what other processes hold."""
+        for flat in self.flats:
+            flat.free()
+
+
+class ZeroModel:
+    """A module with its units, gathered and freed by hooks."""
+
+    def __init__(
+        self, model: nn.Module, units: list[Unit], comm: Collectives, *, prefetch: bool
+    ) -> None:
+        self.model, self.units, self.comm = model, units, comm
+        self.blocks, self.root = units[:-1], units[-1]
+        self.prefetch = prefetch and comm.asynchronous
+        self.reducing = True
+        """False inside `no_sync`: gradients stay where they were found."""
+        self._pinned = 0
+        self._settling: Unit | None = None
+        self._visited: list[Unit] = []
+        self._next: dict[Unit, Unit] = {}
+        self._previous: dict[Unit, Unit] = {}
+        self._root_was_gathered = True
+        model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
+        for unit in self.blocks:
+            unit.module.register_forward_pre_hook(
+                self._hook(self._before_unit, unit), prepend=True, with_kwargs=True
+            )
+            unit.module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
+
+    @staticmethod
+    def _hook(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
+        def run(_module: nn.Module, _args: object, _kwargs: object, *output: object) -> None:
+            method(unit, *output)
+
+        return run
+
+    # Forward
+
+    def _before_model(self, _module: nn.Module, _args: object, _kwargs: object) -> None:
+        self.flush()
+        self._check_unchanged()
+        self._root_was_gathered = self.root.gathered
+        self.root.gather()
+        self._visited = []
+
+    def _after_model(
+        self, _module: nn.Module, _args: object, _kwargs: object, output: object
+    ) -> None:
+        if self._visited:
+            pairs = list(zip(self._visited, self._visited[1:], strict=False))
+            self._next = dict(pairs)
+            self._previous = {second: first for first, second in pairs}
+        for unit in self.blocks:  # of a pass that raised, or gathered ahead for nothing
+            self._free(unit)
+        if not torch.is_grad_enabled():
+            if not self._root_was_gathered:
+                self._free(self.root)
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                self.root.expects_backward = True
+                tensor.register_hook(lambda _grad: self._begin_root())
+
+    def _before_unit(self, unit: Unit) -> None:
+        if in_backward():  # a recomputation inside of the backward pass of the unit itself
+            self._before_backward(unit)
+            return
+        if not self.root.gathered:
+            raise RuntimeError(
+                f"{unit.name} was called while the weights outside of it were sharded: call the"
+                " engine instead of a module inside of it, or do it under `engine.gathered()`"
+            )
+        self._visited.append(unit)
+        self._gather(unit, self._next)
+
+    def _after_unit(self, unit: Unit, output: object) -> None:
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    unit.expects_backward = True
+                    tensor.register_hook(lambda _grad: self._before_backward(unit))
+        self._free(unit)
+
+    # Backward
+
+    def backward(self, loss: Tensor) -> None:
+        """Run autograd from `loss` and reduce what it finds.
+
+        A loss without a graph takes part in the collectives of the others with zeros.
+        """
+        self._begin_root()
+        if loss.requires_grad:
+            loss.backward()
+        else:
+            for unit in reversed(self.blocks):
+                if unit.expects_backward:
+                    self._before_backward(unit)
+        self.flush()
+
+    def flush(self) -> None:
+        """End a backward pass, if there was one: reduce what is left, free what is gathered."""
+        if in_backward() or not any(unit.in_backward for unit in self.units):
+            return
+        for unit in self.units:
+            if unit.in_backward:
+                self._finish(unit)
+        if self.reducing:
+            self.reduce()
+        for unit in self.units:
+            unit.expects_backward = False
+            self._free(unit)
+
+    def reduce(self) -> None:
+        """Have every gradient found so far in the sums: also what `no_sync` left where it was."""
+        for unit in self.units:
+            for each in unit.trained:
+                each.gradients.start_reduction()
+        for unit in self.units:
+            for each in unit.trained:
+                each.gradients.settle()
+                each.gradients.sum.end_micro_batch()
+        self._settling = None
+
+    def discard(self) -> None:
+        """Forget all gradients, and a pass that was broken off."""
+        self._settling = None
+        for unit in self.units:
+            unit.in_backward = unit.expects_backward = False
+            for each in unit.trained:
+                each.gradients.clear()
+            self._free(unit)
+
+    def _begin_root(self) -> None:
+        self.root.gather()
+        self.root.in_backward = True
+        for each in self.root.trained:
+            each.gradients.begin()
+
+    def _before_backward(self, unit: Unit) -> None:
+        if not self.root.in_backward:
+            self._begin_root()
+        for other in self.blocks:  # whose part is over: autograd goes back in the order of creation
+            if other.in_backward and other is not unit:
+                self._finish(other)
+        self._gather(unit, self._previous)
+        unit.in_backward = True
+        for each in unit.trained:
+            each.gradients.begin()
+
+    def _finish(self, unit: Unit) -> None:
+        unit.in_backward = False
+        self._free(unit)
+        if not self.reducing:
+            return
+        # One reduction may run beside the computation of the next unit, not two: each holds memory.
+        if self._settling is not None:
+            for each in self._settling.trained:
+                each.gradients.settle()
+        for each in unit.trained:
+            each.gradients.start_reduction()
+        self._settling = unit
+
+    # Memory
+
+    def _gather(self, unit: Unit, following: dict[Unit, Unit]) -> None:
+        unit.start_gather()
+        if self.prefetch and unit in following:
+            following[unit].start_gather()
+        unit.gather()
+
+    def _free(self, unit: Unit) -> None:
+        if not self._pinned:
+            unit.free()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights in place, for as long as it lasts; all processes enter it in step."""
+        self._pinned += 1
+        try:
+            for unit in self.units:
+                unit.gather()
+            yield
+        finally:
+            self._pinned -= 1
+            for unit in self.units:
+                if not (unit is self.root and self.root.expects_backward):
+                    self._free(unit)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of the weights that are gathered now and will be freed."""
+        return sum(
+            flat.full.untyped_storage().nbytes()
+            for unit in self.units
+            for flat in unit.flats
+            if flat.placement.shard_params
+        )
+
+    def _check_unchanged(self) -> None:
+        for unit in self.units:
+            for flat in unit.flats:
+                for name, param in flat.params.items():
+                    if param.requires_grad != flat.settings.trained:
+                        what = "frozen" if flat.settings.trained else "unfrozen"
+                        raise ConfigError(
+                            f"{name} was {what} after the engine had taken the model; do it before"
+                        )
+                    shown = flat.views[name] if flat.gathered else flat.hidden[name]
+                    if param.dtype != shown.dtype or param.data_ptr() != shown.data_ptr():
+                        raise ConfigError(
+                            f"{name} was converted or moved after the engine had taken the"
+                            " model (as .half() and .to() do); do it before"
+                        )
+
+
+def tensors_in(output: object) -> Iterator[Tensor]:
+    """The tensors in a module's output: in tuples, dictionaries, model outputs and dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for each in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, each.name))
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
