@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipeline.engine.schedule_params import check_schedule_params
+from pipeline.engine.schedules import SCHEDULES
 from pipeline.errors import ConfigError
 
 EMBEDDED = "embedded"
@@ -15,6 +17,21 @@ EMBEDDED = "embedded"
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb"]
+ScheduleName = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "warmup",
+    "warmup_decay",
+    "warmup_cosine",
+    "one_cycle",
+    "lr_range_test",
+    "noam",
+    "exponential",
+]
 
 
 def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
@@ -39,14 +56,24 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay; biases, norms and other one-dimensional weights are exempt."""
 
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up (lr_scheduler_type)."""
+    schedule: ScheduleName = "cosine"
+    """Course of the learning rate (lr_scheduler_type): after transformers linear to
+    constant_with_warmup, after DeepSpeed warmup to lr_range_test, after BMTrain noam and
+    exponential; `pipeline/engine/schedules.py` has the formulas."""
+
+    schedule_params: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Parameters of the schedule where it has any: `{"power": 2}` with polynomial."""
+
+    warmup_steps: int | None = None
+    """Steps of the warm-up to `lr` (num_warmup_steps, warmup_num_steps); null takes
+    `warmup_ratio`. one_cycle and lr_range_test have none."""
 
     warmup_ratio: float = 0.03
-    """Share of the steps spent in linear warm-up from 0 to `lr` (num_warmup_steps)."""
+    """Share of the steps spent in the warm-up."""
 
     final_lr_ratio: float = 0.0
-    """The schedule ends at this share of `lr`."""
+    """The schedule ends at this share of `lr` (cos_min_ratio), where it is linear, cosine,
+    cosine_with_restarts, polynomial or warmup_cosine."""
 
     max_grad_norm: float | None = 1.0
     """Clip the global gradient L2 norm to this value; null turns clipping off."""
@@ -69,6 +96,20 @@ class OptimConfig:
             0 <= self.final_lr_ratio <= 1,
             f"optim.final_lr_ratio must lie in [0, 1], got {self.final_lr_ratio}",
         )
+        schedule = SCHEDULES[self.schedule]
+        require(
+            self.warmup_steps is None or self.warmup_steps >= 0,
+            f"optim.warmup_steps must not be below 0, got {self.warmup_steps}",
+        )
+        require(
+            not self.warmup_steps or schedule.has_warmup,
+            f"optim.warmup_steps must be null or 0: the schedule {self.schedule} has no warm-up",
+        )
+        require(
+            self.final_lr_ratio == 0 or schedule.has_final_ratio,
+            f"optim.final_lr_ratio must be 0: the schedule {self.schedule} does not heed it",
+        )
+        check_schedule_params(self.schedule, self.schedule_params)
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"optim.max_grad_norm must be above 0 or null, got {self.max_grad_norm}",
