@@ -117,6 +117,56 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Loss scaling of fp16, in DeepSpeed's words; no effect in other precisions."""
+
+    loss_scale: float = 0.0
+    """A fixed factor of the loss; 0 finds one as it goes (dynamic loss scaling)."""
+
+    initial_scale_power: int = 16
+    """The dynamic scale starts at 2 to this power."""
+
+    loss_scale_window: int = 1000
+    """Good steps in a row, after the first one, that double the dynamic scale."""
+
+    hysteresis: int = 2
+    """The overflow that halves the dynamic scale: the second by default, then every further one
+    until the scale is doubled again."""
+
+    consecutive_hysteresis: bool = False
+    """Count only overflows in a row: every good step starts the count of `hysteresis` again."""
+
+    min_loss_scale: float = 1.0
+    """The dynamic scale never falls below this; a further overflow there stops the training."""
+
+    def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.loss_scale) and self.loss_scale >= 0,
+            f"fp16.loss_scale must be a finite number, 0 or above, got {self.loss_scale}",
+        )
+        require(
+            0 <= self.initial_scale_power <= 127,
+            "fp16.initial_scale_power must lie in [0, 127], the powers of 2 that fp32 holds, got"
+            f" {self.initial_scale_power}",
+        )
+        require(
+            self.loss_scale_window > 0,
+            f"fp16.loss_scale_window must be above 0, got {self.loss_scale_window}",
+        )
+        require(self.hysteresis > 0, f"fp16.hysteresis must be above 0, got {self.hysteresis}")
+        require(
+            self.loss_scale > 0 or 0 < self.min_loss_scale <= self.initial_scale,
+            "fp16.min_loss_scale must be above 0 and at most the initial scale,"
+            f" {self.initial_scale:g}, got {self.min_loss_scale}",
+        )
+
+    @property
+    def initial_scale(self) -> float:
+        """The factor of the first step."""
+        return float(self.loss_scale or 2.0**self.initial_scale_power)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021), through peft."""
 
@@ -169,6 +219,8 @@ class TrainedModelConfig(FrozenModelConfig):
 
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
+
+    fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
 
     optim: OptimConfig = field(default_factory=OptimConfig)
 
