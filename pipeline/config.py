@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipeline.engine.element_wise import check_optimizer
 from pipeline.engine.schedule_params import check_schedule_params
 from pipeline.engine.schedules import SCHEDULES
 from pipeline.errors import ConfigError
@@ -42,19 +43,27 @@ def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
+
+    name: str = "AdamW"
+    """Element-wise class of torch.optim: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax,
+    Adadelta, ASGD or Rprop."""
+
+    params: dict[str, bool | int | float | str | list[float]] = field(default_factory=dict)
+    """Further arguments of that class: `{"momentum": 0.9, "nesterov": true}` with SGD."""
 
     lr: float = 1e-5
     """Peak learning rate (learning_rate), reached after the warm-up."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of Adam's first and second moment."""
+    """Decay rates of Adam's first and second moment, for the classes that have them."""
 
     eps: float = 1e-8
-    """Added to Adam's denominator."""
+    """Added to Adam's denominator, and to that of the other classes that have it."""
 
     weight_decay: float = 0.0
-    """Decoupled weight decay; biases, norms and other one-dimensional weights are exempt."""
+    """Weight decay, decoupled in AdamW, an L2 penalty in the other classes; biases, norms and other
+    one-dimensional weights are exempt."""
 
     schedule: ScheduleName = "cosine"
     """Course of the learning rate (lr_scheduler_type): after transformers linear to
@@ -79,6 +88,11 @@ class OptimConfig:
     """Clip the global gradient L2 norm to this value; null turns clipping off."""
 
     def __post_init__(self) -> None:
+        check_optimizer(self.name, self.params)
+        require(
+            self.weight_decay == 0 or self.name != "Rprop",
+            f"optim.weight_decay must be 0: Rprop has none, got {self.weight_decay}",
+        )
         require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
         require(
             all(0 <= beta < 1 for beta in self.betas),
