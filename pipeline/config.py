@@ -11,28 +11,13 @@ from typing import Literal
 from pipeline.engine.element_wise import check_optimizer
 from pipeline.engine.schedule_params import check_schedule_params
 from pipeline.engine.schedules import SCHEDULES
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, suggestion
 
 EMBEDDED = "embedded"
 """As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb"]
-ScheduleName = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "warmup",
-    "warmup_decay",
-    "warmup_cosine",
-    "one_cycle",
-    "lr_range_test",
-    "noam",
-    "exponential",
-]
 
 
 def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
@@ -65,10 +50,11 @@ class OptimConfig:
     """Weight decay, decoupled in AdamW, an L2 penalty in the other classes; biases, norms and other
     one-dimensional weights are exempt."""
 
-    schedule: ScheduleName = "cosine"
-    """Course of the learning rate (lr_scheduler_type): after transformers linear to
-    constant_with_warmup, after DeepSpeed warmup to lr_range_test, after BMTrain noam and
-    exponential; `pipeline/engine/schedules.py` has the formulas."""
+    schedule: str = "cosine"
+    """Course of the learning rate (lr_scheduler_type): linear, cosine, cosine_with_restarts,
+    polynomial, constant or constant_with_warmup as in transformers; warmup, warmup_decay,
+    warmup_cosine, one_cycle or lr_range_test as in DeepSpeed; noam or exponential as in BMTrain.
+    `pipeline/engine/schedules.py` has the formulas."""
 
     schedule_params: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Parameters of the schedule where it has any: `{"power": 2}` with polynomial."""
@@ -109,6 +95,11 @@ class OptimConfig:
         require(
             0 <= self.final_lr_ratio <= 1,
             f"optim.final_lr_ratio must lie in [0, 1], got {self.final_lr_ratio}",
+        )
+        require(
+            self.schedule in SCHEDULES,
+            f"optim.schedule {self.schedule} is no schedule;"
+            f" {suggestion(self.schedule, SCHEDULES)}",
         )
         schedule = SCHEDULES[self.schedule]
         require(
