@@ -1,5 +1,8 @@
 """The errors that are a user's to mend: one sentence that names the thing and the mend."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Wrong input. Commands print `error: <sentence>` and exit with code 2, without a traceback."""
@@ -19,3 +22,12 @@ class ModelError(UserError, ValueError):
 
 class OffloadError(UserError):
     """The disk that tensors were offloaded to failed."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the likely meant one, or all there are."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    if close:
+        return f"did you mean {by_lower[close[0]]}?"
+    return f"it takes {', '.join(sorted(by_lower.values())) or 'none'}"

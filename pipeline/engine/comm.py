@@ -191,19 +191,23 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
         out.copy_(level[0])
 
 
-def _all_gather_single(full: Tensor, shard: Tensor) -> dist.Work:
+def _all_gather_single(full: Tensor, shard: Tensor) -> Work:
     # Its name before torch 2.13 was all_gather_into_tensor.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return gather(full, shard, async_op=True)
+        work = gather(full, shard, async_op=True)
+    assert work is not None  # as it is where nobody waits
+    return work
 
 
-def _reduce_scatter_single(shard: Tensor, full: Tensor) -> dist.Work:
+def _reduce_scatter_single(shard: Tensor, full: Tensor) -> Work:
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return reduce(shard, full, async_op=True)
+        work = reduce(shard, full, async_op=True)
+    assert work is not None
+    return work
 
 
 def make_collectives(device: torch.device, *, deterministic: bool) -> Collectives:

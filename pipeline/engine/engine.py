@@ -14,7 +14,7 @@ from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.distributed import local_device
 from pipeline.engine.comm import make_collectives
 from pipeline.engine.gradients import BufferPool
-from pipeline.engine.lr import lr_factor
+from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.setup import build_units, placement_of
 from pipeline.engine.trained import TrainedParams
@@ -61,6 +61,7 @@ class Engine:
         self.optim: OptimConfig = config.optim
         self.total_steps = total_steps
         self.steps = 0
+        """Applied so far: a skipped step leaves the schedule where it is."""
         self.skipped_in_a_row = 0
         device = local_device()
         deterministic = config.zero.reduction == "deterministic"
@@ -73,7 +74,7 @@ class Engine:
             raise ConfigError("the model has no trained parameter; check lora.targets")
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
-        self.scaler = LossScaler(enabled=is_fp16)
+        self.scaler = LossScaler(enabled=is_fp16, config=config.fp16)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's forward pass."""
@@ -117,11 +118,11 @@ class Engine:
         factor = lr_factor(self.steps, total_steps=self.total_steps, optim=self.optim)
         if finite:
             self._update(grad_norm, factor)
+            self.steps += 1
         self.scaler.update(finite=finite)
-        self.steps += 1
         for group in self.groups:
             group.gradients.clear()
-        self._count_skipped(finite=finite, worst=worst)
+        self._stop_if_hopeless(finite=finite, worst=worst)
         return StepResult(grad_norm=grad_norm, lr=self.optim.lr * factor, skipped=not finite)
 
     def discard(self) -> None:
@@ -167,11 +168,18 @@ class Engine:
         limit = self.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
+        beta1 = momentum(self.steps, optim=self.optim)
         for group in self.groups:
-            group.step(multiplier=multiplier, lr=group.flat.settings.lr * lr_share)
+            lr = group.flat.settings.lr * lr_share
+            group.step(multiplier=multiplier, lr=lr, momentum=beta1)
 
-    def _count_skipped(self, *, finite: bool, worst: str) -> None:
+    def _stop_if_hopeless(self, *, finite: bool, worst: str) -> None:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.scaler.exhausted:
+            raise NonFiniteGradientError(
+                f"the gradient of {worst} overflows fp16 even at the smallest loss scale,"
+                f" {self.scaler.scale:g}; train with precision bf16 or fp32"
+            )
         if self.skipped_in_a_row >= MAX_SKIPPED:
             raise NonFiniteGradientError(
                 f"the gradient was infinite or NaN for {MAX_SKIPPED} steps in a row, in {worst}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.comm import Collectives, Work
-from pipeline.engine.norms import padded_size
+from pipeline.engine.layout import padded_size
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,38 @@
-"""Learning-rate schedules as functions of the step."""
+"""The learning rate of a step, as the settings give it."""
 
 import math
 
 from pipeline.config import OptimConfig
+from pipeline.engine.schedule_params import keyword_only
+from pipeline.engine.schedules import SCHEDULES, Span
 
 
 def lr_factor(step: int, *, total_steps: int, optim: OptimConfig) -> float:
     """Share of the peak learning rate that optimizer step `step` (from 0) uses.
 
-    Linear warm-up over the first `warmup_ratio` of the steps - the first step already moves, at
-    1 / warm-up steps of the peak - then the schedule falls from 1 to `final_lr_ratio`.
+    `step` counts the steps that were applied: the rate waits for one that was skipped.
     """
-    warmup_steps = math.ceil(optim.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    shapes = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return optim.final_lr_ratio + (1.0 - optim.final_lr_ratio) * shapes[optim.schedule]
+    function = SCHEDULES[optim.schedule].share
+    span = Span(
+        total_steps=total_steps,
+        warmup_steps=warmup_steps(total_steps, optim),
+        final_ratio=optim.final_lr_ratio,
+    )
+    names = keyword_only(function)
+    return function(step, span, **{k: v for k, v in optim.schedule_params.items() if k in names})
+
+
+def momentum(step: int, *, optim: OptimConfig) -> float | None:
+    """The first of Adam's betas at step `step`; None where it is `optim.betas[0]` throughout."""
+    function = SCHEDULES[optim.schedule].momentum
+    if function is None:
+        return None
+    names = keyword_only(function)
+    return function(step, **{k: v for k, v in optim.schedule_params.items() if k in names})
+
+
+def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
+    """Steps of the warm-up: `warmup_steps`, else the ratio of the run, rounded up."""
+    if optim.warmup_steps is not None:
+        return optim.warmup_steps
+    return math.ceil(optim.warmup_ratio * total_steps)

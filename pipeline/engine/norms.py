@@ -11,20 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-CHUNKS = 16
 BLOCK = 65536
 """Elements that are squared and summed at once: in fp64 they fit into a core's cache."""
-
-
-def num_chunks(world_size: int) -> int:
-    """Stretches of every vector; more than CHUNKS only where the processes don't divide it."""
-    return math.lcm(CHUNKS, world_size)
-
-
-def padded_size(numel: int, world_size: int, *, alignment: int = 16) -> int:
-    """The next size that can be cut into stretches of whole cache lines of fp32."""
-    unit = num_chunks(world_size) * alignment
-    return -(-numel // unit) * unit
 
 
 def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows"]:

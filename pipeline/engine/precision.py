@@ -1,33 +1,73 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2)."""
+"""Loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), step for step as DeepSpeed's."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.config import LossScaleConfig
 
 
 @dataclass
 class LossScaler:
     """The factor that keeps small fp16 gradients from vanishing.
 
-    A step whose gradients overflow is skipped and halves the scale; `window` good steps in a row
-    double it. With `enabled` off the scale stays 1, and a non-finite step is still skipped.
+    A step whose gradients overflow is skipped and costs one of `hysteresis` tokens; when only one
+    is left, every overflow halves the scale. After one good step, each `loss_scale_window` more in
+    a row double the scale and refill the tokens. With `enabled` off the scale stays 1, and a static
+    one stays what it is; the engine skips non-finite steps all the same.
     """
 
     enabled: bool
-    scale: float = 65536.0
-    window: int = 1000
-    good_steps: int = 0
+    config: LossScaleConfig = field(default_factory=LossScaleConfig)
+    scale: float = field(init=False)
+    good_steps: int = field(init=False, default=0)
+    """Since the last overflow."""
+
+    tokens: int = field(init=False)
+    """Overflows until the scale is halved; at 1 the next one does it."""
+
+    exhausted: bool = field(init=False, default=False)
+    """The last step overflowed at the lowest scale: to go on would change nothing."""
 
     def __post_init__(self) -> None:
-        if not self.enabled:
-            self.scale = 1.0
+        self.scale = self.config.initial_scale if self.enabled else 1.0
+        self.tokens = self.config.hysteresis
 
     def update(self, *, finite: bool) -> None:
         """Record whether the step's gradients were finite."""
-        if not self.enabled:
+        if not self.enabled or self.config.loss_scale:
             return
-        if not finite:
-            self.scale = max(1.0, self.scale / 2)
-            self.good_steps = 0
+        if finite:
+            self._good_step()
+        else:
+            self._overflow()
+
+    def state_dict(self) -> dict[str, float | int | bool]:
+        """What `load_state_dict` needs to go on as if nothing had happened."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "tokens": self.tokens}
+
+    def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
+        """Take up the scale and the counts of a `state_dict`; a fixed scale stays as it is set."""
+        if not self.enabled or self.config.loss_scale:
             return
-        self.good_steps += 1
-        if self.good_steps % self.window == 0:
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
+        self.tokens = int(state["tokens"])
+        self.exhausted = False
+
+    def _good_step(self) -> None:
+        self.exhausted = False
+        window_done = self.good_steps > 0 and self.good_steps % self.config.loss_scale_window == 0
+        if window_done:
             self.scale *= 2
+        if window_done or self.config.consecutive_hysteresis:
+            self.tokens = self.config.hysteresis
+        self.good_steps += 1
+
+    def _overflow(self) -> None:
+        self.good_steps = 0
+        if self.tokens > 1:
+            self.tokens -= 1
+            return
+        lowest = self.config.min_loss_scale
+        self.exhausted = self.scale <= lowest
+        self.scale = max(self.scale / 2, float(lowest))

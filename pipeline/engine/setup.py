@@ -57,9 +57,7 @@ def _build(
         flat = FlatParams(unit.name, params, settings, comm, placement)
         flats.append(flat)
         if settings.trained:
-            trained.append(
-                TrainedParams(flat, pool, lambda master, s=settings: _adamw(master, s, config))
-            )
+            trained.append(TrainedParams(flat, pool, config.optim))
     return Unit(unit.name, unit.module, flats, trained)
 
 
@@ -77,17 +75,4 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         trained=True,
         lr=config.optim.lr if lr is None else lr,
         weight_decay=config.optim.weight_decay if param.ndim > 1 else 0.0,
-    )
-
-
-def _adamw(
-    master: nn.Parameter, settings: ParamSettings, config: TrainedModelConfig
-) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [master],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        fused=True,
     )

@@ -4,9 +4,9 @@ What collectives touch lies in files that live in memory alone and that every pr
 all-gather is a copy, a reduce-scatter an addition, and nothing goes through a socket. gloo moves
 0.8 to 4 GB/s on the machine where this moves 9 to 14.
 
-Before it reads, every process waits until the others are there. One meeting for each collective is
-enough: who comes to the next one has read what it wanted from the last. Polling needs no lock, but a
-processor whose stores other processors see in their order, as x86 has it.
+Before it reads, every process waits until the others are there. One meeting for each collective
+is enough: who comes to the next one has read what it wanted from the last. Polling needs no lock,
+but a processor whose stores other processors see in their order, as x86 has it.
 """
 
 import mmap
@@ -27,7 +27,7 @@ from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
 CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""
 
-ALIGNMENT = 64
+CACHE_LINE = 64
 MAILBOX_VALUES = 16384
 LABEL_BYTES = 160
 ROW_BYTES = 8 + 2 * LABEL_BYTES
@@ -125,7 +125,7 @@ class _SharedMemory:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A vector of `numel` elements, zero at first."""
         num_bytes = numel * dtype.itemsize
-        self._used = -(-self._used // ALIGNMENT) * ALIGNMENT
+        self._used = -(-self._used // CACHE_LINE) * CACHE_LINE
         if not self._chunks or self._used + num_bytes > len(self._chunks[-1].bytes):
             self._grow(max(num_bytes, CHUNK_BYTES))
         start, self._used = self._used, self._used + num_bytes
@@ -221,7 +221,7 @@ class _Meetings:
             counts = self._counts[other]
             if counts[0] < number:
                 self._wait(other, number, label)
-            # A process can be one meeting ahead of us, never two: its label of this one still stands.
+            # It can be one meeting ahead of us, never two: its label of this one still stands.
             if self._labels[other][number % 2] != mine:
                 raise DesyncError(
                     f"rank {self.rank} is at {label} while rank {other} is at"
@@ -253,8 +253,8 @@ class _Meetings:
             last = self._counts[other][0]
             place = f"last at {self._label(other, last)}" if last else "at none yet"
             raise DesyncError(
-                f"rank {self.rank} waited {self.timeout:.0f} s at {label} for rank {other}, which was"
-                f" {place}; the processes ran different layers, or rank {other} hangs"
+                f"rank {self.rank} waited {self.timeout:.0f} s at {label} for rank {other}, which"
+                f" was {place}; the processes ran different layers, or rank {other} hangs"
             )
 
     def _label(self, other: int, number: int) -> str:

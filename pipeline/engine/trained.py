@@ -1,15 +1,16 @@
 """A flat vector of weights that learn: masters, gradients and their optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import OptimConfig
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradients import BufferPool, FlatGradients
-from pipeline.engine.norms import num_chunks, squared_norms
-
-MakeOptimizer = Callable[[nn.Parameter], torch.optim.Optimizer]
+from pipeline.engine.layout import num_chunks
+from pipeline.engine.norms import squared_norms
+from pipeline.engine.optim import build_optimizer
 
 
 class TrainedParams:
@@ -18,7 +19,7 @@ class TrainedParams:
     An fp32 weight that stays where it is computed is its own master.
     """
 
-    def __init__(self, flat: FlatParams, pool: BufferPool, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, flat: FlatParams, pool: BufferPool, optim: OptimConfig) -> None:
         self.flat, self.comm = flat, flat.comm
         placement = flat.placement
         own = flat.shard if placement.shard_optimizer else flat.full
@@ -31,7 +32,8 @@ class TrainedParams:
         self.grad = self.comm.empty(own.numel(), torch.float32, placement.gradient_device)
         total = self.grad if placement.shard_optimizer else self.comm.piece(self.grad)
         self.gradients = FlatGradients(flat, total, pool)
-        self.optimizer = make_optimizer(self.master)
+        settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
+        self.optimizer = build_optimizer([{"params": [self.master], **settings}], optim)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The reduced gradient of each parameter, whole, by name; all processes call it."""
@@ -54,8 +56,11 @@ class TrainedParams:
         self.comm.piece(values).copy_(local)
         return values
 
-    def step(self, *, multiplier: float, lr: float) -> None:
-        """Update the masters with the summed gradient times `multiplier`, then the weights."""
+    def step(self, *, multiplier: float, lr: float, momentum: float | None = None) -> None:
+        """Update the masters with the summed gradient times `multiplier`, then the weights.
+
+        `momentum` replaces the optimizer's beta1 where a schedule cycles it.
+        """
         shard = self.gradients.sum.total
         if multiplier != 1.0:
             shard.mul_(multiplier)
@@ -64,6 +69,8 @@ class TrainedParams:
         self.master.grad = self.grad.to(self.master.device)
         for settings in self.optimizer.param_groups:
             settings["lr"] = lr
+            if momentum is not None and "betas" in settings:
+                settings["betas"] = (momentum, settings["betas"][1])
         self.optimizer.step()
         self.master.grad = None
         self.publish()

@@ -65,7 +65,7 @@ def _blocks(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:
                 f"zero.unit_classes: the model has no module of class {', '.join(missing)}"
             )
         return found
-    layers = {
+    layers: dict[str, nn.Module] = {
         name: each for name, each in named.items() if isinstance(each, GradientCheckpointingLayer)
     }
     return layers or _longest_list(named)

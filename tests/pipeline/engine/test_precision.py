@@ -1,32 +1,161 @@
-"""Dynamic loss scaling, by hand."""
+"""Loss scaling against the trajectories of DeepSpeed 0.19.8's DynamicLossScaler."""
 
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.config import LossScaleConfig
 from pipeline.engine.precision import LossScaler
+from pipeline.errors import ConfigError
 
 
-def test_an_overflow_halves_the_scale_and_a_full_window_of_good_steps_doubles_it() -> None:
-    scaler = LossScaler(enabled=True, scale=64.0, window=3)
+def scaler(**settings: object) -> LossScaler:
+    return LossScaler(
+        enabled=True,
+        config=LossScaleConfig(**settings),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def trajectory(subject: LossScaler, steps: str) -> list[float]:
+    """The scale after each step: `x` overflows, `.` is good."""
     scales = []
-
-    for finite in (True, True, False, True, True, True, True):
-        scaler.update(finite=finite)
-        scales.append(scaler.scale)
-
-    assert scales == [64, 64, 32, 32, 32, 64, 64]
+    for step in steps:
+        subject.update(finite=step == ".")
+        scales.append(subject.scale)
+    return scales
 
 
-def test_the_scale_never_falls_below_1() -> None:
-    scaler = LossScaler(enabled=True, scale=1.5)
+SMALL = {"initial_scale_power": 8, "loss_scale_window": 3}
 
-    for _ in range(3):
-        scaler.update(finite=False)
 
-    assert scaler.scale == 1.0
+@pytest.mark.parametrize(
+    ("settings", "steps", "expected"),
+    [
+        # The second overflow halves, and each one after it; three good steps after a first double.
+        (
+            SMALL,
+            "xxx.........x........xx",
+            [256, 128, 64, *[64] * 3, *[128] * 3, *[256] * 7, *[512] * 3, *[1024] * 3, 512],
+        ),
+        # Good steps alone do not refill the hysteresis: only a doubling does.
+        (SMALL, "x.x.x.x....x.x", [256, 256, 128, 128, 64, 64, 32, 32, 32, 32, 64, 64, 64, 32]),
+        # Consecutive hysteresis: single overflows never halve, pairs do.
+        (
+            {**SMALL, "consecutive_hysteresis": True},
+            "x.x.x.x....x.xx.xx",
+            [*[256] * 10, 512, 512, 512, 512, 256, 256, 256, 128],
+        ),
+        ({**SMALL, "hysteresis": 1}, "x.x....x", [128, 128, 64, 64, 64, 64, 128, 64]),
+        (
+            {**SMALL, "hysteresis": 3},
+            "xxxx....xxx",
+            [256, 256, 128, 64, 64, 64, 64, 128, 128, 128, 64],
+        ),
+        (
+            {"initial_scale_power": 2, "loss_scale_window": 1},
+            "....x.x..",
+            [4, 8, 16, 32, 32, 32, 16, 16, 32],
+        ),
+        ({}, "x" * 17, [2**power for power in range(16, -1, -1)]),
+    ],
+)
+def test_the_scale_follows_deepspeeds(
+    settings: dict[str, Any], steps: str, expected: list[float]
+) -> None:
+    assert trajectory(scaler(**settings), steps) == expected
+
+
+def test_the_default_scale_doubles_at_step_1001_and_every_1000_steps_after_it() -> None:
+    scales = trajectory(scaler(), "." * 2001)
+
+    assert scales == [2**16] * 1000 + [2**17] * 1000 + [2**18]
+
+
+def test_the_scale_stops_at_its_minimum_and_an_overflow_there_exhausts_it() -> None:
+    subject = scaler(initial_scale_power=3, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1)
+
+    assert trajectory(subject, "xx...x.x") == [4, 2, 2, 2, 4, 2, 2, 2]
+    assert subject.exhausted
+
+
+@pytest.mark.parametrize(("steps", "exhausted"), [("xx", False), ("xxx", True), ("xxx.", False)])
+def test_only_an_overflow_that_nothing_can_answer_exhausts_the_scaler(
+    steps: str, exhausted: bool
+) -> None:
+    subject = scaler(initial_scale_power=1, min_loss_scale=1.0)
+
+    assert trajectory(subject, steps)[-1] == 1
+    assert subject.exhausted == exhausted
+
+
+def test_a_minimum_that_is_no_power_of_two_is_reached_exactly() -> None:
+    subject = scaler(initial_scale_power=3, min_loss_scale=3.0, hysteresis=1)
+
+    assert trajectory(subject, "xx") == [4, 3]
+    assert not subject.exhausted
+
+
+def test_a_static_scale_never_moves() -> None:
+    subject = scaler(loss_scale=128.0, loss_scale_window=1)
+
+    assert trajectory(subject, "..xxxx..") == [128] * 8
+    assert not subject.exhausted
 
 
 def test_a_scaler_that_is_off_stays_at_1() -> None:
-    scaler = LossScaler(enabled=False, window=1)
+    subject = LossScaler(enabled=False, config=LossScaleConfig(loss_scale=128.0))
 
-    scaler.update(finite=True)
-    scaler.update(finite=False)
+    assert trajectory(subject, "..xxxx..") == [1] * 8
 
-    assert scaler.scale == 1.0
+
+@pytest.mark.parametrize("cut", range(24))
+def test_a_scaler_that_is_saved_and_loaded_goes_on_as_if_nothing_had_happened(cut: int) -> None:
+    steps = "xxx.........x........xx"
+    whole = trajectory(scaler(**SMALL), steps)
+    before, after = scaler(**SMALL), scaler(**SMALL)
+
+    trajectory(before, steps[:cut])
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+
+    assert trajectory(after, steps[cut:]) == whole[cut:]
+
+
+def test_a_loaded_state_does_not_move_a_static_scale() -> None:
+    subject = scaler(loss_scale=128.0)
+
+    subject.load_state_dict(scaler().state_dict())
+
+    assert subject.scale == 128
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"loss_scale": float("nan")},
+            "fp16.loss_scale must be a finite number, 0 or above, got nan",
+        ),
+        ({"loss_scale": -1.0}, "fp16.loss_scale must be a finite number, 0 or above, got -1.0"),
+        (
+            {"initial_scale_power": 128},
+            "fp16.initial_scale_power must lie in [0, 127], the powers of 2 that fp32 holds, got"
+            " 128",
+        ),
+        ({"loss_scale_window": 0}, "fp16.loss_scale_window must be above 0, got 0"),
+        ({"hysteresis": 0}, "fp16.hysteresis must be above 0, got 0"),
+        (
+            {"min_loss_scale": 0.0},
+            "fp16.min_loss_scale must be above 0 and at most the initial scale, 65536, got 0.0",
+        ),
+        (
+            {"min_loss_scale": 3.0, "initial_scale_power": 1},
+            "fp16.min_loss_scale must be above 0 and at most the initial scale, 2, got 3.0",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LossScaleConfig(**settings)
+
+    assert str(error.value) == sentence

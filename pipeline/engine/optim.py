@@ -1,0 +1,34 @@
+"""The optimizer of an engine: an element-wise class of torch.optim over flat vectors."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipeline.config import OptimConfig
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Devices on which every fused class of torch.optim has its kernel."""
+
+
+def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer that `optim` names, in its fused implementation where it has one.
+
+    Args:
+        groups: one or more of {"params": [flat fp32 parameter], "lr": ..., "weight_decay": ...}.
+        optim: the class, its betas, eps and further arguments; an implementation that these ask for
+            (fused, foreach) comes before the choice made here.
+    """
+    optimizer_class = getattr(torch.optim, optim.name)
+    accepted = inspect.signature(optimizer_class).parameters
+    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
+    devices = {param.device.type for group in groups for param in group["params"]}
+    if devices <= set(FUSED_DEVICES) and "foreach" not in optim.params:
+        arguments["fused"] = True
+    arguments = {name: value for name, value in arguments.items() if name in accepted}
+    own = [
+        {name: value for name, value in group.items() if name == "params" or name in accepted}
+        for group in groups
+    ]
+    return optimizer_class(own, **(arguments | optim.params))

@@ -1,0 +1,215 @@
+"""Optimizers over flat vectors against the same ones over separate tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import OptimConfig
+from pipeline.engine.element_wise import ELEMENT_WISE, NOT_ELEMENT_WISE
+from pipeline.engine.layout import ALIGNMENT
+from pipeline.engine.optim import build_optimizer
+from pipeline.errors import ConfigError
+
+FUSED = {"AdamW", "Adam", "SGD", "Adagrad"}
+ROUNDS_TAILS_DIFFERENTLY = {"AdamW", "Adam", "SGD"}
+EXTRA: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "NAdam": {"momentum_decay": 0.01, "decoupled_weight_decay": True},
+    "Adam": {"amsgrad": True},
+}
+
+
+def optim(name: str, **settings: object) -> OptimConfig:
+    decay = 0.0 if name == "Rprop" else 0.1
+    return OptimConfig(name=name, **{"lr": 0.01, "weight_decay": decay, **settings})  # pyright: ignore[reportArgumentType]
+
+
+def group(params: Sequence[Tensor], config: OptimConfig) -> dict[str, Any]:
+    return {"params": list(params), "lr": config.lr, "weight_decay": config.weight_decay}
+
+
+def trained(config: OptimConfig, sizes: Sequence[int]) -> Tensor:
+    """A vector after four steps, held as separate parameters of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(sum(sizes), generator=generator)
+    params = [nn.Parameter(piece.clone()) for piece in vector.split(list(sizes))]
+    optimizer = build_optimizer([group(params, config)], config)
+    for _ in range(4):
+        gradient = torch.randn(sum(sizes), generator=generator)
+        for param, piece in zip(params, gradient.split(list(sizes)), strict=True):
+            param.grad = piece.clone()
+        optimizer.step()
+    return torch.cat([param.detach() for param in params])
+
+
+ODD = (1, 7, 15, 0, 33, 100, 3, 129, 5, 63, 1, 500)
+WHOLE_LINES = tuple(ALIGNMENT * lines for lines in (1, 3, 7, 0, 20))
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_a_flat_vector_is_updated_like_the_tensors_in_it(name: str) -> None:
+    config = optim(name, params=EXTRA.get(name, {}))
+
+    separate, flat = trained(config, ODD), trained(config, [sum(ODD)])
+
+    if name in ROUNDS_TAILS_DIFFERENTLY:  # in the fused kernels; not where cuts are aligned
+        torch.testing.assert_close(flat, separate, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(flat, separate)
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+def test_fused_updates_keep_every_bit_where_the_vector_is_cut_at_whole_cache_lines(
+    name: str,
+) -> None:
+    tail = 11  # the end of the vector may be anywhere
+    config = optim(name, params=EXTRA.get(name, {}))
+
+    whole = trained(config, [sum(WHOLE_LINES) + tail])
+
+    assert torch.equal(trained(config, [*WHOLE_LINES, tail]), whole)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_updates_that_are_not_fused_keep_every_bit_at_any_cut(name: str, foreach: bool) -> None:
+    config = optim(name, params={**EXTRA.get(name, {}), "foreach": foreach})
+
+    assert torch.equal(trained(config, ODD), trained(config, [sum(ODD)]))
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_the_update_is_that_of_the_class_in_torch(name: str) -> None:
+    config = optim(name, betas=(0.8, 0.97), eps=1e-6, params=EXTRA.get(name, {}))
+    takes = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    without = {"SGD": {"betas", "eps"}, "ASGD": {"betas", "eps"}, "Rprop": set(takes)}
+    without |= {each: {"betas"} for each in ("Adagrad", "RMSprop", "Adadelta")}
+    arguments = {key: value for key, value in takes.items() if key not in without.get(name, set())}
+    ours, plain = (nn.Parameter(torch.linspace(-1, 1, 37)) for _ in range(2))
+
+    optimizer = build_optimizer([group([ours], config)], config)
+    reference = getattr(torch.optim, name)(
+        [plain],
+        lr=config.lr,
+        **arguments,
+        **EXTRA.get(name, {}),
+        **({"fused": True} if name in FUSED else {}),
+    )
+    for _ in range(3):
+        ours.grad = torch.cos(ours.detach())
+        plain.grad = torch.cos(plain.detach())
+        optimizer.step()
+        reference.step()
+
+    assert torch.equal(ours, plain)
+    assert not torch.equal(ours, torch.linspace(-1, 1, 37))
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+def test_the_fused_implementation_is_taken_unless_the_settings_say_otherwise(name: str) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+
+    def chosen(params: dict[str, bool]) -> tuple[object, object]:
+        config = optim(name, params=params)
+        settings = build_optimizer([group([weight], config)], config).param_groups[0]
+        return settings["fused"], settings["foreach"]
+
+    assert chosen({}) == (True, None)
+    assert chosen({"foreach": True}) == (None, True)
+    assert chosen({"fused": False}) == (False, None)
+
+
+def test_groups_keep_their_own_rate_and_decay() -> None:
+    body, norm = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    groups = [
+        {"params": [body], "lr": 0.5, "weight_decay": 0.1},
+        {"params": [norm], "lr": 0.25, "weight_decay": 0.0},
+    ]
+    optimizer = build_optimizer(groups, optim("SGD"))
+    body.grad, norm.grad = torch.ones(4), torch.ones(4)
+
+    optimizer.step()
+
+    assert torch.equal(body, torch.full((4,), 1 - 0.5 * (1 + 0.1)))
+    assert torch.equal(norm, torch.full((4,), 0.75))
+
+
+def test_an_empty_group_is_stepped_without_a_word() -> None:
+    config = optim("AdamW")
+    weight, nothing = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))
+    optimizer = build_optimizer([group([weight], config), group([nothing], config)], config)
+    weight.grad, nothing.grad = torch.ones(4), torch.ones(0)
+
+    optimizer.step()
+
+    assert weight[0].item() == pytest.approx(1 - 0.01 * 0.1 - 0.01)
+
+
+@pytest.mark.parametrize("name", [*NOT_ELEMENT_WISE, "lamb"])
+def test_what_is_not_element_wise_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^optim\.name can't be {name}: it .*; use AdamW"):
+        OptimConfig(name=name)
+
+
+def test_a_refusal_says_why() -> None:
+    with pytest.raises(ConfigError) as error:
+        OptimConfig(name="Muon")
+
+    assert str(error.value) == (
+        "optim.name can't be Muon: it orthogonalizes whole matrices, and the engine updates flat"
+        " pieces of the weights; use AdamW or another element-wise class of torch.optim"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"name": "adamw"},
+            "optim.name adamw is no element-wise class of torch.optim; did you mean AdamW?",
+        ),
+        (
+            {"name": "Optimizer"},
+            "optim.name Optimizer is no element-wise class of torch.optim; it takes ASGD, Adadelta,"
+            " Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD",
+        ),
+        (
+            {"name": "SGD", "params": {"momentun": 0.9}},
+            "optim.params.momentun is no argument of SGD; did you mean momentum?",
+        ),
+        (
+            {"name": "AdamW", "params": {"lr": 0.1}},
+            "optim.params.lr is a setting of its own: optim.lr",
+        ),
+        (
+            {"name": "AdamW", "params": {"differentiable": True}},
+            "optim.params.differentiable is the engine's own; leave it out",
+        ),
+        (
+            {"name": "SGD", "params": {"nesterov": True}},
+            "optim.params: torch's SGD refuses them: Nesterov momentum requires a momentum and zero"
+            " dampening",
+        ),
+        (
+            {"name": "Rprop", "weight_decay": 0.1},
+            "optim.weight_decay must be 0: Rprop has none, got 0.1",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        OptimConfig(**settings)
+
+    assert str(error.value) == sentence
+
+
+def test_steps_sizes_of_rprop_are_a_list() -> None:
+    config = optim("Rprop", params={"etas": [0.4, 1.3]})
+
+    optimizer = build_optimizer([group([nn.Parameter(torch.zeros(1))], config)], config)
+
+    assert optimizer.param_groups[0]["etas"] == [0.4, 1.3]

@@ -1,0 +1,126 @@
+"""Every ZeRO stage equals a plain trainer on one process, bit for bit."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig, ZeroConfig
+from pipeline.distributed import rank, world_size
+from pipeline.engine.engine import Engine
+from tests.distributed import run_ranks
+from tests.families import VOCAB, tiny_causal_lm
+from tests.pipeline.engine.reference import Trained, train_plainly
+
+FAMILIES = ("opt", "gpt2", "gpt_neox", "llama", "qwen3")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS = 2
+SCALE = 16.0
+"""Of the loss in fp16: a power of two, small enough that nothing overflows."""
+
+
+def tokens(step: int, micro_batch: int, of_rank: int) -> Tensor:
+    """Two sequences of seven tokens, of their own for each step, micro-batch and rank."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + of_rank)
+    return torch.randint(0, VOCAB, (2, 7), generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
+    """Sum of the token losses of one micro-batch, over the tokens of all of them."""
+    ids = tokens(step, micro_batch, of_rank)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    return loss / 64
+
+
+def build(family: str, dtype: str, *, checkpointing: str = "none", **changes: Any) -> nn.Module:
+    model = tiny_causal_lm(family, **changes).to(DTYPES[dtype])
+    if checkpointing != "none":
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        enable = enable or model.gradient_checkpointing_enable
+        enable({"use_reentrant": checkpointing == "reentrant"})
+        if checkpointing == "reentrant":
+            model.enable_input_require_grads()
+    return model.train()
+
+
+def settings(stage: int, *, max_norm: float | None, **zero: Any) -> TrainedModelConfig:
+    return TrainedModelConfig(
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero=ZeroConfig(**zero),
+        optim=OptimConfig(
+            lr=1e-2, schedule="constant", weight_decay=0.1, max_grad_norm=max_norm, warmup_ratio=0.0
+        ),
+        fp16=LossScaleConfig(loss_scale=SCALE),
+    )
+
+
+def train(
+    model: nn.Module,
+    config: TrainedModelConfig,
+    *,
+    accumulation: int,
+    loss: Callable[[Any, int, int, int], Tensor] = loss_of,
+) -> Trained:
+    engine = Engine(model, config, total_steps=STEPS)
+    norms: list[float] = []
+    for step in range(STEPS):
+        for micro_batch in range(accumulation):
+            engine.backward(loss(engine, step, micro_batch, rank()))
+        norms.append(engine.step().grad_norm)
+    with engine.gathered():
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return Trained(weights, norms)
+
+
+def differences(got: Trained, expected: Trained) -> list[str]:
+    """Names of the weights that are not the same to the bit."""
+    assert got.weights.keys() == expected.weights.keys()
+    return [
+        name
+        for name, weight in got.weights.items()
+        if not torch.equal(weight, expected.weights[name])
+    ]
+
+
+def plain(family: str, dtype: str, accumulation: int, max_norm: float | None) -> Trained:
+    return train_plainly(
+        build(family, dtype),
+        loss_of,
+        steps=STEPS,
+        world_size=world_size(),
+        accumulation=accumulation,
+        max_norm=max_norm,
+        scale=SCALE if dtype == "fp16" else 1.0,
+    )
+
+
+def all_stages(family: str, dtype: str) -> list[str]:
+    """Train in every way on this rank; what differs from the plain trainer."""
+    wrong: list[str] = []
+    expected = cache(plain)
+    for accumulation, max_norm in product((1, 4), (None, 0.5)):
+        reference = expected(family, dtype, accumulation, max_norm)
+        for stage, checkpointing in product(range(4), ("none", "full")):
+            got = train(
+                build(family, dtype, checkpointing=checkpointing),
+                settings(stage, max_norm=max_norm),
+                accumulation=accumulation,
+            )
+            case = f"stage {stage}, accumulation {accumulation}, clip {max_norm}, {checkpointing}"
+            wrong += [f"{case}: {name}" for name in differences(got, reference)]
+            if max(abs(a / b - 1) for a, b in zip(got.norms, reference.norms, strict=True)) > 1e-12:
+                wrong.append(f"{case}: norms {got.norms} instead of {reference.norms}")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stage_equals_a_plain_trainer(family: str, dtype: str) -> None:
+    first, second = run_ranks(all_stages, family, dtype)
+
+    assert first == second == []
