@@ -8,19 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import ConfigError
+from pipeline.errors import require
 
 EMBEDDED = "embedded"
 """As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb"]
-
-
-def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
-    """Raise `ConfigError(sentence)` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(sentence)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,3 +15,9 @@ class DataError(UserError, ValueError):
 
 class ModelError(UserError, ValueError):
     """A model or tokenizer directory can't be used."""
+
+
+def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
+    """Raise `ConfigError(sentence)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(sentence)

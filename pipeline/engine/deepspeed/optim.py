@@ -1,0 +1,233 @@
+"""Optimizer and learning-rate schedule from a DeepSpeed file."""
+
+import difflib
+from typing import Any
+
+from pipeline.engine.deepspeed.values import Values
+
+OWN_FIELDS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+"""Parameters of an optimizer that are fields of `optim`; the others go to `optim.params`."""
+
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "AdamW": ("betas", "eps", "amsgrad"),
+    "Adam": ("betas", "eps", "amsgrad"),
+    "Adagrad": ("eps", "lr_decay", "initial_accumulator_value"),
+    "Adadelta": ("eps", "rho"),
+    "Adamax": ("betas", "eps"),
+    "ASGD": ("lambd", "alpha", "t0"),
+    "NAdam": ("betas", "eps", "momentum_decay", "decoupled_weight_decay"),
+    "RAdam": ("betas", "eps", "decoupled_weight_decay"),
+    "RMSprop": ("eps", "alpha", "momentum", "centered"),
+    "SGD": ("momentum", "dampening", "nesterov"),
+}
+"""torch's element-wise optimizers and their parameters besides lr and weight_decay."""
+
+_PLANE = "compresses gradients into an approximation; use AdamW"
+_MATRIX = "updates whole matrices, which sharded flat vectors don't have; use AdamW"
+_LAYER = "needs the norm of each layer, which sharded flat vectors don't have; use AdamW"
+_MUP = "scales the learning rate by width; use AdamW or SGD with a learning rate of your own"
+REFUSED_OPTIMIZERS = {
+    "OneBitAdam": _PLANE,
+    "ZeroOneAdam": _PLANE,
+    "OneBitLamb": _PLANE,
+    "Lamb": _LAYER,
+    "Muon": _MATRIX,
+    "Adafactor": _MATRIX,
+    "LBFGS": _MATRIX,
+    "SparseAdam": "is for sparse gradients, which language models here don't have; use AdamW",
+    "Lion": "is not one of torch's optimizers; use AdamW",
+    "MuAdam": _MUP,
+    "MuAdamW": _MUP,
+    "MuSGD": _MUP,
+}
+
+_FIXED_PARAMS = {
+    "torch_adam": None,
+    "fused": None,
+    "foreach": None,
+    "capturable": None,
+    "set_grad_none": None,
+    "bias_correction": True,
+    "eps_inside_sqrt": False,
+    "maximize": False,
+    "differentiable": False,
+}
+"""Parameters that choose an implementation (None: any value is the same here), or that have one
+value only."""
+
+SCHEDULES = {
+    "WarmupLR": "warmup",
+    "WarmupDecayLR": "warmup_decay",
+    "WarmupCosineLR": "warmup_cosine",
+    "OneCycle": "one_cycle",
+    "LRRangeTest": "lr_range_test",
+}
+"""DeepSpeed's schedules by our names."""
+
+OWN_SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "noam",
+    "exponential",
+)
+"""The other schedules that `optim.schedule` has, which a file may name as well."""
+
+_WARMUP = ("warmup_num_steps", "warmup_type")
+SCHEDULE_PARAMS: dict[str, tuple[str, ...]] = {
+    "warmup": ("warmup_min_lr", "warmup_max_lr", *_WARMUP),
+    "warmup_decay": ("warmup_min_lr", "warmup_max_lr", *_WARMUP, "total_num_steps"),
+    "warmup_cosine": ("warmup_min_ratio", "cos_min_ratio", *_WARMUP, "total_num_steps"),
+    "one_cycle": (
+        "cycle_min_lr",
+        "cycle_max_lr",
+        "decay_lr_rate",
+        "cycle_first_step_size",
+        "cycle_second_step_size",
+        "cycle_first_stair_count",
+        "cycle_second_stair_count",
+        "decay_step_size",
+        "cycle_momentum",
+        "cycle_min_mom",
+        "cycle_max_mom",
+        "decay_mom_rate",
+    ),
+    "lr_range_test": (
+        "lr_range_test_min_lr",
+        "lr_range_test_step_size",
+        "lr_range_test_step_rate",
+        "lr_range_test_staircase",
+    ),
+}
+"""The parameters of DeepSpeed's schedules, by our names of the schedules."""
+
+
+def optim_settings(values: Values) -> dict[str, Any]:
+    """`optim.*`, as far as the file sets them."""
+    settings = _optimizer(values) if values.under("optimizer") else {}
+    own = settings.get("optim.max_grad_norm")
+    clip = values.number("gradient_clipping", "optim.max_grad_norm")
+    if clip is not None and own not in (None, clip):
+        raise values.error(
+            "gradient_clipping",
+            f"is {clip:g}, but optimizer.params.max_grad_norm is {own:g}; keep one",
+        )
+    if clip is not None or own is not None:
+        settings["optim.max_grad_norm"] = (own if clip is None else clip) or None
+    return settings | _schedule(values, lr=settings.get("optim.lr"))
+
+
+def _optimizer(values: Values) -> dict[str, Any]:
+    given = values.text("optimizer.type")
+    if given is None:
+        raise values.error("optimizer", 'needs a type, such as "AdamW"')
+    name = _optimizer_name(values, given)
+    settings: dict[str, Any] = {"optim.name": name}
+    rest: dict[str, Any] = {}
+    for key in values.under("optimizer.params"):
+        param = key.removeprefix("optimizer.params.")
+        if param in OWN_FIELDS and (param in ("lr", "weight_decay") or param in OPTIMIZERS[name]):
+            settings[f"optim.{OWN_FIELDS[param]}"] = _own_field(values, key, param)
+        elif param == "max_grad_norm":
+            settings["optim.max_grad_norm"] = values.number(key, "optim.max_grad_norm")
+        elif param in OPTIMIZERS[name]:
+            rest[param] = values.raw(key)
+        else:
+            _check_fixed(values, key, param, name)
+    if rest:
+        settings["optim.params"] = rest
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _optimizer_name(values: Values, given: str) -> str:
+    """The optimizer's name in torch; DeepSpeed's Adam is AdamW unless `adam_w_mode` is off."""
+    for name, reason in REFUSED_OPTIMIZERS.items():
+        if given.lower() == name.lower():
+            raise values.error("optimizer.type", f"is {given}, which {reason}")
+    names = {name.lower(): name for name in OPTIMIZERS}
+    if given.lower() not in names:
+        meant = difflib.get_close_matches(given.lower(), names, 1)
+        hint = (
+            f"did you mean {names[meant[0]]}?" if meant else f"use one of {', '.join(OPTIMIZERS)}"
+        )
+        raise values.error("optimizer.type", f"is {given}, which is not an optimizer here; {hint}")
+    name = names[given.lower()]
+    decoupled = values.flag("optimizer.params.adam_w_mode") is not False
+    return "AdamW" if name == "Adam" and decoupled else name
+
+
+def _own_field(values: Values, key: str, param: str) -> object:
+    ours = f"optim.{OWN_FIELDS[param]}"
+    return values.pair(key, ours) if param == "betas" else values.number(key, ours)
+
+
+def _check_fixed(values: Values, key: str, param: str, name: str) -> None:
+    """Raise unless the parameter changes nothing."""
+    if param == "adam_w_mode" and name in ("Adam", "AdamW"):
+        return
+    if param not in _FIXED_PARAMS:
+        known = ("lr", "weight_decay", "max_grad_norm", *OPTIMIZERS[name])
+        meant = difflib.get_close_matches(param, known, 1)
+        hint = f"did you mean {meant[0]}?" if meant else f"it has {', '.join(known)}"
+        raise values.error(key, f"is not a parameter of {name}; {hint}")
+    fixed = _FIXED_PARAMS[param]
+    if fixed is not None and values.flag(key) is not fixed:
+        raise values.error(key, f"can only be {str(fixed).lower()} here; remove it")
+
+
+def _schedule(values: Values, *, lr: float | None) -> dict[str, Any]:
+    if not values.under("scheduler"):
+        return {}
+    given = values.text("scheduler.type")
+    if given is None:
+        raise values.error("scheduler", 'needs a type, such as "WarmupLR"')
+    schedule = _schedule_name(values, given)
+    params: dict[str, Any] = {}
+    for key in values.under("scheduler.params"):
+        param = key.removeprefix("scheduler.params.")
+        if param == "last_batch_iteration":
+            if values.raw(key) != -1:
+                raise values.error(key, "can only be -1: a resumed run knows its step; remove it")
+            continue
+        known = SCHEDULE_PARAMS.get(schedule)
+        if known is not None and param not in known:
+            meant = difflib.get_close_matches(param, known, 1)
+            hint = f"did you mean {meant[0]}?" if meant else f"it has {', '.join(known)}"
+            raise values.error(key, f"is not a parameter of {given}; {hint}")
+        value = _schedule_value(values, key, param, lr=lr)
+        if value is not None:
+            params[param] = value
+    return {"optim.schedule": schedule, **({"optim.schedule_params": params} if params else {})}
+
+
+def _schedule_name(values: Values, given: str) -> str:
+    names = {**SCHEDULES, **{name: name for name in (*OWN_SCHEDULES, *SCHEDULES.values())}}
+    lowered = {name.lower(): ours for name, ours in names.items()}
+    if given.lower() in lowered:
+        return lowered[given.lower()]
+    known = [*SCHEDULES, *OWN_SCHEDULES]
+    meant = difflib.get_close_matches(given, known, 1, 0.7)
+    hint = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
+    raise values.error("scheduler.type", f"is {given}, which is not a schedule here; {hint}")
+
+
+def _schedule_value(values: Values, key: str, param: str, *, lr: float | None) -> Any:  # noqa: ANN401
+    """The parameter's value; for "auto" what the run has, None where the schedule finds it."""
+    if not values.is_auto(key):
+        value = values.raw(key)
+        if isinstance(value, list | dict):
+            raise values.error(key, f"must be one value for all parameters, got {value!r}")
+        return value
+    match param:
+        case "warmup_min_lr":
+            return 0.0
+        case "warmup_max_lr":
+            return lr if lr is not None else values.number(key, "optim.lr")
+        case "warmup_num_steps" | "total_num_steps":
+            ours = "warmup_steps" if param == "warmup_num_steps" else "total_steps"
+            return values.given.get(ours)
+        case _:
+            return values.raw(key)  # remembered as unresolved
