@@ -35,8 +35,9 @@ def _precision(values: Values) -> str | None:
         )
     if wanted or params:
         return wanted or params
-    if autos:
-        return [values.raw(f"{name}.enabled", "precision") for name in autos][0]
+    found = [values.raw(f"{name}.enabled", "precision") for name in autos]
+    if found:
+        return found[0]
     return "fp32" if fixed else None
 
 
