@@ -1,7 +1,7 @@
 """What training a model takes, before a byte is allocated: `python -m pipeline.engine.memory`.
 
-Two answers: DeepSpeed's estimates, by its own formulas, and the exact bytes that our engine holds on
-each process. Activations come on top; they grow with micro-batch and length.
+Two answers: DeepSpeed's estimates, by its own formulas, and the exact bytes that our engine holds
+on each process. Activations come on top; they grow with micro-batch and length.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.cli import help_entry, run_main, say, settings_help, split_options
-from pipeline.errors import ConfigError, ModelError, require
+from pipeline.errors import ModelError, require
 from pipeline.settings import build_config, list_settings
 
 if TYPE_CHECKING:
@@ -190,16 +190,16 @@ def format_estimates(
 
 
 def format_prediction(prediction: Mapping[int, Mapping[str, int]], *, world: int) -> str:
-    """Our bytes on each process, one line a stage; GB are 2**30 bytes."""
+    """Our bytes on each process, one line a stage."""
     names = (*(kind.replace("_", " ") for kind in KINDS), "total")
     processes = "1 process" if world == 1 else f"each of {world} processes"
     lines = [
-        f"This engine's own memory on {processes}, without activations:",
+        f"This engine's bytes on {processes}, without activations:",
         "  stage | " + " | ".join(f"{name:>15}" for name in names),
     ]
     for stage, kinds in prediction.items():
         sizes = [*(kinds[kind] for kind in KINDS), sum(kinds.values())]
-        lines.append(f"  {stage:5} | " + " | ".join(f"{size / 2**30:13.2f}GB" for size in sizes))
+        lines.append(f"  {stage:5} | " + " | ".join(f"{size:15,}" for size in sizes))
     return "\n".join(lines)
 
 
@@ -327,6 +327,7 @@ def build_on_meta(config: MemoryConfig) -> "nn.Module":
         ModelError: there is no such model.
     """
     import torch
+    from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from pipeline.config import EMBEDDED
@@ -336,7 +337,8 @@ def build_on_meta(config: MemoryConfig) -> "nn.Module":
     name, trust = str(config.model), config.trust_remote_code
     dtype = weight_dtype(config.precision, torch.device("cpu"))
     if name == EMBEDDED:
-        return build_model(vocab_size=len(build_tokenizer()), seed=0).to(dtype)
+        model = build_model(vocab_size=len(build_tokenizer()), seed=0)
+        return nn.Module.to(model, dtype=dtype)
     try:
         settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
         with torch.device("meta"):
