@@ -203,11 +203,11 @@ def format_prediction(prediction: Mapping[int, Mapping[str, int]], *, world: int
     return "\n".join(lines)
 
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMB]?)", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMB]?)", re.IGNORECASE)
 
 
 def parse_count(text: str, name: str) -> int:
-    """A number of parameters: 1889110016, 1889.1M, 7B.
+    """A number of parameters: 1889110016, 1889.1M, 7B, 7e9.
 
     Raises:
         ConfigError: it is not a number above 0.

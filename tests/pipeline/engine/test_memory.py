@@ -133,13 +133,19 @@ def test_a_vector_is_padded_to_equal_aligned_shares(world: int, size: int) -> No
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("7B", 7 * 10**9), ("1889.1M", 1_889_100_000), ("12k", 12_000), ("1,024", 1024)],
+    [
+        ("7B", 7 * 10**9),
+        ("7e9", 7 * 10**9),
+        ("1889.1M", 1_889_100_000),
+        ("12k", 12_000),
+        ("1,024", 1024),
+    ],
 )
 def test_counts_may_be_rounded(text: str, count: int) -> None:
     assert parse_count(text, "params") == count
 
 
-@pytest.mark.parametrize("text", ["many", "-3M", "0", "", "7T", "1e9"])
+@pytest.mark.parametrize("text", ["many", "-3M", "0", "", "7T", "1e"])
 def test_a_count_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^params must be a number of parameters such as"):
         parse_count(text, "params")

@@ -53,22 +53,21 @@ def test_what_is_missing_follows_on_4_processes(given: Sizes, expected: Sizes) -
             " number) x gradient_accumulation_steps (1) x 4 processes; choose a batch size that"
             " divides",
         ),
-        ((8, 4, None), None),
+        (  # more sequences in one forward pass of all processes than in the step
+            (8, 4, None),
+            "train_batch_size 8 can't be shared out as train_micro_batch_size_per_gpu (4) x"
+            " gradient_accumulation_steps (no whole number) x 4 processes; choose a batch size that"
+            " divides",
+        ),
         ((32, 0, 2), "train_micro_batch_size_per_gpu must be above 0, got 0"),
         ((-8, 4, None), "train_batch_size must be above 0, got -8"),
         ((None, 4, 0), "gradient_accumulation_steps must be above 0, got 0"),
     ],
 )
-def test_sizes_that_do_not_agree_are_refused(given: Sizes, sentence: str | None) -> None:
+def test_sizes_that_do_not_agree_are_refused(given: Sizes, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_batch_sizes(*given, world=4)
 
-    if sentence is None:  # more sequences in one forward pass than in the step
-        sentence = (
-            "train_batch_size 8 can't be shared out as train_micro_batch_size_per_gpu (4) x"
-            " gradient_accumulation_steps (no whole number) x 4 processes; choose a batch size that"
-            " divides"
-        )
     assert str(error.value) == sentence
 
 
