@@ -22,14 +22,14 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 }
 """torch's element-wise optimizers and their parameters besides lr and weight_decay."""
 
-_PLANE = "compresses gradients into an approximation; use AdamW"
+_ONE_BIT = "compresses gradients into an approximation; use AdamW"
 _MATRIX = "updates whole matrices, which sharded flat vectors don't have; use AdamW"
 _LAYER = "needs the norm of each layer, which sharded flat vectors don't have; use AdamW"
 _MUP = "scales the learning rate by width; use AdamW or SGD with a learning rate of your own"
 REFUSED_OPTIMIZERS = {
-    "OneBitAdam": _PLANE,
-    "ZeroOneAdam": _PLANE,
-    "OneBitLamb": _PLANE,
+    "OneBitAdam": _ONE_BIT,
+    "ZeroOneAdam": _ONE_BIT,
+    "OneBitLamb": _ONE_BIT,
     "Lamb": _LAYER,
     "Muon": _MATRIX,
     "Adafactor": _MATRIX,

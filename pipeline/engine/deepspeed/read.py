@@ -173,6 +173,8 @@ def _walk(
     """Each known key with its value, and whether its section says `"enabled": false`."""
     for word, value in section.items():
         name = f"{prefix}{word}"
+        if word.startswith("_"):  # "_comment", as JSON itself has none
+            continue
         if name in FREE_SECTIONS:
             for inner, setting in _section(name, value, origin).items():
                 yield f"{name}.{inner}", setting, switched_off

@@ -196,9 +196,8 @@ def test_an_unknown_key_is_refused_with_a_hint(key: str, hint: str) -> None:
 
 def test_the_documentation_shows_every_key_and_its_fate() -> None:
     shown: dict[str, str] = {}
-    for row in re.findall(
-        r"^\| (`.*`) \| (.*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE
-    ):
-        shown |= dict.fromkeys(re.findall(r"`([^`]+)`", row[0]), row[1])
+    for line in DOCS.read_text(encoding="utf-8").splitlines():
+        if row := re.fullmatch(r"\| (`.*`) \| (.*) \|", line):
+            shown |= dict.fromkeys(re.findall(r"`([^`]+)`", row[1]), row[2])
 
     assert shown == {name: key.text for name, key in KEYS.items()}

@@ -260,12 +260,14 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 
 def test_a_section_that_is_off_is_not_worth_a_notice() -> None:
     off = {"enabled": False}
-    sections = {
+    content = {
         "tensorboard": {**off, "job_name": "x"},
         "flops_profiler": {**off, "profile_step": 1},
+        "amp": off,
+        "elasticity": {**off, "min_gpus": 4},
     }
 
-    settings = read_deepspeed_config({**sections, "amp": off, "elasticity": {**off, "min_gpus": 4}})
+    settings = read_deepspeed_config(content)
 
     assert (settings.step, settings.no_effect) == ({}, {})
 
@@ -275,6 +277,7 @@ def test_comments_and_trailing_commas_are_read_as_deepspeed_does(tmp_path: Path)
         // offload first
         "zero_optimization": {"stage": 3, "offload_param": {  # all of it
             "device": "nvme", "nvme_path": "/a//b#c,]",}},
+        "_comment": "as JSON files have them",
         /* two
            lines */ "gradient_clipping": 0.0,
     }"""

@@ -279,14 +279,9 @@ def test_a_refused_optimizer_is_named_with_its_reason(name: str) -> None:
 def test_an_optimizer_is_torchs_of_the_same_name(name: str) -> None:
     import torch
 
-    assert (
-        model(
-            optimizer(name.lower(), adam_w_mode=False)
-            if "adam" == name.lower()
-            else optimizer(name.lower())
-        )["optim.name"]
-        == name
-    )
+    params = {"adam_w_mode": False} if name == "Adam" else {}
+
+    assert model(optimizer(name.lower(), **params))["optim.name"] == name
     optimizer_class = getattr(torch.optim, name)
     parameter = torch.nn.Parameter(torch.zeros(2))
     defaults = optimizer_class([parameter], lr=0.1).defaults
