@@ -64,7 +64,8 @@ _OPTIM = {
             "optimizer.type": "optim.name",
             "optimizer.params": "optim.lr, betas, eps, weight_decay; the rest in optim.params",
             "scheduler.type": "optim.schedule",
-            "scheduler.params": "optim.schedule_params",
+            "scheduler.params": "optim.lr, warmup_steps, final_lr_ratio; the rest in"
+            " optim.schedule_params",
         }
     ),
     **_no_effect("optimizer.", ["legacy_fusion"], "parameters always lie in flat vectors"),
@@ -79,12 +80,12 @@ _PRECISION = {
     **_used(
         {
             "fp16.enabled": "precision fp16",
-            "fp16.loss_scale": "loss_scale.loss_scale; 0 is dynamic",
-            "fp16.initial_scale_power": "loss_scale.initial_scale_power",
-            "fp16.loss_scale_window": "loss_scale.window",
-            "fp16.hysteresis": "loss_scale.hysteresis",
-            "fp16.consecutive_hysteresis": "loss_scale.consecutive_hysteresis",
-            "fp16.min_loss_scale": "loss_scale.min_scale",
+            "fp16.loss_scale": "fp16.loss_scale; 0 is dynamic",
+            "fp16.initial_scale_power": "fp16.initial_scale_power",
+            "fp16.loss_scale_window": "fp16.loss_scale_window",
+            "fp16.hysteresis": "fp16.hysteresis",
+            "fp16.consecutive_hysteresis": "fp16.consecutive_hysteresis",
+            "fp16.min_loss_scale": "fp16.min_loss_scale",
             "bf16.enabled": "precision bf16",
             "data_types.param_dtype": "precision",
             "communication_data_type": "zero.reduce_dtype",

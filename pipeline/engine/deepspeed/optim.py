@@ -1,12 +1,10 @@
-"""Optimizer and learning-rate schedule from a DeepSpeed file."""
+"""Optimizer from a DeepSpeed file."""
 
 import difflib
 from typing import Any
 
+from pipeline.engine.deepspeed.schedule import schedule_settings
 from pipeline.engine.deepspeed.values import Values
-
-OWN_FIELDS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-"""Parameters of an optimizer that are fields of `optim`; the others go to `optim.params`."""
 
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "AdamW": ("betas", "eps", "amsgrad"),
@@ -17,6 +15,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "ASGD": ("lambd", "alpha", "t0"),
     "NAdam": ("betas", "eps", "momentum_decay", "decoupled_weight_decay"),
     "RAdam": ("betas", "eps", "decoupled_weight_decay"),
+    "Rprop": ("etas", "step_sizes"),
     "RMSprop": ("eps", "alpha", "momentum", "centered"),
     "SGD": ("momentum", "dampening", "nesterov"),
 }
@@ -55,55 +54,6 @@ _FIXED_PARAMS = {
 """Parameters that choose an implementation (None: any value is the same here), or that have one
 value only."""
 
-SCHEDULES = {
-    "WarmupLR": "warmup",
-    "WarmupDecayLR": "warmup_decay",
-    "WarmupCosineLR": "warmup_cosine",
-    "OneCycle": "one_cycle",
-    "LRRangeTest": "lr_range_test",
-}
-"""DeepSpeed's schedules by our names."""
-
-OWN_SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "noam",
-    "exponential",
-)
-"""The other schedules that `optim.schedule` has, which a file may name as well."""
-
-_WARMUP = ("warmup_num_steps", "warmup_type")
-SCHEDULE_PARAMS: dict[str, tuple[str, ...]] = {
-    "warmup": ("warmup_min_lr", "warmup_max_lr", *_WARMUP),
-    "warmup_decay": ("warmup_min_lr", "warmup_max_lr", *_WARMUP, "total_num_steps"),
-    "warmup_cosine": ("warmup_min_ratio", "cos_min_ratio", *_WARMUP, "total_num_steps"),
-    "one_cycle": (
-        "cycle_min_lr",
-        "cycle_max_lr",
-        "decay_lr_rate",
-        "cycle_first_step_size",
-        "cycle_second_step_size",
-        "cycle_first_stair_count",
-        "cycle_second_stair_count",
-        "decay_step_size",
-        "cycle_momentum",
-        "cycle_min_mom",
-        "cycle_max_mom",
-        "decay_mom_rate",
-    ),
-    "lr_range_test": (
-        "lr_range_test_min_lr",
-        "lr_range_test_step_size",
-        "lr_range_test_step_rate",
-        "lr_range_test_staircase",
-    ),
-}
-"""The parameters of DeepSpeed's schedules, by our names of the schedules."""
-
 
 def optim_settings(values: Values) -> dict[str, Any]:
     """`optim.*`, as far as the file sets them."""
@@ -117,7 +67,7 @@ def optim_settings(values: Values) -> dict[str, Any]:
         )
     if clip is not None or own is not None:
         settings["optim.max_grad_norm"] = (own if clip is None else clip) or None
-    return settings | _schedule(values, lr=settings.get("optim.lr"))
+    return settings | schedule_settings(values, lr=settings.get("optim.lr"))
 
 
 def _optimizer(values: Values) -> dict[str, Any]:
@@ -129,8 +79,10 @@ def _optimizer(values: Values) -> dict[str, Any]:
     rest: dict[str, Any] = {}
     for key in values.under("optimizer.params"):
         param = key.removeprefix("optimizer.params.")
-        if param in OWN_FIELDS and (param in ("lr", "weight_decay") or param in OPTIMIZERS[name]):
-            settings[f"optim.{OWN_FIELDS[param]}"] = _own_field(values, key, param)
+        if param in ("lr", "weight_decay") or (
+            param in ("betas", "eps") and param in OPTIMIZERS[name]
+        ):
+            settings[f"optim.{param}"] = _own_field(values, key, param)
         elif param == "max_grad_norm":
             settings["optim.max_grad_norm"] = values.number(key, "optim.max_grad_norm")
         elif param in OPTIMIZERS[name]:
@@ -160,7 +112,7 @@ def _optimizer_name(values: Values, given: str) -> str:
 
 
 def _own_field(values: Values, key: str, param: str) -> object:
-    ours = f"optim.{OWN_FIELDS[param]}"
+    ours = f"optim.{param}"
     return values.pair(key, ours) if param == "betas" else values.number(key, ours)
 
 
@@ -176,58 +128,3 @@ def _check_fixed(values: Values, key: str, param: str, name: str) -> None:
     fixed = _FIXED_PARAMS[param]
     if fixed is not None and values.flag(key) is not fixed:
         raise values.error(key, f"can only be {str(fixed).lower()} here; remove it")
-
-
-def _schedule(values: Values, *, lr: float | None) -> dict[str, Any]:
-    if not values.under("scheduler"):
-        return {}
-    given = values.text("scheduler.type")
-    if given is None:
-        raise values.error("scheduler", 'needs a type, such as "WarmupLR"')
-    schedule = _schedule_name(values, given)
-    params: dict[str, Any] = {}
-    for key in values.under("scheduler.params"):
-        param = key.removeprefix("scheduler.params.")
-        if param == "last_batch_iteration":
-            if values.raw(key) != -1:
-                raise values.error(key, "can only be -1: a resumed run knows its step; remove it")
-            continue
-        known = SCHEDULE_PARAMS.get(schedule)
-        if known is not None and param not in known:
-            meant = difflib.get_close_matches(param, known, 1)
-            hint = f"did you mean {meant[0]}?" if meant else f"it has {', '.join(known)}"
-            raise values.error(key, f"is not a parameter of {given}; {hint}")
-        value = _schedule_value(values, key, param, lr=lr)
-        if value is not None:
-            params[param] = value
-    return {"optim.schedule": schedule, **({"optim.schedule_params": params} if params else {})}
-
-
-def _schedule_name(values: Values, given: str) -> str:
-    names = {**SCHEDULES, **{name: name for name in (*OWN_SCHEDULES, *SCHEDULES.values())}}
-    lowered = {name.lower(): ours for name, ours in names.items()}
-    if given.lower() in lowered:
-        return lowered[given.lower()]
-    known = [*SCHEDULES, *OWN_SCHEDULES]
-    meant = difflib.get_close_matches(given, known, 1, 0.7)
-    hint = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
-    raise values.error("scheduler.type", f"is {given}, which is not a schedule here; {hint}")
-
-
-def _schedule_value(values: Values, key: str, param: str, *, lr: float | None) -> Any:  # noqa: ANN401
-    """The parameter's value; for "auto" what the run has, None where the schedule finds it."""
-    if not values.is_auto(key):
-        value = values.raw(key)
-        if isinstance(value, list | dict):
-            raise values.error(key, f"must be one value for all parameters, got {value!r}")
-        return value
-    match param:
-        case "warmup_min_lr":
-            return 0.0
-        case "warmup_max_lr":
-            return lr if lr is not None else values.number(key, "optim.lr")
-        case "warmup_num_steps" | "total_num_steps":
-            ours = "warmup_steps" if param == "warmup_num_steps" else "total_steps"
-            return values.given.get(ours)
-        case _:
-            return values.raw(key)  # remembered as unresolved

@@ -8,7 +8,7 @@ _LOWER = ("fp16", "bf16")
 
 
 def precision_settings(values: Values) -> dict[str, Any]:
-    """`precision` and, with fp16, `loss_scale.*`, as far as the file sets them."""
+    """`precision` and, with fp16, `fp16.*`, as far as the file sets them."""
     precision = _precision(values)
     settings = {} if precision is None else {"precision": precision}
     if precision == "fp16":
@@ -47,12 +47,12 @@ def _loss_scale(values: Values) -> dict[str, Any]:
     found = {
         "loss_scale": values.number("fp16.loss_scale"),
         "initial_scale_power": values.whole("fp16.initial_scale_power"),
-        "window": values.whole("fp16.loss_scale_window", low=low),
+        "loss_scale_window": values.whole("fp16.loss_scale_window", low=low),
         "hysteresis": values.whole("fp16.hysteresis", low=low),
         "consecutive_hysteresis": values.flag("fp16.consecutive_hysteresis"),
-        "min_scale": _min_scale(values, dynamic=dynamic),
+        "min_loss_scale": _min_scale(values, dynamic=dynamic),
     }
-    return {f"loss_scale.{name}": value for name, value in found.items() if value is not None}
+    return {f"fp16.{name}": value for name, value in found.items() if value is not None}
 
 
 def _min_scale(values: Values, *, dynamic: bool) -> float | None:

@@ -76,8 +76,8 @@ def read_deepspeed_config(
         world: processes that share a batch.
         given: our settings by dotted name, from which "auto" is resolved: `batch_size`,
             `micro_batch_size`, `precision`, `optim.lr`, `optim.betas`, `optim.eps`,
-            `optim.weight_decay`, `optim.max_grad_norm`, and `total_steps` and `warmup_steps` where
-            they are known.
+            `optim.weight_decay`, `optim.max_grad_norm`, and `optim.warmup_steps` and `total_steps`
+            where they are known.
 
     Raises:
         ConfigError: no such file, not JSON, a key twice, an unknown or a refused key, a value that

@@ -161,7 +161,7 @@ def test_hugging_faces_stage_2_file_takes_our_settings_for_auto(tmp_path: Path) 
         "optim.weight_decay": 0.1,
         "optim.max_grad_norm": 1.0,
         "optim.schedule": "warmup",
-        "optim.schedule_params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-5},
+        "optim.final_lr_ratio": 0.0,
     }
     assert settings.step == {"batch_size": 32, "micro_batch_size": 8}
     assert settings.notice() == (
@@ -188,11 +188,11 @@ def test_hugging_faces_stage_3_file_with_nvme(tmp_path: Path) -> None:
         "zero.offload.nvme_path": "/local_nvme",
         "zero.offload.pin_memory": True,
         "precision": "fp16",
-        "loss_scale.loss_scale": 0.0,
-        "loss_scale.initial_scale_power": 12,
-        "loss_scale.window": 500,
-        "loss_scale.hysteresis": 2,
-        "loss_scale.min_scale": 1.0,
+        "fp16.loss_scale": 0.0,
+        "fp16.initial_scale_power": 12,
+        "fp16.loss_scale_window": 500,
+        "fp16.hysteresis": 2,
+        "fp16.min_loss_scale": 1.0,
         "optim.name": "AdamW",
         "optim.lr": 3e-5,
         "optim.betas": (0.8, 0.999),
@@ -200,12 +200,9 @@ def test_hugging_faces_stage_3_file_with_nvme(tmp_path: Path) -> None:
         "optim.weight_decay": 3e-7,
         "optim.max_grad_norm": 0.5,
         "optim.schedule": "warmup_decay",
-        "optim.schedule_params": {
-            "warmup_min_lr": 0,
-            "warmup_max_lr": 3e-5,
-            "warmup_num_steps": 500,
-            "total_num_steps": 9000,
-        },
+        "optim.warmup_steps": 500,
+        "optim.final_lr_ratio": 0.0,
+        "optim.schedule_params": {"warmup_min_ratio": 0.0, "total_num_steps": 9000},
     }
     assert settings.step == {"batch_size": 64, "micro_batch_size": 4}
 
@@ -227,7 +224,7 @@ def test_deepspeed_chats_configuration() -> None:
         "zero.offload.optimizer": "none",
         "zero.offload.params": "none",
         "precision": "fp16",
-        "loss_scale.window": 100,
+        "fp16.loss_scale_window": 100,
         "optim.max_grad_norm": 1.0,
     }
     assert settings.step == {
