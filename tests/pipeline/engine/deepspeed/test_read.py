@@ -356,7 +356,7 @@ def test_auto_batch_sizes_fit_those_that_are_written(
 
 
 def test_our_own_sizes_need_no_common_divisor() -> None:
-    sizes = dict.fromkeys((BATCH, MICRO, STEPS), "auto")
+    sizes: dict[str, object] = {BATCH: "auto", MICRO: "auto", STEPS: "auto"}
     given = {"batch_size": 10, "micro_batch_size": 4}
 
     assert read_deepspeed_config(sizes, world=3, given=given).step == given
