@@ -8,22 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipeline.engine.config import ZeroConfig
 from pipeline.engine.element_wise import check_optimizer
 from pipeline.engine.schedule_params import check_schedule_params
 from pipeline.engine.schedules import SCHEDULES
-from pipeline.errors import ConfigError, suggestion
+from pipeline.errors import require, suggestion
 
 EMBEDDED = "embedded"
 """As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb"]
-
-
-def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
-    """Raise `ConfigError(sentence)` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(sentence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,37 +114,6 @@ class OptimConfig:
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"optim.max_grad_norm must be above 0 or null, got {self.max_grad_norm}",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
-    """What lies in main memory instead of on the GPU, each by itself."""
-
-    optimizer: Literal["none", "cpu"] = "none"
-    """fp32 masters and moments (offload_optimizer); the update runs there."""
-
-    gradients: Literal["none", "cpu"] = "none"
-    """The summed fp32 gradients."""
-
-    params: Literal["none", "cpu"] = "none"
-    """The weights between uses (offload_param); needs zero_stage 3."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
-    """How processes share the work of training; never what they compute."""
-
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-
-    reduction: Literal["fast", "deterministic"] = "fast"
-    """How gradients are added: fast in the order they come, the same bits at every stage;
-    deterministic as one tree over all micro-batches, the same bits on 1, 2, 4, ... processes."""
-
-    prefetch: bool = True
-    """Gather the weights of the next block while the present one computes."""
-
-    unit_classes: tuple[str, ...] = ()
-    """Class names of the modules that are gathered as one; empty finds the transformer blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,11 +227,7 @@ class TrainedModelConfig(FrozenModelConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.zero.offload.params == "none" or self.zero_stage == 3,
-            f"zero.offload.params needs zero_stage 3, where weights are gathered for use; the stage"
-            f" is {self.zero_stage}",
-        )
+        self.zero.offload.check(self.zero_stage)
 
 
 @dataclass(frozen=True, kw_only=True)

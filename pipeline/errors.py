@@ -31,3 +31,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {by_lower[close[0]]}?"
     return f"it takes {', '.join(sorted(by_lower.values())) or 'none'}"
+
+
+def require(condition: bool, sentence: str) -> None:  # noqa: FBT001
+    """Raise `ConfigError(sentence)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(sentence)

@@ -21,9 +21,6 @@ from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError
 
-MAX_SKIPPED = 20
-"""Steps in a row without a finite gradient before training gives up."""
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -62,13 +59,14 @@ class Engine:
         self.total_steps = total_steps
         self.steps = 0
         """Applied so far: a skipped step leaves the schedule where it is."""
+        self.max_skipped = config.zero.max_skipped_steps
         self.skipped_in_a_row = 0
         device = local_device()
         deterministic = config.zero.reduction == "deterministic"
         self.comm = make_collectives(device, deterministic=deterministic)
         pool = BufferPool(self.comm, device)
         units = build_units(model, config, self.comm, pool, placement_of(config, device))
-        self.zero = ZeroModel(model, units, self.comm, prefetch=config.zero.prefetch)
+        self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
@@ -109,7 +107,7 @@ class Engine:
         """Clip the summed gradients, update, zero the gradients.
 
         Raises:
-            NonFiniteGradientError: after MAX_SKIPPED steps in a row without a finite gradient.
+            NonFiniteGradientError: no gradient was finite for `zero.max_skipped_steps` in a row.
         """
         self.zero.flush()
         self.zero.reduce()
@@ -180,8 +178,8 @@ class Engine:
                 f"the gradient of {worst} overflows fp16 even at the smallest loss scale,"
                 f" {self.scaler.scale:g}; train with precision bf16 or fp32"
             )
-        if self.skipped_in_a_row >= MAX_SKIPPED:
+        if self.skipped_in_a_row >= self.max_skipped:
             raise NonFiniteGradientError(
-                f"the gradient was infinite or NaN for {MAX_SKIPPED} steps in a row, in {worst}"
-                " first; lower the learning rate, or train with precision bf16 or fp32"
+                f"the gradient was infinite or NaN for {self.max_skipped} steps in a row, in"
+                f" {worst} first; lower the learning rate, or train with precision bf16 or fp32"
             )

@@ -46,9 +46,12 @@ class Placement:
     deterministic: bool
     """Sum micro-batches as a tree."""
 
+    pin_memory: bool
+    """Keep offloaded vectors where the GPU can copy from by itself."""
+
     def host_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for an offloaded vector: in main memory that the GPU can copy from by itself."""
-        pinned = device.type == "cpu" and self.device.type == "cuda"
+        """Memory for a vector that may lie elsewhere than where the model computes."""
+        pinned = self.pin_memory and device.type == "cpu" and self.device.type == "cuda"
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
 
 

@@ -8,7 +8,7 @@ from pipeline.engine.comm import Collectives
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
 from pipeline.engine.gradients import BufferPool
 from pipeline.engine.trained import TrainedParams
-from pipeline.engine.units import UnitParams, find_units
+from pipeline.engine.units import ROOT, UnitParams, find_units
 from pipeline.engine.zero import Unit
 
 
@@ -24,6 +24,7 @@ def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
         gradient_device=device if offload.gradients == "none" else host,
         param_device=device if offload.params == "none" else host,
         deterministic=config.zero.reduction == "deterministic",
+        pin_memory=offload.pin_memory,
     )
 
 
@@ -51,6 +52,9 @@ def _build(
     kinds: dict[ParamSettings, dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
         kinds.setdefault(param_settings(name, param, config), {})[name] = param
+    if config.zero.compile and unit.name != ROOT:
+        # The forward method alone: hooks stay outside of what is compiled.
+        unit.module.forward = torch.compile(unit.module.forward)
     flats: list[FlatParams] = []
     trained: list[TrainedParams] = []
     for settings, params in kinds.items():

@@ -59,11 +59,11 @@ class ZeroModel:
     """A module with its units, gathered and freed by hooks."""
 
     def __init__(
-        self, model: nn.Module, units: list[Unit], comm: Collectives, *, prefetch: bool
+        self, model: nn.Module, units: list[Unit], comm: Collectives, *, prefetch_units: int
     ) -> None:
         self.model, self.units, self.comm = model, units, comm
         self.blocks, self.root = units[:-1], units[-1]
-        self.prefetch = prefetch and comm.asynchronous
+        self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.reducing = True
         """False inside `no_sync`: gradients stay where they were found."""
         self._pinned = 0
@@ -219,8 +219,11 @@ class ZeroModel:
 
     def _gather(self, unit: Unit, following: dict[Unit, Unit]) -> None:
         unit.start_gather()
-        if self.prefetch and unit in following:
-            following[unit].start_gather()
+        ahead: Unit | None = unit
+        for _ in range(self.prefetch_units):
+            ahead = following.get(ahead) if ahead is not None else None
+            if ahead is not None:
+                ahead.start_gather()
         unit.gather()
 
     def _free(self, unit: Unit) -> None:

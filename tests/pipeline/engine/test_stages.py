@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig, ZeroConfig
+from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.distributed import rank, world_size
+from pipeline.engine.config import ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.distributed import run_ranks
 from tests.families import VOCAB, tiny_causal_lm

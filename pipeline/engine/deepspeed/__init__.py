@@ -1,0 +1,1 @@
+"""DeepSpeed configuration files, read as settings of ours."""
