@@ -258,7 +258,9 @@ class ZeroModel:
         for unit in self.units:
             for flat in unit.flats:
                 for name, param in flat.params.items():
-                    if param.requires_grad != flat.settings.trained:
+                    # Without gradients it doesn't matter: peft freezes adapters it turns off.
+                    changed = param.requires_grad != flat.settings.trained
+                    if changed and torch.is_grad_enabled():
                         what = "frozen" if flat.settings.trained else "unfrozen"
                         raise ConfigError(
                             f"{name} was {what} after the engine had taken the model; do it before"
