@@ -62,8 +62,7 @@ class Engine:
         self.max_skipped = config.zero.max_skipped_steps
         self.skipped_in_a_row = 0
         device = local_device()
-        deterministic = config.zero.reduction == "deterministic"
-        self.comm = make_collectives(device, deterministic=deterministic)
+        self.comm = make_collectives(device, config.zero)
         pool = BufferPool(self.comm, device)
         units = build_units(model, config, self.comm, pool, placement_of(config, device))
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)

@@ -139,6 +139,9 @@ class FlatParams:
         # First the parameters: reading memory that is gone would end the process.
         for name, param in self.params.items():
             param.data = self.hidden[name]
+        if not self.full.untyped_storage().resizable():  # somebody has made a NumPy array of it
+            self.full = torch.empty_like(self.full)
+            self.views = self.cut(self.full.data)
         self.full.untyped_storage().resize_(0)
         self.gathered = False
 
