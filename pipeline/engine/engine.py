@@ -1,7 +1,7 @@
 """The training engine: a model, its optimizer and the collectives between processes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from pipeline.engine.gradients import BufferPool
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.setup import build_units, placement_of
+from pipeline.engine.sleep import KINDS, Kind, Sleep
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError
@@ -69,6 +70,7 @@ class Engine:
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
+        self.sleep = Sleep(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16, config=config.fp16)
@@ -125,6 +127,19 @@ class Engine:
     def discard(self) -> None:
         """Forget the accumulated gradients without a step."""
         self.zero.discard()
+
+    def offload_states(self, kinds: Collection[Kind] = KINDS) -> None:
+        """Move weights, masters, moments or gradients to main memory until `reload_states`.
+
+        Between the phases of a step that uses several models; gradients accumulated so far stay
+        accumulated. What lies in main memory anyway stays where it is.
+        """
+        self.zero.flush()
+        self.sleep.begin(kinds)
+
+    def reload_states(self) -> None:
+        """Put everything back on the device, to the bit."""
+        self.sleep.end()
 
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient of every trained parameter, fp32, by name; times the loss scale.

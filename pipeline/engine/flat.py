@@ -125,9 +125,18 @@ class FlatParams:
             return
         self._work.wait()
         self._work = None
+        self.show()
+        self.gathered = True
+
+    def show(self) -> None:
+        """Have the module's parameters be views of the vector."""
         for name, param in self.params.items():
             param.data = self.views[name]
-        self.gathered = True
+
+    def hide(self) -> None:
+        """Have them keep shape and dtype, and no memory."""
+        for name, param in self.params.items():
+            param.data = self.hidden[name]
 
     def free(self) -> None:
         """Give the memory of the whole vector back; the own piece stays."""
@@ -136,9 +145,7 @@ class FlatParams:
         if self._work is not None:  # gathered ahead for a use that did not come
             self._work.wait()
             self._work = None
-        # First the parameters: reading memory that is gone would end the process.
-        for name, param in self.params.items():
-            param.data = self.hidden[name]
+        self.hide()  # first: reading memory that is gone would end the process
         if not self.full.untyped_storage().resizable():  # somebody has made a NumPy array of it
             self.full = torch.empty_like(self.full)
             self.views = self.cut(self.full.data)

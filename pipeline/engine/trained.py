@@ -75,6 +75,11 @@ class TrainedParams:
         self.master.grad = None
         self.publish()
 
+    def moments(self) -> list[Tensor]:
+        """What the optimizer keeps for each weight."""
+        state = self.optimizer.state.get(self.master, {})
+        return [value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0]
+
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the weights, on all processes."""
@@ -95,12 +100,6 @@ def trained_bytes(groups: Sequence[TrainedParams]) -> dict[str, int]:
             group.flat.shard.untyped_storage().data_ptr(),
         )
     )
-    moments = sum(
-        value.nbytes
-        for group in groups
-        for state in group.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.numel() > 1
-    )
-    gradients = sum(group.gradients.sum.num_bytes for group in groups)
+    moments = sum(each.nbytes for group in groups for each in group.moments())
+    gradients = sum(each.nbytes for group in groups for each in group.gradients.sum.tensors())
     return {"masters": masters, "gradients": gradients, "moments": moments}

@@ -210,3 +210,39 @@ def test_adapters_agree_at_every_stage_and_the_base_has_no_state_and_never_chang
     for stage, ranks in ended.items():
         whole = sum(each[2] for each in ranks) / (2 if stage == 0 else 1)
         assert whole == 2 * 1024 * 2 * 4
+
+
+def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
+    """Whether a nap in the middle of an accumulation changes nothing; bytes that were moved."""
+    config = settings(stage, max_norm=0.5)
+    plain = train(build("llama", dtype), config, accumulation=2)
+    model = build("llama", dtype)
+    engine = Engine(model, config, total_steps=STEPS)
+    norms: list[float] = []
+    moved: list[int] = []
+    for step in range(STEPS):
+        for micro_batch in range(2):
+            engine.backward(loss_of(engine, step, micro_batch, rank()))
+            engine.offload_states()
+            moved.append(engine.sleep.num_bytes)
+            assert all(param.isnan().all() for param in model.parameters())
+            with pytest.raises(RuntimeError, match="call reload_states"):
+                loss_of(engine, step, 0, rank())
+            engine.reload_states()
+        norms.append(engine.step().grad_norm)
+    with engine.gathered():
+        weights = {name: param.clone() for name, param in model.named_parameters()}
+    return digest(weights) == digest(plain.weights) and norms == plain.norms, moved
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_nap_in_the_middle_of_an_accumulation_changes_nothing(stage: int, dtype: str) -> None:
+    same, moved = slept(stage, dtype)
+
+    # All weights, gradients and, from the second step, two moments; below fp32 also the masters.
+    weight = 2 if dtype == "bf16" else 0
+    whole = moved[0] // (4 + 4 + weight)
+    assert moved == [whole * (8 + weight)] * 2 + [whole * (16 + weight)] * 2
+    assert same
+    assert [each[0] for each in run_ranks(slept, stage, dtype)] == [True, True]
