@@ -43,6 +43,9 @@ class Placement:
     param_device: torch.device
     """Of the own piece of the weights, at stage 3."""
 
+    optimizer_on_disk: bool
+    """Masters and moments come to main memory for the update alone."""
+
     deterministic: bool
     """Sum micro-batches as a tree."""
 

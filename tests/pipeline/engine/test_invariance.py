@@ -1,7 +1,9 @@
 """What must not change a bit: processes, offload, prefetch, transport, and who calls backward."""
 
 import hashlib
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,8 @@ WAYS: dict[str, dict[str, Any]] = {
         "offload": OffloadConfig(optimizer="cpu", gradients="cpu")
     },
 }
+NVME = OffloadConfig(optimizer="nvme", nvme_path=Path(tempfile.gettempdir()))
+WAYS["optimizer on a disk"] = {"offload": NVME}
 AT_STAGE_3: dict[str, dict[str, Any]] = {
     "weights offloaded": {"offload": OffloadConfig(params="cpu")},
     "everything offloaded": {
