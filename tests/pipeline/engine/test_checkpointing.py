@@ -16,11 +16,7 @@ def checkpointed(stage: int, way: str) -> str:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_reentrant_or_not_checkpointing_changes_no_bit(stage: int) -> None:
-    ended = [
-        each
-        for way in ("none", "full", "reentrant")
-        for each in run_ranks(checkpointed, stage, way)
-    ]
+    ended = [run_ranks(checkpointed, stage, way) for way in ("none", "full", "reentrant")]
 
     assert len({weights for ranks in ended for weights in ranks}) == 1
 
