@@ -72,9 +72,7 @@ def predict(
         the root, of the block at work and of those gathered ahead.
     """
     placement = placement_of(config, local_device() if device is None else device)
-    units = [
-        _vectors(unit, config, world) for unit in find_units(model, config.zero.unit_classes)
-    ]
+    units = [_vectors(unit, config, world) for unit in find_units(model, config.zero.unit_classes)]
     vectors = [vector for unit in units for vector in unit]
     trained = [vector for vector in vectors if vector.settings.trained]
     in_weights = world if placement.shard_params else 1

@@ -41,9 +41,7 @@ def tied(dtype: torch.dtype) -> nn.Module:
 
 
 def adapters(dtype: torch.dtype) -> nn.Module:
-    return add_lora(
-        tiny_causal_lm("llama").to(dtype), LoraConfig(rank=2), task="causal", seed=0
-    )
+    return add_lora(tiny_causal_lm("llama").to(dtype), LoraConfig(rank=2), task="causal", seed=0)
 
 
 MODELS: tuple[Callable[[torch.dtype], nn.Module], ...] = (full, tied, adapters)
