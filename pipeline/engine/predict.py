@@ -51,6 +51,7 @@ def predict(
     world: int,
     device: torch.device | None = None,
     micro_batches: int = 1,
+    generates: bool = False,
 ) -> dict[str, int]:
     """Bytes that the engine holds on each process, by kind; activations come on top.
 
@@ -60,6 +61,7 @@ def predict(
         world: processes that share it.
         device: where it computes; by default this process's.
         micro_batches: of one process in an optimizer step.
+        generates: whether it answers prompts as well, for which all weights are gathered.
 
     Returns:
         `weights`: as the model has them, at stage 3 the own piece; `masters`: fp32 copies of
@@ -69,7 +71,7 @@ def predict(
         mode the partial sums as well; `moments`: the optimizer's state after its first step;
         `gradient_buffers`: fp32 gradients of whole units, the root's all through a backward pass
         and two blocks', of which one is being reduced; `gathered`: at stage 3, the whole weights of
-        the root, of the block at work and of those gathered ahead.
+        the root, of the block at work and of those gathered ahead, or all of them to generate.
     """
     placement = placement_of(config, local_device() if device is None else device)
     units = [_vectors(unit, config, world) for unit in find_units(model, config.zero.unit_classes)]
@@ -90,7 +92,7 @@ def predict(
         "gradients": 4 * (updated + partial_sums),
         "moments": 4 * updated * state_vectors(config.optim),
         "gradient_buffers": _gradient_buffers(units, placement, world, micro_batches),
-        "gathered": _gathered(units, config, placement, world),
+        "gathered": _gathered(units, config, placement, world, generates=generates),
     }
 
 
@@ -157,11 +159,18 @@ def _gradient_buffers(
 
 
 def _gathered(
-    units: Sequence[_Unit], config: TrainedModelConfig, placement: Placement, world: int
+    units: Sequence[_Unit],
+    config: TrainedModelConfig,
+    placement: Placement,
+    world: int,
+    *,
+    generates: bool,
 ) -> int:
     if not placement.shard_params:
         return 0
     *blocks, root = (sum(vector.num_bytes for vector in unit) for unit in units)
+    if generates:
+        return root + sum(blocks)
     # Nothing is gathered ahead through the memory of one machine, nor by a single process.
     overlaps = world > 1 and placement.device.type != "cpu"
     at_once = 1 + (config.zero.prefetch_units if overlaps else 0)

@@ -33,15 +33,17 @@ def settings(stage: int, *, lora: bool = False, **others: Any) -> TrainedModelCo
 
 
 def full(dtype: torch.dtype) -> nn.Module:
-    return tiny_causal_lm("opt", hidden_size=28, word_embed_proj_dim=28).to(dtype)
+    return nn.Module.to(tiny_causal_lm("opt", hidden_size=28, word_embed_proj_dim=28), dtype)
 
 
 def tied(dtype: torch.dtype) -> nn.Module:
-    return tiny_causal_lm("gpt2", tie_word_embeddings=True, n_layer=3).to(dtype)
+    return nn.Module.to(tiny_causal_lm("gpt2", tie_word_embeddings=True, n_layer=3), dtype)
 
 
 def adapters(dtype: torch.dtype) -> nn.Module:
-    return add_lora(tiny_causal_lm("llama").to(dtype), LoraConfig(rank=2), task="causal", seed=0)
+    model = tiny_causal_lm("llama")
+    nn.Module.to(model, dtype)
+    return add_lora(model, LoraConfig(rank=2), task="causal", seed=0)
 
 
 MODELS: tuple[Callable[[torch.dtype], nn.Module], ...] = (full, tied, adapters)
@@ -160,9 +162,12 @@ def test_every_optimizer_has_its_own_number_of_vectors(optim: OptimConfig, vecto
     assert measured(engine)["moments"] == predict(model, config, world=1)["moments"]
 
 
-# Two linear layers in blocks of 1000 and 2000 weights and a root of 30. On 2 processes vectors are
-# padded to multiples of 16 * 16: 1024, 2048 and 256, together 3328.
 class Blocks(nn.Module):
+    """Blocks of 1000 and 2000 weights and a root of 30.
+
+    On 2 processes vectors are padded to multiples of 16 * 16: 1024, 2048 and 256, together 3328.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(size, 20, bias=False) for size in (50, 100)])
@@ -191,6 +196,13 @@ def test_without_gathering_ahead_one_block_is_there_at_a_time() -> None:
 
     assert predict(Blocks(), config, world=2, device=GPU)["gathered"] == 4 * (256 + 2048)
     assert predict(Blocks(), settings(3), world=2, device=CPU)["gathered"] == 4 * (256 + 2048)
+
+
+def test_to_generate_all_weights_are_there() -> None:
+    kinds = predict(Blocks(), settings(3), world=2, device=GPU, generates=True)
+
+    assert kinds["gathered"] == 4 * 3328
+    assert predict(Blocks(), settings(2), world=2, generates=True)["gathered"] == 0
 
 
 def test_a_model_without_memory_is_predicted_alike() -> None:
