@@ -54,13 +54,17 @@ class DeepSpeedSettings:
 
     def notice(self) -> str | None:
         """One text that names every key without effect, by reason; None where there is none."""
-        if not self.no_effect:
-            return None
-        by_reason: dict[str, list[str]] = {}
-        for key, reason in self.no_effect.items():
-            by_reason.setdefault(reason, []).append(key)
-        lines = [f"  {', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
-        return "\n".join([f"these keys of {self.origin} have no effect here:", *lines])
+        return _notice(self.no_effect, self.origin)
+
+
+def notice_of(path: Path) -> str | None:
+    """The notice of a file, whatever it comes to in a step.
+
+    Raises:
+        ConfigError: no such file, not JSON, a key twice, an unknown or a refused key.
+    """
+    _, no_effect = _sort_keys(_parse(path), str(path))
+    return _notice(no_effect, str(path))
 
 
 def read_deepspeed_config(
@@ -153,6 +157,16 @@ def _sort_keys(content: Mapping[str, Any], origin: str) -> tuple[dict[str, Any],
         elif not switched_off:
             no_effect[name] = key.text
     return leaves, no_effect
+
+
+def _notice(no_effect: Mapping[str, str], origin: str) -> str | None:
+    if not no_effect:
+        return None
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in no_effect.items():
+        by_reason.setdefault(reason, []).append(key)
+    lines = [f"  {', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
+    return "\n".join([f"these keys of {origin} have no effect here:", *lines])
 
 
 def _normalized(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
