@@ -81,7 +81,8 @@ def train(config: SFTConfig) -> Path:
 
         best.restore()
         set_stop_tokens(model, chat.stop_ids)
-        export(model, tokenizer, config.output_dir)
+        with engine.gathered():
+            export(model, tokenizer, config.output_dir)
         run.finish(
             eval={
                 "perplexity_before": before,

@@ -110,10 +110,12 @@ def train(config: PPOConfig) -> Path:
         evaluation = summarize(before, after)
         run.evaluated(total_steps, **evaluation)
         set_stop_tokens(models.policy, chat.stop_ids)
-        export(models.policy, tokenizer, run.path("actor"))
-        export(models.value_model, tokenizer, run.path("critic"))
+        with models.actor.gathered():
+            export(models.policy, tokenizer, run.path("actor"))
+        with models.critic.gathered():
+            export(models.value_model, tokenizer, run.path("critic"))
         if ema is not None:
-            with ema.applied():
+            with ema.applied(), models.actor.gathered():
                 export(models.policy, tokenizer, run.path("ema"))
         sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
         base = answers_of_base(held_out, config.base)

@@ -26,7 +26,7 @@ class FrozenEngine:
         self._zero: ZeroModel | None = None
         if like.zero_stage == 3:
             device = local_device()
-            comm = make_collectives(device, deterministic=False)
+            comm = make_collectives(device, like.zero)
             placement = placement_of(like, device)
             units = build_units(model, like, comm, BufferPool(comm, device), placement)
             self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)

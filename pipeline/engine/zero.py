@@ -66,6 +66,7 @@ class ZeroModel:
         self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.reducing = True
         """False inside `no_sync`: gradients stay where they were found."""
+        self.asleep = False
         self._pinned = 0
         self._settling: Unit | None = None
         self._visited: list[Unit] = []
@@ -90,6 +91,8 @@ class ZeroModel:
     # Forward
 
     def _before_model(self, _module: nn.Module, _args: object, _kwargs: object) -> None:
+        if self.asleep:
+            raise RuntimeError("the weights are off the device: call reload_states() first")
         self.flush()
         self._check_unchanged()
         self._root_was_gathered = self.root.gathered
@@ -243,6 +246,21 @@ class ZeroModel:
             for unit in self.units:
                 if not (unit is self.root and self.root.expects_backward):
                     self._free(unit)
+
+    def hide(self) -> None:
+        """Have no parameter show memory, for as long as that may be gone."""
+        self.asleep = True
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.hide()
+
+    def show(self) -> None:
+        """Have the parameters show their weights again, where those are whole."""
+        self.asleep = False
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.gathered:
+                    flat.show()
 
     @property
     def gathered_bytes(self) -> int:
