@@ -91,7 +91,7 @@ def predict(
         "masters": 4 * sum(vector.numel for vector in copied) // in_optimizer,
         "gradients": 4 * (updated + partial_sums),
         "moments": 4 * updated * state_vectors(config.optim),
-        "gradient_buffers": _gradient_buffers(units, placement, world, micro_batches),
+        "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches),
         "gathered": _gathered(units, config, placement, world, generates=generates),
     }
 
@@ -132,11 +132,16 @@ def _vectors(unit: UnitParams, config: TrainedModelConfig, world: int) -> _Unit:
 def _has_master(vector: _Vector, placement: Placement) -> bool:
     """Whether the optimizer updates a copy rather than the weights themselves."""
     where = placement.param_device if placement.shard_params else placement.device
-    return vector.settings.dtype != torch.float32 or where != placement.optimizer_device
+    elsewhere = placement.optimizer_on_disk or where != placement.optimizer_device
+    return elsewhere or vector.settings.dtype != torch.float32
 
 
 def _gradient_buffers(
-    units: Sequence[_Unit], placement: Placement, world: int, micro_batches: int
+    units: Sequence[_Unit],
+    config: TrainedModelConfig,
+    placement: Placement,
+    world: int,
+    micro_batches: int,
 ) -> int:
     """The buffers of one backward pass; they are kept and used again."""
     computes_sums = placement.gradient_device == placement.device and not placement.deterministic
@@ -153,8 +158,9 @@ def _gradient_buffers(
             taken[numel] += not free[numel]
             free[numel] -= free[numel] > 0
     num_bytes = 4 * sum(numel * count for numel, count in taken.items())
-    # An exchange between GPUs, which the fixed order of addition needs, receives into another.
-    exchanges = placement.deterministic and world > 1 and placement.device.type == "cuda"
+    # gloo, and NCCL where the order of addition is fixed, receive pieces beside those they send.
+    on_cpu = placement.device.type == "cpu"
+    exchanges = _through_a_group(config, placement, world) and (on_cpu or placement.deterministic)
     return 2 * num_bytes if exchanges else num_bytes
 
 
@@ -171,8 +177,12 @@ def _gathered(
     *blocks, root = (sum(vector.num_bytes for vector in unit) for unit in units)
     if generates:
         return root + sum(blocks)
-    # Nothing is gathered ahead through the memory of one machine, nor by a single process.
-    overlaps = world > 1 and placement.device.type != "cpu"
+    overlaps = _through_a_group(config, placement, world)
     at_once = 1 + (config.zero.prefetch_units if overlaps else 0)
     windows = (sum(blocks[first : first + at_once]) for first in range(len(blocks)))
     return root + max(windows, default=0)
+
+
+def _through_a_group(config: TrainedModelConfig, placement: Placement, world: int) -> bool:
+    """Whether collectives run beside the computation, not through one machine's own memory."""
+    return world > 1 and not (placement.device.type == "cpu" and config.zero.shared_memory)

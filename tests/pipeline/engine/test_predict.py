@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,9 +92,10 @@ def test_two_processes_hold_what_was_predicted() -> None:
     assert run_ranks(wrong_predictions, world_size=WORLD) == [[], []]
 
 
-def gathered_peak(stage: int) -> tuple[int, int]:
+def gathered_peak(stage: int, shared_memory: Any) -> tuple[int, int]:
     """The most bytes of gathered weights at any block, and what was predicted."""
-    model, config = tied(torch.bfloat16), settings(stage)
+    zero = ZeroConfig(shared_memory=shared_memory)
+    model, config = tied(torch.bfloat16), settings(stage, zero=zero)
     expected = predict(model, config, world=WORLD)["gathered"]
     engine = Engine(model, config, total_steps=2)
     seen: list[int] = []
@@ -101,13 +103,14 @@ def gathered_peak(stage: int) -> tuple[int, int]:
         unit.module.register_forward_hook(
             lambda *_: seen.append(engine.zero.gathered_bytes), prepend=True
         )
+    one_step(engine)  # in which nobody knows yet what comes after a block
     one_step(engine)
     return max(seen), expected
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_peak_of_gathered_weights_is_predicted(stage: int) -> None:
-    for peak, expected in run_ranks(gathered_peak, stage, world_size=WORLD):
+@pytest.mark.parametrize(("stage", "shared_memory"), [(2, True), (3, True), (3, False)])
+def test_the_peak_of_gathered_weights_is_predicted(stage: int, *, shared_memory: bool) -> None:
+    for peak, expected in run_ranks(gathered_peak, stage, shared_memory, world_size=WORLD):
         assert peak == expected
         assert (peak > 0) == (stage == 3)
 
@@ -224,6 +227,14 @@ def test_offloaded_fp32_weights_have_masters_on_the_host() -> None:
     assert predict(Blocks(), settings(1), world=2, device=GPU)["masters"] == 0
     assert offloaded(config, GPU) == {"masters": "cpu", "moments": "cpu"}
     assert offloaded(config, CPU) == {}
+
+
+def test_on_a_disk_are_masters_of_fp32_weights_too(tmp_path: Path) -> None:
+    offload = OffloadConfig(optimizer="nvme", nvme_path=tmp_path)
+    config = settings(2, zero=ZeroConfig(offload=offload))
+
+    assert predict(Blocks(), config, world=2, device=CPU)["masters"] == 4 * 1664
+    assert offloaded(config, CPU) == {"masters": "nvme", "moments": "nvme"}
 
 
 def test_frozen_weights_take_their_own_bytes_alone() -> None:
