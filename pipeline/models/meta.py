@@ -1,5 +1,8 @@
 """Models without memory for their weights, to count what they would take."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from transformers import (
@@ -8,6 +11,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
+from transformers.utils import logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
 from pipeline.errors import ModelError
@@ -28,7 +32,7 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
     auto = AutoModelForCausalLM if task == "causal" else AutoModelForSequenceClassification
     trust = config.trust_remote_code
     try:
-        with torch.device("meta"):
+        with _errors_only(), torch.device("meta"):
             settings = _settings(path, trust_remote_code=trust)
             settings.num_labels = 1
             dtype = weight_dtype(config.precision, device)
@@ -39,6 +43,17 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
     if isinstance(config, TrainedModelConfig):
         return add_lora(model, config.lora, task=task, seed=0) if config.lora else model
     return model.requires_grad_(False)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Without transformers' advice on how to call a model that nobody will call."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:

@@ -128,6 +128,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     assert f"-m tests.pipeline.toy_step --config {out}/step2_reward/config.yaml" in said
     assert "model      embedded" in said
     assert "Memory on each process in MiB" in said
+    assert "model      embedded                           0.9M       3.5" in said
 
 
 def test_a_dry_run_shows_stages_and_offload(
