@@ -249,6 +249,8 @@ def _batch_settings(values: Values, *, world: int) -> dict[str, int]:
     # One number leaves a choice: "auto" makes it, with our own setting.
     if explicit <= 1 and micro is None and values.is_auto(names[1]):
         micro = values.whole(names[1], "micro_batch_size", low=1)
+        if micro is not None and train is not None:
+            micro = _fitting(micro, train, world)
         explicit += train is not None or accumulation is not None
     if explicit <= 1 and train is None and values.is_auto(names[0]):
         train = values.whole(names[0], "batch_size", low=1)
@@ -262,6 +264,14 @@ def _batch_settings(values: Values, *, world: int) -> dict[str, int]:
     except ConfigError as error:
         raise ConfigError(f"{values.origin}: {error}") from None
     return {"batch_size": sizes.train, "micro_batch_size": sizes.micro}
+
+
+def _fitting(micro: int, train: int, world: int) -> int:
+    """The largest micro-batch up to `micro` that divides a process's share of the batch."""
+    share, rest = divmod(train, world)
+    if rest or share == 0:
+        return micro  # refused later, with all numbers
+    return max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
 
 
 def _tracker_settings(values: Values) -> dict[str, tuple[str, ...]]:

@@ -78,6 +78,19 @@ def test_batch_sizes_hold_for_the_processes_of_the_step(tmp_path: Path) -> None:
         applied(written(tmp_path, train_batch_size=9), world=2)
 
 
+@pytest.mark.parametrize(
+    ("train", "world", "micro"), [(64, 2, 8), (16, 4, 4), (36, 2, 6), (14, 1, 7), (2, 2, 1)]
+)
+def test_an_automatic_micro_batch_divides_the_share_of_a_process(
+    tmp_path: Path, train: int, world: int, micro: int
+) -> None:
+    path = written(tmp_path, train_batch_size=train, train_micro_batch_size_per_gpu="auto")
+
+    config = applied(path, world=world)  # whose own micro-batch is 8
+
+    assert (config.batch_size, config.micro_batch_size) == (train, micro)
+
+
 def test_a_named_optimizer_or_schedule_is_a_whole_one(tmp_path: Path) -> None:
     path = written(
         tmp_path,
