@@ -61,8 +61,8 @@ class Placement:
 class FlatParams:
     """Weights of one kind in one unit: gathered for use, and at stage 3 freed between uses.
 
-    While they are freed the module's parameters keep shape and dtype; every element reads as NaN
-    and can't be written.
+    While they are freed the module's parameters keep shape and dtype; every element reads as NaN,
+    and changing one in place is an error.
     """
 
     def __init__(

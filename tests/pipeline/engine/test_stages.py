@@ -55,12 +55,18 @@ def build(family: str, dtype: str, *, checkpointing: str = "none", **changes: An
     return model.train()
 
 
-def settings(stage: int, *, max_norm: float | None, **zero: Any) -> TrainedModelConfig:
+def settings(
+    stage: int, *, max_norm: float | None, weight_decay: float = 0.1, **zero: Any
+) -> TrainedModelConfig:
     return TrainedModelConfig(
         zero_stage=stage,  # pyright: ignore[reportArgumentType]
         zero=ZeroConfig(**zero),
         optim=OptimConfig(
-            lr=1e-2, schedule="constant", weight_decay=0.1, max_grad_norm=max_norm, warmup_ratio=0.0
+            lr=1e-2,
+            schedule="constant",
+            weight_decay=weight_decay,
+            max_grad_norm=max_norm,
+            warmup_ratio=0.0,
         ),
         fp16=LossScaleConfig(loss_scale=SCALE),
     )
