@@ -121,5 +121,10 @@ def trained_bytes(groups: Sequence[TrainedParams]) -> dict[str, int]:
         )
     )
     moments = sum(each.nbytes for group in groups for each in group.moments())
-    gradients = sum(each.nbytes for group in groups for each in group.gradients.sum.tensors())
+    gradients = sum(
+        each.nbytes
+        for group in groups
+        # The first is the own piece of `grad`, which stage 0 has whole.
+        for each in (group.grad, *group.gradients.sum.tensors()[1:])
+    )
     return {"masters": masters, "gradients": gradients, "moments": moments}

@@ -61,12 +61,10 @@ def measured(engine: Engine) -> dict[str, int]:
     """Bytes that the engine's own vectors have, by kind."""
     flats = [flat for unit in engine.zero.units for flat in unit.flats]
     held = trained_bytes(engine.groups)
-    sums = [group.grad.nbytes - group.gradients.sum.total.nbytes for group in engine.groups]
     return {
         "weights": sum(flat.bytes_of_weights for flat in flats),
         "masters": held["masters"],
-        # At stage 0 the sum is the own piece of a vector that is whole.
-        "gradients": held["gradients"] + sum(sums),
+        "gradients": held["gradients"],
         "moments": held["moments"],
         "gradient_buffers": engine.groups[0].gradients.pool.num_bytes,
     }
