@@ -122,6 +122,9 @@ class Collectives:
         """Whether the others are done with what was reduced or gathered before that moment."""
         return True
 
+    def meet(self) -> None:
+        """Come to a moment after which all before it has been read; all processes call it."""
+
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         return Finished()
 

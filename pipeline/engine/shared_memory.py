@@ -92,6 +92,10 @@ class SharedMemoryCollectives(Collectives):
         """What a process read at one meeting it is done with when it comes to the next."""
         return self._meetings.number > meeting
 
+    def meet(self) -> None:
+        """Wait for the others, who are done then with what they read before."""
+        self._meetings.attend("a pause between two uses of a buffer")
+
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all read from the same one at once."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
