@@ -35,7 +35,7 @@ class StoredParameter(nn.Parameter):
 
 
 def stored_like(
-    param: nn.Parameter, read: ReadElements, device: torch.device | None = None
+    param: Tensor, read: ReadElements, device: torch.device | None = None
 ) -> StoredParameter:
     """A parameter as `param` is, whose elements are what `read` says."""
     hidden = torch.full((), float("nan"), dtype=param.dtype, device=device or param.device)

@@ -244,6 +244,21 @@ class ZeroModel:
                 if not (unit is self.root and self.root.expects_backward):
                     self._free(unit)
 
+    def one_by_one(self) -> Iterator[Unit]:
+        """Every unit, with its weights in place until the next is asked for.
+
+        All processes go through it in step.
+        """
+        self.flush()
+        for unit in self.units:
+            stays = unit.gathered
+            unit.gather()
+            try:
+                yield unit
+            finally:
+                if not stays:
+                    self._free(unit)
+
     @property
     def gathered_bytes(self) -> int:
         """Memory of the weights that are gathered now and will be freed."""
