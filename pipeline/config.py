@@ -228,6 +228,12 @@ class TrainedModelConfig(FrozenModelConfig):
 
     def __post_init__(self) -> None:
         self.zero.offload.check(self.zero_stage)
+        plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
+        require(
+            self.zero.offload.optimizer != "nvme" or plain_adam,
+            "zero.offload.optimizer nvme keeps the two moments of Adam and AdamW on the disk, and"
+            f" optim.name {self.optim.name} has others; use one of these, or cpu",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

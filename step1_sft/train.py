@@ -24,11 +24,12 @@ from pipeline.distributed import (
     rank,
     world_size,
 )
+from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
-from pipeline.models.trained import BestWeights, evaluating, trained_causal_lm, within_context
+from pipeline.models.trained import evaluating, trained_causal_lm, within_context
 from pipeline.run import Run, configure_logging
 from step1_sft.config import SFTConfig
 from step1_sft.losses import next_token_nll
@@ -51,7 +52,7 @@ def train(config: SFTConfig) -> Path:
         engine = Engine(Policy(model), config.model, total_steps=total_steps)
         config = within_context(config, model)
         held_out = encode(data.eval, chat, config)
-        best = BestWeights(model)
+        best = BestWeights(engine)
         before = perplexity(engine, held_out, config)
         run.evaluated(0, perplexity=before)
 
@@ -80,7 +81,8 @@ def train(config: SFTConfig) -> Path:
 
         best.restore()
         set_stop_tokens(model, chat.stop_ids)
-        export(model, tokenizer, config.output_dir)
+        with engine.gathered():
+            export(model, tokenizer, config.output_dir)
         run.finish(
             eval={
                 "perplexity_before": before,

@@ -120,7 +120,8 @@ def train(config: RewardConfig) -> Path:
                 after = evaluate(scorer, held_out, config)
                 run.evaluated(step, **after)
 
-        export(model, tokenizer, config.output_dir)
+        with engine.gathered():
+            export(model, tokenizer, config.output_dir)
         mean, std = measure_scores(scorer, chat, data.train, config)
         write_normalization(model, config.output_dir, mean=mean, std=std)
         run.finish(

@@ -32,9 +32,11 @@ class Answers:
 def answer_all(held_out: HeldOut) -> Answers:
     """Let the actor, as it is now, answer the held-out prompts."""
     policy = held_out.models.policy
-    sampled = held_out.respond(policy, temperature=held_out.config.temperature)
+    with held_out.models.actor.gathered():
+        sampled = held_out.respond(policy, temperature=held_out.config.temperature)
+        greedy = held_out.respond(policy, temperature=0.0)
     return Answers(
-        greedy=held_out.answers(held_out.respond(policy, temperature=0.0)),
+        greedy=held_out.answers(greedy),
         sampled=held_out.answers(sampled),
         kl=held_out.kl(sampled),
     )

@@ -101,7 +101,7 @@ class HeldOut:
     def print_samples(self, iteration: int) -> None:
         """Log the actor's greedy answers to the first prompts."""
         shown = self.prompts[:SHOWN]
-        with evaluating(self.models.policy):
+        with evaluating(self.models.policy), self.models.actor.gathered():
             responses = generate(
                 self.models.policy,
                 [prompt.input_ids for prompt in shown],

@@ -18,6 +18,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
 from pipeline.distributed import local_device
 from pipeline.engine.engine import Engine
+from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError
 from pipeline.models.chat import require_same_chat
 from pipeline.models.forward import Policy, Scorer, base_model, context_length
@@ -29,30 +30,33 @@ from step3_ppo.config import PPOConfig
 class Reference:
     """The policy that the KL penalty holds the actor to."""
 
-    def __init__(self, policy: Policy, *, adapter_off: bool) -> None:
-        self.policy = policy
-        self.adapter_off = adapter_off
+    def __init__(self, engine: Engine | FrozenEngine) -> None:
+        self.engine = engine
+        """The actor's own engine where the reference is the actor without its adapter."""
 
     def logprobs(self, batch: TokenBatch, *, temperature: float) -> Float[Tensor, " K"]:
         """Log pi_ref of the response tokens."""
-        with evaluating(self.policy):
-            if not self.adapter_off:
-                return self.policy(batch, temperature=temperature).logprobs
-            with cast("PeftModel", self.policy.model).disable_adapter():
-                return self.policy(batch, temperature=temperature).logprobs
+        with evaluating(self.engine.model):
+            if isinstance(self.engine, FrozenEngine):
+                return self.engine(batch, temperature=temperature).logprobs
+            with cast("PeftModel", cast("Policy", self.engine.model).model).disable_adapter():
+                return self.engine(batch, temperature=temperature).logprobs
 
 
 class RewardModel:
-    """The frozen judge, with the mean and standard deviation that step 2 stored."""
+    """The frozen judge, with the mean and standard deviation that step 2 stored.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.scorer = Scorer(model)
+    It is sharded as the critic is.
+    """
+
+    def __init__(self, model: nn.Module, like: TrainedModelConfig) -> None:
+        self.engine = FrozenEngine(Scorer(model), like)
         self.mean, self.std = stored_normalization(model)
 
     def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
         """Raw score of each sequence, read at its last token."""
-        with evaluating(self.scorer):
-            return self.scorer.final_scores(batch)
+        with evaluating(self.engine.model):
+            return self.engine(batch)[batch.last_tokens]
 
     def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Scores with mean 0 and variance 1 over step 1's responses."""
@@ -119,15 +123,16 @@ def load_models(
     reward = load_classifier(config.reward, device=device, seed=config.seed)
     for role, model in (("actor", actor), ("critic", critic), ("reward", reward)):
         require_context(base_model(model), role, config)
+    engine = Engine(Policy(actor), config.actor, total_steps=actor_iterations * updates)
     return Models(
-        actor=Engine(Policy(actor), config.actor, total_steps=actor_iterations * updates),
+        actor=engine,
         critic=Engine(
             Critic(critic, normalize=config.normalize_score),
             config.critic,
             total_steps=iterations * updates,
         ),
-        reference=load_reference(config, actor, tokenizer, device=device),
-        reward=RewardModel(reward.requires_grad_(False)),
+        reference=load_reference(config, engine, tokenizer, device=device),
+        reward=RewardModel(reward, config.critic),
         tokenizer=tokenizer,
         chat=chat,
     )
@@ -150,22 +155,22 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
 
 def load_reference(
     config: PPOConfig,
-    actor: nn.Module,
+    actor: Engine,
     tokenizer: PreTrainedTokenizerBase,
     *,
     device: torch.device,
 ) -> Reference:
-    """The configured reference, else the actor as it starts.
+    """The configured reference, else the actor as it starts, sharded as the actor is.
 
     With LoRA that is the base with the adapter off, which needs no second copy.
     """
     if config.reference.path is None and config.actor.lora is not None:
-        return Reference(Policy(actor), adapter_off=True)
+        return Reference(actor)
     same = config.reference.path is None
     source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
     model = load_causal_lm(source, device=device, seed=config.seed)
     add_tokens(model, tokenizer, seed=config.seed)
-    return Reference(Policy(model.requires_grad_(False)), adapter_off=False)
+    return Reference(FrozenEngine(Policy(model), config.actor))
 
 
 def stored_normalization(model: nn.Module) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def sample_responses(
     keys: Sequence[int],
 ) -> list[Response]:
     """The actor's answers, sampled by `keys`, which no other rollout of the run uses."""
-    with evaluating(models.policy):
+    with evaluating(models.policy), models.actor.gathered():
         return generate(
             models.policy,
             prompts,

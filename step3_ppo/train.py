@@ -65,7 +65,7 @@ def train(config: PPOConfig) -> Path:
         models = load_models(config, tokenizer, chat, iterations=total_steps)
         held_out = HeldOut(models, prompts.held_out, config)
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        ema = Ema(models.policy, decay=config.ema_decay) if config.ema_decay else None
+        ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
         ptx = PtxStream(chat, config) if config.ptx_coef > 0 else None
         before = answer_all(held_out)
         run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))
@@ -110,10 +110,12 @@ def train(config: PPOConfig) -> Path:
         evaluation = summarize(before, after)
         run.evaluated(total_steps, **evaluation)
         set_stop_tokens(models.policy, chat.stop_ids)
-        export(models.policy, tokenizer, run.path("actor"))
-        export(models.value_model, tokenizer, run.path("critic"))
+        with models.actor.gathered():
+            export(models.policy, tokenizer, run.path("actor"))
+        with models.critic.gathered():
+            export(models.value_model, tokenizer, run.path("critic"))
         if ema is not None:
-            with ema.applied():
+            with ema.applied(), models.actor.gathered():
                 export(models.policy, tokenizer, run.path("ema"))
         sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
         base = answers_of_base(held_out, config.base)

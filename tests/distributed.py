@@ -21,11 +21,16 @@ _PROCESSES.set_forkserver_preload(
 _TIMEOUT_SECONDS = 120
 
 
-def run_ranks(body: Callable[..., Any], *args: object, world_size: int = 2) -> list[Any]:
+def run_ranks(
+    body: Callable[..., Any],
+    *args: object,
+    world_size: int = 2,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
     """Call `body(*args)` on every rank of a gloo group; what each returned, in rank order.
 
     `body` is a function of a module, so that the processes can import it; tensors it returns come
-    back by value.
+    back by value. A rank that `may_die` returns None where it did.
 
     Raises:
         AssertionError: on a rank it raised, with that rank's traceback, or did not come back.
@@ -43,7 +48,10 @@ def run_ranks(body: Callable[..., Any], *args: object, world_size: int = 2) -> l
             process.start()
             sender.close()
         try:
-            return [_result(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+            return [
+                _result(rank, receiver, may_die=rank in may_die)
+                for rank, (receiver, _) in enumerate(pipes)
+            ]
         finally:
             for process in ranks:
                 process.join(timeout=5)
@@ -53,11 +61,13 @@ def run_ranks(body: Callable[..., Any], *args: object, world_size: int = 2) -> l
                 process.close()
 
 
-def _result(rank: int, receiver: Connection) -> Any:
+def _result(rank: int, receiver: Connection, *, may_die: bool) -> Any:
     assert receiver.poll(_TIMEOUT_SECONDS), f"rank {rank} gave no answer"
     try:
         result, error = pickle.loads(receiver.recv_bytes())  # noqa: S301  # from our own child
     except EOFError:
+        if may_die:
+            return None
         raise AssertionError(f"rank {rank} died") from None
     assert error is None, f"rank {rank} failed:\n{error}"
     return result

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.distributed import rank, world_size
+from pipeline.engine.config import ZeroConfig
 
 
 @runtime_checkable
@@ -210,13 +211,13 @@ def _reduce_scatter_single(shard: Tensor, full: Tensor) -> Work:
     return work
 
 
-def make_collectives(device: torch.device, *, deterministic: bool) -> Collectives:
+def make_collectives(device: torch.device, zero: ZeroConfig) -> Collectives:
     """The fastest collectives between the processes there are; all of them call it in step."""
     if world_size() == 1:
         return Collectives()
-    if device.type == "cpu":
+    if device.type == "cpu" and zero.shared_memory:
         from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
 
         if on_one_machine():
             return SharedMemoryCollectives()
-    return GroupCollectives(deterministic=deterministic)
+    return GroupCollectives(deterministic=zero.reduction == "deterministic")

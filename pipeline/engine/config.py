@@ -64,6 +64,10 @@ class ZeroConfig:
     prefetch_units: int = 1
     """Units whose weights are gathered ahead of their use, at stage 3; 0 gathers on demand."""
 
+    shared_memory: bool = True
+    """CPU processes of one machine read each other's memory; false sends everything through the
+    process group, as between machines."""
+
     max_skipped_steps: int = 20
     """Training stops after so many steps in a row without a finite gradient."""
 

@@ -1,7 +1,7 @@
 """The training engine: a model, its optimizer and the collectives between processes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,8 @@ from pipeline.engine.comm import make_collectives
 from pipeline.engine.gradients import BufferPool
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.precision import LossScaler
-from pipeline.engine.setup import build_units, placement_of
+from pipeline.engine.setup import build_units, placement_of, store_on_disk
+from pipeline.engine.sleep import KINDS, Kind, Sleep
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError
@@ -62,14 +63,15 @@ class Engine:
         self.max_skipped = config.zero.max_skipped_steps
         self.skipped_in_a_row = 0
         device = local_device()
-        deterministic = config.zero.reduction == "deterministic"
-        self.comm = make_collectives(device, deterministic=deterministic)
+        self.comm = make_collectives(device, config.zero)
         pool = BufferPool(self.comm, device)
         units = build_units(model, config, self.comm, pool, placement_of(config, device))
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
+        self.disk = store_on_disk(self.groups, config, self.comm.rank)
+        self.sleep = Sleep(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16, config=config.fp16)
@@ -127,6 +129,19 @@ class Engine:
         """Forget the accumulated gradients without a step."""
         self.zero.discard()
 
+    def offload_states(self, kinds: Collection[Kind] = KINDS) -> None:
+        """Move weights, masters, moments or gradients to main memory until `reload_states`.
+
+        Between the phases of a step that uses several models; gradients accumulated so far stay
+        accumulated. What lies in main memory anyway stays where it is.
+        """
+        self.zero.flush()
+        self.sleep.begin(kinds)
+
+    def reload_states(self) -> None:
+        """Put everything back on the device, to the bit."""
+        self.sleep.end()
+
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient of every trained parameter, fp32, by name; times the loss scale.
 
@@ -140,15 +155,30 @@ class Engine:
         }
 
     def masters(self) -> list[Tensor]:
-        """This process's part of the fp32 weights, one vector for each group; not copies."""
-        return [group.master.detach() for group in self.groups]
+        """This process's part of the fp32 weights, one vector for each group.
+
+        They change with the next step, but for copies of what lives on a disk.
+        """
+        if self.disk is None:
+            return [group.master.detach() for group in self.groups]
+        return [group.master.detach().clone() for group in self._visit()]
 
     @torch.no_grad()
     def load_masters(self, masters: list[Tensor]) -> None:
         """Set the weights to what `masters` returned earlier, or an average of it."""
-        for group, master in zip(self.groups, masters, strict=True):
+        for group, master in zip(self._visit(), masters, strict=True):
             group.master.copy_(master)
             group.publish()
+
+    def _visit(self) -> Iterator[TrainedParams]:
+        """Each group, with masters and moments in memory while it is visited."""
+        if self.disk is None:
+            yield from self.groups
+            return
+        for index, tensors in self.disk.each(range(len(self.groups))):
+            self.groups[index].attach(*tensors)
+            yield self.groups[index]
+            self.groups[index].detach()
 
     def _grad_norm(self) -> tuple[float, str]:
         """Global norm, and the first unit whose gradient is not finite."""
@@ -167,7 +197,7 @@ class Engine:
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
         beta1 = momentum(self.steps, optim=self.optim)
-        for group in self.groups:
+        for group in self._visit():
             lr = group.flat.settings.lr * lr_share
             group.step(multiplier=multiplier, lr=lr, momentum=beta1)
 

@@ -44,6 +44,9 @@ class Placement:
     param_device: torch.device
     """Of the own piece of the weights, at stage 3."""
 
+    optimizer_on_disk: bool
+    """Masters and moments come to main memory for the update alone."""
+
     deterministic: bool
     """Sum micro-batches as a tree."""
 
@@ -59,8 +62,8 @@ class Placement:
 class FlatParams:
     """Weights of one kind in one unit: gathered for use, and at stage 3 freed between uses.
 
-    While they are freed the module's parameters keep shape and dtype; every element reads as NaN
-    and can't be written.
+    While they are freed the module's parameters keep shape and dtype; every element reads as NaN,
+    and changing one in place is an error.
     """
 
     def __init__(
@@ -132,9 +135,18 @@ class FlatParams:
             return
         self._work.wait()
         self._work = None
+        self.show()
+        self.gathered = True
+
+    def show(self) -> None:
+        """Have the module's parameters be views of the vector."""
         for name, param in self.params.items():
             param.data = self.views[name]
-        self.gathered = True
+
+    def hide(self) -> None:
+        """Have them keep shape and dtype, and no memory."""
+        for name, param in self.params.items():
+            param.data = self.hidden[name]
 
     def free(self) -> None:
         """Give the memory of the whole vector back; the own piece stays."""
@@ -143,9 +155,10 @@ class FlatParams:
         if self._work is not None:  # gathered ahead for a use that did not come
             self._work.wait()
             self._work = None
-        # First the parameters: reading memory that is gone would end the process.
-        for name, param in self.params.items():
-            param.data = self.hidden[name]
+        self.hide()  # first: reading memory that is gone would end the process
+        if not self.full.untyped_storage().resizable():  # somebody has made a NumPy array of it
+            self.full = torch.empty_like(self.full)
+            self.views = self.cut(self.full.data)
         self.full.untyped_storage().resize_(0)
         self.gathered = False
 

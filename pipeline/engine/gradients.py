@@ -69,10 +69,9 @@ class RunningSum:
         """Forget everything."""
         self.empty = True
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory held between backward passes."""
-        return self.total.nbytes
+    def tensors(self) -> list[Tensor]:
+        """What is held between backward passes."""
+        return [self.total]
 
 
 class TreeSum:
@@ -121,11 +120,9 @@ class TreeSum:
         self._current.clear()
         self._levels.clear()
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory held between backward passes."""
-        held = [self.total, self._current.total, *(value for _, value in self._levels)]
-        return sum(each.nbytes for each in held)
+    def tensors(self) -> list[Tensor]:
+        """What is held between backward passes."""
+        return [self.total, self._current.total, *(value for _, value in self._levels)]
 
 
 class FlatGradients:

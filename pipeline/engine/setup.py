@@ -1,5 +1,7 @@
 """Building the engine's units from a model and its settings."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -7,6 +9,8 @@ from pipeline.config import TrainedModelConfig
 from pipeline.engine.comm import Collectives
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
 from pipeline.engine.gradients import BufferPool
+from pipeline.engine.store import TensorStore
+from pipeline.engine.swap import StreamedState
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import ROOT, UnitParams, find_units
 from pipeline.engine.zero import Unit
@@ -23,6 +27,7 @@ def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
         optimizer_device=device if offload.optimizer == "none" else host,
         gradient_device=device if offload.gradients == "none" else host,
         param_device=device if offload.params == "none" else host,
+        optimizer_on_disk=offload.optimizer == "nvme",
         deterministic=config.zero.reduction == "deterministic",
         pin_memory=offload.pin_memory,
     )
@@ -63,6 +68,26 @@ def _build(
         if settings.trained:
             trained.append(TrainedParams(flat, pool, config.optim))
     return Unit(unit.name, unit.module, flats, trained)
+
+
+def store_on_disk(
+    groups: Sequence[TrainedParams], config: TrainedModelConfig, rank: int
+) -> StreamedState | None:
+    """Masters and moments in a file, where they are offloaded to nvme.
+
+    Raises:
+        ConfigError: the directory lacks the room.
+    """
+    offload = config.zero.offload
+    if offload.optimizer != "nvme":
+        return None
+    assert offload.nvme_path is not None  # as OffloadConfig checks
+    store = TensorStore(offload.nvme_path, rank=rank)
+    state = StreamedState(store, [group.grad.numel() for group in groups])
+    for index, group in enumerate(groups):
+        master = group.own_weights.to("cpu", torch.float32, copy=True)
+        state.put(index, (master, torch.zeros_like(master), torch.zeros_like(master)))
+    return state
 
 
 def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:

@@ -22,9 +22,11 @@ class TrainedParams:
     def __init__(self, flat: FlatParams, pool: BufferPool, optim: OptimConfig) -> None:
         self.flat, self.comm = flat, flat.comm
         placement = flat.placement
-        own = flat.shard if placement.shard_optimizer else flat.full
+        own = self.own_weights
         device = placement.optimizer_device
-        if own.dtype == torch.float32 and own.device == device:
+        if placement.optimizer_on_disk:
+            self.master = nn.Parameter(torch.empty(0))
+        elif own.dtype == torch.float32 and own.device == device:
             self.master = nn.Parameter(own.data)
         else:
             copy = placement.host_empty(own.numel(), torch.float32, device)
@@ -34,6 +36,24 @@ class TrainedParams:
         self.gradients = FlatGradients(flat, total, pool)
         settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
         self.optimizer = build_optimizer([{"params": [self.master], **settings}], optim)
+
+    @property
+    def own_weights(self) -> Tensor:
+        """The weights whose masters this process keeps: its piece, or all at stage 0."""
+        return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
+
+    def attach(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """Have masters and moments that live on a disk here, until `detach`."""
+        self.master.data = master
+        state = self.optimizer.state[self.master]
+        state.setdefault("step", torch.zeros(()))
+        state |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def detach(self) -> None:
+        """Let go of what `attach` brought."""
+        self.master.data = torch.empty(0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.optimizer.state[self.master][name] = torch.empty(0)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The reduced gradient of each parameter, whole, by name; all processes call it."""
@@ -75,10 +95,15 @@ class TrainedParams:
         self.master.grad = None
         self.publish()
 
+    def moments(self) -> list[Tensor]:
+        """What the optimizer keeps for each weight."""
+        state = self.optimizer.state.get(self.master, {})
+        return [value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0]
+
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the weights, on all processes."""
-        own = self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
+        own = self.own_weights
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master.detach())
         self.flat.publish()
@@ -95,12 +120,6 @@ def trained_bytes(groups: Sequence[TrainedParams]) -> dict[str, int]:
             group.flat.shard.untyped_storage().data_ptr(),
         )
     )
-    moments = sum(
-        value.nbytes
-        for group in groups
-        for state in group.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.numel() > 1
-    )
-    gradients = sum(group.gradients.sum.num_bytes for group in groups)
+    moments = sum(each.nbytes for group in groups for each in group.moments())
+    gradients = sum(each.nbytes for group in groups for each in group.gradients.sum.tensors())
     return {"masters": masters, "gradients": gradients, "moments": moments}

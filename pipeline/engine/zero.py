@@ -66,6 +66,7 @@ class ZeroModel:
         self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.reducing = True
         """False inside `no_sync`: gradients stay where they were found."""
+        self.asleep = False
         self._pinned = 0
         self._settling: Unit | None = None
         self._visited: list[Unit] = []
@@ -90,6 +91,8 @@ class ZeroModel:
     # Forward
 
     def _before_model(self, _module: nn.Module, _args: object, _kwargs: object) -> None:
+        if self.asleep:
+            raise RuntimeError("the weights are off the device: call reload_states() first")
         self.flush()
         self._check_unchanged()
         self._root_was_gathered = self.root.gathered
@@ -259,6 +262,21 @@ class ZeroModel:
                 if not stays:
                     self._free(unit)
 
+    def hide(self) -> None:
+        """Have no parameter show memory, for as long as that may be gone."""
+        self.asleep = True
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.hide()
+
+    def show(self) -> None:
+        """Have the parameters show their weights again, where those are whole."""
+        self.asleep = False
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.gathered:
+                    flat.show()
+
     @property
     def gathered_bytes(self) -> int:
         """Memory of the weights that are gathered now and will be freed."""
@@ -273,7 +291,9 @@ class ZeroModel:
         for unit in self.units:
             for flat in unit.flats:
                 for name, param in flat.params.items():
-                    if param.requires_grad != flat.settings.trained:
+                    # Without gradients it doesn't matter: peft freezes adapters it turns off.
+                    changed = param.requires_grad != flat.settings.trained
+                    if changed and torch.is_grad_enabled():
                         what = "frozen" if flat.settings.trained else "unfrozen"
                         raise ConfigError(
                             f"{name} was {what} after the engine had taken the model; do it before"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.config import StepConfig, TrainedModelConfig
@@ -104,29 +104,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-class BestWeights:
-    """A copy, in host memory, of the trained weights at the best evaluation so far."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.value = self.last = float("inf")
-        self.step = 0
-        self.worse_in_a_row = 0
-        self._copy: dict[str, Tensor] = {}
-
-    def update(self, value: float, *, step: int) -> None:
-        """Keep the present weights if `value`, the lower the better, beats the best so far."""
-        self.last = value
-        if value < self.value:
-            self.value, self.step, self.worse_in_a_row = value, step, 0
-            self._copy = {name: p.detach().to("cpu", copy=True) for name, p in self.trained.items()}
-        else:
-            self.worse_in_a_row += 1
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the best weights back into the model."""
-        for name, weight in self._copy.items():
-            self.trained[name].copy_(weight)

@@ -4,19 +4,29 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.engine.engine import Engine
 from step3_ppo.ema import Ema
 
 
+def engine_of(model: nn.Module) -> Engine:
+    return Engine(model, TrainedModelConfig(optim=OptimConfig(lr=1e-3)), total_steps=1)
+
+
+def fill(engine: Engine, value: float) -> None:
+    engine.load_masters([torch.full_like(master, value) for master in engine.masters()])
+
+
 def test_the_average_moves_by_one_minus_decay_of_the_way() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    ema = Ema(model, decay=0.75)
+    engine = engine_of(nn.Linear(1, 1, bias=False))
+    fill(engine, 1.0)
+    ema = Ema(engine, decay=0.75)
     averages = []
 
     for value in (2.0, 2.0, -1.0):
-        nn.init.constant_(model.weight, value)
+        fill(engine, value)
         ema.update()
-        averages.append(ema.shadow["weight"].item())
+        averages.append(ema.shadow[0][0].item())
 
     # 1 + 0.25, then 1.25 + 0.25 * 0.75, then 1.4375 - 0.25 * 2.4375
     assert averages == [1.25, 1.4375, 0.828125]
@@ -24,15 +34,17 @@ def test_the_average_moves_by_one_minus_decay_of_the_way() -> None:
 
 def test_the_models_own_weights_come_back_to_the_bit_also_after_an_error() -> None:
     model = nn.Linear(3, 2).bfloat16()
-    ema = Ema(model, decay=0.5)
-    with torch.no_grad():
-        model.weight.add_(1 / 3)
+    engine = engine_of(model)
+    ema = Ema(engine, decay=0.5)
+    engine.load_masters([master + 1 / 3 for master in engine.masters()])
     ema.update()
     own = {name: param.clone() for name, param in model.named_parameters()}
+    masters = [master.clone() for master in engine.masters()]
 
     def interrupted() -> None:
         with ema.applied():
-            assert torch.equal(model.weight, ema.shadow["weight"].bfloat16())
+            shown = engine.groups[0].flat.cut(ema.shadow[0])["weight"].bfloat16()
+            assert torch.equal(model.weight, shown)
             assert not torch.equal(model.weight, own["weight"])
             raise KeyboardInterrupt
 
@@ -40,21 +52,24 @@ def test_the_models_own_weights_come_back_to_the_bit_also_after_an_error() -> No
         interrupted()
 
     assert all(torch.equal(param, own[name]) for name, param in model.named_parameters())
+    assert all(map(torch.equal, engine.masters(), masters))
 
 
-def test_the_average_of_bf16_weights_is_kept_in_fp32() -> None:
-    model = nn.Linear(1, 1, bias=False).bfloat16()
-    nn.init.constant_(model.weight, 1.0)
-    ema = Ema(model, decay=0.999)
-    nn.init.constant_(model.weight, 2.0)
+def test_updates_too_small_for_bf16_count_in_the_average() -> None:
+    engine = engine_of(nn.Linear(1, 1, bias=False).bfloat16())
+    fill(engine, 1.0)
+    ema = Ema(engine, decay=0.5)
+    fill(engine, 1.0001)  # in bf16 that is 1 again
 
     ema.update()
 
-    assert ema.shadow["weight"].item() == pytest.approx(1.001)
+    assert ema.shadow[0][0].item() == pytest.approx(1.00005, rel=1e-6)
 
 
 def test_frozen_weights_are_not_averaged() -> None:
     model = nn.Linear(1, 1)
     model.bias.requires_grad_(False)
+    engine = engine_of(model)
 
-    assert set(Ema(model, decay=0.9).shadow) == {"weight"}
+    assert len(Ema(engine, decay=0.9).shadow) == 1
+    assert list(engine.groups[0].flat.params) == ["weight"]

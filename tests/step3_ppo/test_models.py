@@ -9,10 +9,11 @@ import torch
 from pipeline.config import LoraConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
+from pipeline.engine.engine import Engine
 from pipeline.errors import ModelError
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
-from pipeline.models.forward import base_model
+from pipeline.models.forward import Policy, base_model
 from pipeline.models.trained import trained_causal_lm
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import load_reference, stored_normalization
@@ -48,7 +49,7 @@ def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) ->
     adapted = models.actor(BATCH, temperature=0.5).logprobs
     off = models.reference.logprobs(BATCH, temperature=0.5)
 
-    assert models.reference.policy.model is models.policy
+    assert models.reference.engine is models.actor
     assert torch.equal(off, copy.logprobs(BATCH, temperature=0.5))
     assert not torch.equal(adapted, off)
     assert models.policy.training  # asking the reference left the actor as it was
@@ -64,7 +65,7 @@ def test_a_reference_of_its_own_is_used_also_with_lora(toy: Path, tmp_path: Path
 
     models = toy_models(config)
 
-    assert torch.equal(weights(models.reference.policy), weights(other))
+    assert torch.equal(weights(models.reference.engine.model), weights(other))
 
 
 def test_the_reference_of_an_actor_with_new_tokens_has_the_same_rows_for_them(toy: Path) -> None:
@@ -73,16 +74,17 @@ def test_the_reference_of_an_actor_with_new_tokens_has_the_same_rows_for_them(to
     tokenizer, _ = load_chat(config.actor, config.data.format)
     actor = trained_causal_lm(config.actor, tokenizer, device=CPU, seed=config.seed)
 
-    reference = load_reference(config, actor, tokenizer, device=CPU)
+    engine = Engine(Policy(actor), config.actor, total_steps=1)
+    reference = load_reference(config, engine, tokenizer, device=CPU)
 
     assert base_model(actor).get_input_embeddings().weight.shape[0] == len(build_tokenizer()) + 2
-    assert torch.equal(weights(reference.policy), weights(actor))
+    assert torch.equal(weights(reference.engine.model), weights(actor))
 
 
 def test_reference_and_reward_model_have_no_gradients(toy: Path) -> None:
     models = toy_models(toy_config(toy))
 
-    for frozen in (models.reference.policy, models.reward.scorer):
+    for frozen in (models.reference.engine.model, models.reward.engine.model):
         assert not any(param.requires_grad for param in frozen.parameters())
 
 

@@ -35,6 +35,8 @@ def train_plainly(
 ) -> Trained:
     """Train with AdamW; `loss_of(model, step, micro_batch, rank)` is a share of the step's loss."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for param in params.values():  # also where a tied weight gets two gradients in one pass
+        param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in params.items()}
     kinds = [(0.0, [m for m in masters.values() if m.ndim < 2])]
     kinds.append((weight_decay, [m for m in masters.values() if m.ndim > 1]))
@@ -49,7 +51,7 @@ def train_plainly(
             by_rank = []
             for rank in range(world_size):
                 (scale * loss_of(model, step, micro_batch, rank)).backward()
-                by_rank.append({name: p.grad.float() for name, p in params.items()})
+                by_rank.append({name: p.grad for name, p in params.items()})
                 model.zero_grad()
             summed = {name: pairwise([grads[name] for grads in by_rank]) for name in params}
             total = {name: total[name] + g for name, g in summed.items()} if total else summed

@@ -93,14 +93,6 @@ def model(content: dict[str, Any]) -> dict[str, Any]:
             " least 0, got -1",
         ),
         (
-            {"communication_data_type": "int8"},
-            f"communication_data_type {FILE} must be one of fp32, bf16, fp16, got 'int8'",
-        ),
-        (
-            {"communication_data_type": "bf16", "fp32_allreduce": True},
-            f"fp32_allreduce {FILE} contradicts communication_data_type bf16; keep the latter",
-        ),
-        (
             {"compile": {"deepcompile": "yes"}},
             f"compile.deepcompile {FILE} must be true or false, got 'yes'",
         ),

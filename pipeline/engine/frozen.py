@@ -1,0 +1,45 @@
+"""Models that only answer: no masters, no gradients, no optimizer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from pipeline.config import TrainedModelConfig
+from pipeline.distributed import local_device
+from pipeline.engine.comm import make_collectives
+from pipeline.engine.gradients import BufferPool
+from pipeline.engine.setup import build_units, placement_of
+from pipeline.engine.zero import ZeroModel
+
+
+class FrozenEngine:
+    """Runs a frozen model the way `like`, a trained one, is kept.
+
+    At stage 3 a process keeps its piece of the weights, offloaded if `like`'s are, and gathers a
+    block when it is needed; below, the model is left as it is.
+    """
+
+    def __init__(self, model: nn.Module, like: TrainedModelConfig) -> None:
+        self.model = model.requires_grad_(False)
+        self._zero: ZeroModel | None = None
+        if like.zero_stage == 3:
+            device = local_device()
+            comm = make_collectives(device, like.zero)
+            placement = placement_of(like, device)
+            units = build_units(model, like, comm, BufferPool(comm, device), placement)
+            self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run the model's forward pass."""
+        return self.model(*args, **kwargs)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights whole on every process."""
+        if self._zero is None:
+            yield
+            return
+        with self._zero.gathered():
+            yield

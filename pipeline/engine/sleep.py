@@ -1,0 +1,69 @@
+"""Moving an engine's tensors off the device between uses, and back to the same places."""
+
+from collections.abc import Collection, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.trained import TrainedParams
+from pipeline.engine.zero import ZeroModel
+
+Kind = Literal["weights", "masters", "moments", "gradients"]
+KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
+
+
+class Sleep:
+    """Copies of storages in main memory, made to free the device.
+
+    A storage keeps its identity: only its bytes go and come back, so that every view of it, and
+    whatever shares it, is right again afterwards.
+    """
+
+    def __init__(self, zero: ZeroModel, groups: list[TrainedParams]) -> None:
+        self.zero, self.groups = zero, groups
+        self._asleep: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What lies in main memory instead of on the device now."""
+        return sum(copy.nbytes() for _, copy in self._asleep)
+
+    def begin(self, kinds: Collection[Kind]) -> None:
+        """Free what is of these kinds; what other processes read in place stays."""
+        asleep = {storage.data_ptr() for storage, _ in self._asleep}
+        for tensor in self._tensors(kinds):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or not storage.resizable() or storage.data_ptr() in asleep:
+                continue
+            asleep.add(storage.data_ptr())
+            pinned = storage.device.type == "cuda"
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            copy.untyped_storage().copy_(storage)
+            self._asleep.append((storage, copy.untyped_storage()))
+        if "weights" in kinds:
+            self.zero.hide()
+        for storage, _ in self._asleep:
+            storage.resize_(0)
+
+    def end(self) -> None:
+        """Put everything back."""
+        for storage, copy in self._asleep:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        self._asleep.clear()
+        self.zero.show()
+
+    def _tensors(self, kinds: Collection[Kind]) -> Iterator[Tensor]:
+        if "weights" in kinds:
+            for unit in self.zero.units:
+                for flat in unit.flats:
+                    yield from (flat.full, flat.shard)
+        for group in self.groups:
+            if "masters" in kinds:
+                yield group.master.detach()
+            if "moments" in kinds:
+                yield from group.moments()
+            if "gradients" in kinds:
+                yield from group.gradients.sum.tensors()
+                yield group.grad

@@ -1,0 +1,103 @@
+"""What a step moves between processes, in which order, and how much is gathered at once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.distributed import rank
+from pipeline.engine.comm import tree_sum
+from pipeline.engine.engine import Engine
+from tests.distributed import run_ranks
+from tests.pipeline.engine.test_stages import build, loss_of, settings
+
+
+def sizes(engine: Engine) -> dict[str, int]:
+    """Bytes of the fp32 vectors of each unit."""
+    return {unit.name: sum(4 * flat.numel for flat in unit.flats) for unit in engine.zero.units}
+
+
+def moved_in_a_step(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    engine = Engine(build("llama", "fp32"), settings(stage, max_norm=1.0, **zero), total_steps=2)
+    for step in range(2):
+        with engine.comm.log.recording() as log:
+            engine.backward(loss_of(engine, step, 0, rank()))
+            engine.step()
+    return dict(log.num_bytes), sizes(engine)
+
+
+@pytest.mark.parametrize("zero", [{}, {"shared_memory": False}], ids=["memory", "process group"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_moves_twice_the_weights_and_at_stage_3_three_times(
+    stage: int, zero: dict[str, Any]
+) -> None:
+    for moved, units in run_ranks(moved_in_a_step, stage, zero):
+        whole = sum(units.values())
+        # Stage 0 gathers gradients, 1 and 2 weights; 3 weights, twice for each block.
+        gathered = whole if stage < 3 else 2 * whole - units["root"]
+        assert moved["reduce_scatter"] == whole
+        assert moved["all_gather"] == gathered
+        assert moved["all_reduce"] < 2048  # the norm, of a few fp64 values for each vector
+
+
+def order_of_a_step() -> tuple[list[tuple[str, str]], list[int], dict[str, int]]:
+    """Calls of a step at stage 3, and what was gathered at each moment."""
+    model = build("llama", "fp32", num_hidden_layers=4)
+    config = settings(3, max_norm=None, shared_memory=False)
+    engine = Engine(model, config, total_steps=2)
+    held: list[int] = []
+    for step in range(2):
+        with engine.comm.log.recording() as log:
+            loss = loss_of(engine, step, 0, rank())
+            engine.backward(loss)
+        engine.step()
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: held.append(engine.zero.gathered_bytes))
+    engine.backward(loss_of(engine, 0, 0, rank()))
+    order = list(dict.fromkeys(log.order))  # one entry for the two vectors of a unit
+    return order, held, sizes(engine)
+
+
+def test_units_are_gathered_one_ahead_in_the_recorded_order() -> None:
+    (order, held, units), _ = run_ranks(order_of_a_step)
+
+    blocks = [f"model.layers.{number}" for number in range(4)]
+    gathers = [unit for kind, unit in order if kind == "all_gather"]
+    reductions = [unit for kind, unit in order if kind == "reduce_scatter"]
+    assert gathers == ["root", *blocks]  # forward; backward repeats them and adds no new entry
+    assert reductions == [*reversed(blocks), "root"]
+    assert max(held) == units["root"] + 2 * units["model.layers.0"]
+
+
+def gathers_of_a_step(prefetch_units: int) -> list[str]:
+    model = build("llama", "fp32", num_hidden_layers=3)
+    zero = {"shared_memory": False, "prefetch_units": prefetch_units}
+    engine = Engine(model, settings(3, max_norm=None, weight_decay=0.0, **zero), total_steps=2)
+    for step in range(2):
+        with engine.comm.log.recording() as log:
+            engine.backward(loss_of(engine, step, 0, rank()))
+    return [unit for kind, unit in log.order if kind == "all_gather"]
+
+
+@pytest.mark.parametrize("prefetch_units", [0, 1, 2])
+def test_prefetch_changes_neither_the_number_of_gathers_nor_their_units(
+    prefetch_units: int,
+) -> None:
+    forward = ["root", *(f"model.layers.{number}" for number in range(3))]
+
+    gathers, _ = run_ranks(gathers_of_a_step, prefetch_units)
+
+    assert gathers[:4] == forward
+    assert gathers[4:] == forward[:0:-1]
+
+
+def test_the_tree_adds_neighbours_first() -> None:
+    # In fp32 1e8 + 1 is 1e8: what is added first decides.
+    parts = [torch.tensor([each]) for each in (1e8, 1.0, -1e8, 1.0, 3.0)]
+    out = torch.empty(1)
+
+    tree_sum(parts, out=out)
+
+    assert out.item() == (1e8 + -1e8) + 3.0
+    tree_sum(parts[1:2], out=out)
+    assert out.item() == 1.0

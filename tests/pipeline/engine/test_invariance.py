@@ -1,0 +1,252 @@
+"""What must not change a bit: processes, offload, prefetch, transport, and who calls backward."""
+
+import hashlib
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import LoraConfig, TrainedModelConfig
+from pipeline.distributed import rank, world_size
+from pipeline.engine.config import OffloadConfig
+from pipeline.engine.engine import Engine
+from pipeline.models.lora import add_lora
+from tests.distributed import run_ranks
+from tests.pipeline.engine.test_stages import STEPS, Trained, build, loss_of, settings, train
+
+MICRO_BATCHES = 8
+
+
+def digest(weights: dict[str, Tensor]) -> str:
+    """SHA-256 of all weights."""
+    whole = hashlib.sha256()
+    for name in sorted(weights):
+        whole.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def shared_out(dtype: str, stage: int, family: str) -> tuple[str, list[float]]:
+    """The same eight micro-batches, dealt to the processes one after the other."""
+
+    def loss(engine: nn.Module, step: int, micro_batch: int, of_rank: int) -> Tensor:
+        return loss_of(engine, step, micro_batch * world_size() + of_rank, 0)
+
+    got = train(
+        build(family, dtype),
+        settings(stage, max_norm=0.5, reduction="deterministic"),
+        accumulation=MICRO_BATCHES // world_size(),
+        loss=loss,
+    )
+    return digest(got.weights), got.norms
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_deterministic_reduction_gives_1_2_and_4_processes_the_same_bits(
+    family: str, dtype: str
+) -> None:
+    alone = shared_out(dtype, 0, family)
+
+    ended = [
+        each
+        for world, stage in ((2, 1), (2, 3), (4, 0), (4, 2), (4, 3))
+        for each in run_ranks(shared_out, dtype, stage, family, world_size=world)
+    ]
+
+    assert all(each == alone for each in ended)
+
+
+def ways_to_train(ways: dict[str, dict[str, Any]], dtype: str, stage: int) -> list[str]:
+    """Which ways end in other weights than plain stage 2."""
+    plain = train(build("llama", dtype), settings(2, max_norm=0.5), accumulation=2)
+    wrong: list[str] = []
+    for name, zero in ways.items():
+        got = train(build("llama", dtype), settings(stage, max_norm=0.5, **zero), accumulation=2)
+        if digest(got.weights) != digest(plain.weights) or got.norms != plain.norms:
+            wrong.append(name)
+    return wrong
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "through the process group": {"shared_memory": False},
+    "without prefetch": {"shared_memory": False, "prefetch_units": 0},
+    "with two units ahead": {"shared_memory": False, "prefetch_units": 2},
+    "optimizer offloaded": {"offload": OffloadConfig(optimizer="cpu")},
+    "gradients offloaded": {"offload": OffloadConfig(gradients="cpu")},
+    "optimizer and gradients offloaded": {
+        "offload": OffloadConfig(optimizer="cpu", gradients="cpu")
+    },
+}
+NVME = OffloadConfig(optimizer="nvme", nvme_path=Path(tempfile.gettempdir()))
+WAYS["optimizer on a disk"] = {"offload": NVME}
+AT_STAGE_3: dict[str, dict[str, Any]] = {
+    "weights offloaded": {"offload": OffloadConfig(params="cpu")},
+    "everything offloaded": {
+        "offload": OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_stages_transports_and_offload_agree_on_any_number_of_processes(
+    world: int, dtype: str
+) -> None:
+    stages = range(4) if world > 2 else (0, 3)
+    for stage in stages:
+        ways = WAYS | AT_STAGE_3 if stage == 3 else WAYS
+        if world > 2:  # four processes on two cores are slow: the stages, and the two transports
+            ways = {name: ways[name] for name in ("plain", "through the process group")}
+        ended = run_ranks(ways_to_train, ways, dtype, stage, world_size=world)
+        assert ended == [[]] * world, f"stage {stage}"
+
+
+def no_sync(stage: int, dtype: str) -> tuple[str, bool]:
+    """Weights after three local micro-batches and a reduced one; whether all was reduced once."""
+    model = build("llama", dtype)
+    engine = Engine(model, settings(stage, max_norm=None), total_steps=STEPS)
+    for step in range(STEPS):
+        with engine.comm.log.recording() as log:
+            with engine.no_sync():
+                for micro_batch in range(3):
+                    engine.backward(loss_of(engine, step, micro_batch, rank()))
+            engine.backward(loss_of(engine, step, 3, rank()))
+            engine.step()
+        reduced = Counter(unit for kind, unit in log.order if kind == "reduce_scatter")
+    with engine.gathered():
+        weights = digest(dict(model.named_parameters()))
+    return weights, reduced == Counter(group.flat.unit for group in engine.groups)
+
+
+def test_no_sync_reduces_once_a_step_and_alike_at_every_stage() -> None:
+    ended = [each for stage in range(4) for each in run_ranks(no_sync, stage, "bf16")]
+
+    assert len(ended) == 8
+    assert len(set(ended)) == 1
+    assert ended[0][1]
+
+
+def called_directly(stage: int) -> bool:
+    """Whether `loss.backward()` and `engine.backward(loss)` end in the same weights."""
+    ended: list[Trained] = []
+    for direct in (False, True):
+        model = build("gpt2", "bf16")
+        engine = Engine(model, settings(stage, max_norm=0.5), total_steps=STEPS)
+        norms = []
+        for step in range(STEPS):
+            for micro_batch in range(2):
+                loss = loss_of(engine, step, micro_batch, rank())
+                if direct:
+                    loss.backward()
+                else:
+                    engine.backward(loss)
+            norms.append(engine.step().grad_norm)
+        with engine.gathered():
+            ended.append(Trained({n: p.clone() for n, p in model.named_parameters()}, norms))
+    first, second = ended
+    return digest(first.weights) == digest(second.weights) and first.norms == second.norms
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_backward_may_be_called_on_the_loss(stage: int) -> None:
+    assert run_ranks(called_directly, stage) == [True, True]
+
+
+def two_forwards(stage: int, checkpointing: str) -> str:
+    """Preferred and rejected in one loss, with a forward without gradients between."""
+    model = build("llama", "fp32", checkpointing=checkpointing)
+    engine = Engine(model, settings(stage, max_norm=None), total_steps=STEPS)
+    for step in range(STEPS):
+        chosen = loss_of(engine, step, 0, rank())
+        rejected = loss_of(engine, step, 1, rank())
+        with torch.no_grad():
+            loss_of(engine, step, 2, rank())
+        engine.backward(-nn.functional.logsigmoid(rejected - chosen))
+        engine.step()
+    with engine.gathered():
+        return digest(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "reentrant"])
+def test_several_forwards_before_one_backward_agree_at_every_stage(checkpointing: str) -> None:
+    ended = [each for stage in range(4) for each in run_ranks(two_forwards, stage, checkpointing)]
+
+    assert len(set(ended)) == 1
+
+
+def adapters(stage: int) -> tuple[str, str, int]:
+    """Weights after training, the frozen ones before and after, and bytes of moments."""
+    model = add_lora(
+        build("llama", "bf16"),  # pyright: ignore[reportArgumentType]
+        LoraConfig(rank=2),
+        task="causal",
+        seed=0,
+    )
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    before = digest({name: dict(model.named_parameters())[name].clone() for name in frozen})
+    config = TrainedModelConfig(zero_stage=stage)  # pyright: ignore[reportArgumentType]
+    engine = Engine(model, config, total_steps=STEPS)
+    for step in range(STEPS):
+        engine.backward(loss_of(engine, step, 0, rank()))
+        engine.step()
+    with engine.gathered():
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    assert digest({name: weights[name] for name in frozen}) == before
+    moments = sum(
+        each.nbytes
+        for group in engine.groups
+        for each in group.optimizer.state[group.master].values()
+        if each.numel() > 1
+    )
+    return digest(weights), before, moments
+
+
+def test_adapters_agree_at_every_stage_and_the_base_has_no_state_and_never_changes() -> None:
+    ended = {stage: run_ranks(adapters, stage) for stage in range(4)}
+
+    assert len({each[0] for ranks in ended.values() for each in ranks}) == 1
+    # 928 elements of A and B in each of two blocks, padded to 1,024; two moments of 4 bytes.
+    for stage, ranks in ended.items():
+        whole = sum(each[2] for each in ranks) / (2 if stage == 0 else 1)
+        assert whole == 2 * 1024 * 2 * 4
+
+
+def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
+    """Whether a nap in the middle of an accumulation changes nothing; bytes that were moved."""
+    config = settings(stage, max_norm=0.5)
+    plain = train(build("llama", dtype), config, accumulation=2)
+    model = build("llama", dtype)
+    engine = Engine(model, config, total_steps=STEPS)
+    norms: list[float] = []
+    moved: list[int] = []
+    for step in range(STEPS):
+        for micro_batch in range(2):
+            engine.backward(loss_of(engine, step, micro_batch, rank()))
+            engine.offload_states()
+            moved.append(engine.sleep.num_bytes)
+            assert all(param.isnan().all() for param in model.parameters())
+            with pytest.raises(RuntimeError, match="call reload_states"):
+                loss_of(engine, step, 0, rank())
+            engine.reload_states()
+        norms.append(engine.step().grad_norm)
+    with engine.gathered():
+        weights = {name: param.clone() for name, param in model.named_parameters()}
+    return digest(weights) == digest(plain.weights) and norms == plain.norms, moved
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_nap_in_the_middle_of_an_accumulation_changes_nothing(stage: int, dtype: str) -> None:
+    same, moved = slept(stage, dtype)
+
+    # All weights, gradients and, from the second step, two moments; below fp32 also the masters.
+    weight = 2 if dtype == "bf16" else 0
+    whole = moved[0] // (4 + 4 + weight)
+    assert moved == [whole * (8 + weight)] * 2 + [whole * (16 + weight)] * 2
+    assert same
+    assert [each[0] for each in run_ranks(slept, stage, dtype)] == [True, True]

@@ -1,0 +1,101 @@
+"""Which parameters form a unit."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import LoraConfig
+from pipeline.engine.units import ROOT, find_units
+from pipeline.errors import ConfigError
+from pipeline.models.forward import Policy, Scorer
+from pipeline.models.lora import add_lora
+from tests.families import FAMILIES, tiny_causal_lm, tiny_classifier
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_blocks_of_every_family_are_units_and_the_rest_is_the_root(family: str) -> None:
+    model = Policy(tiny_causal_lm(family))
+
+    *blocks, root = find_units(model)
+
+    assert root.name == ROOT
+    assert root.module is model
+    assert len(blocks) == 2
+    assert {type(block.module) for block in blocks} == {type(blocks[0].module)}
+    owned = [param for unit in (*blocks, root) for param in unit.params.values()]
+    assert {id(param) for param in owned} == {id(param) for param in model.parameters()}
+    assert len(owned) == len({id(param) for param in owned})
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for unit in (*blocks, root):
+        assert all(names[name] is param for name, param in unit.params.items())
+
+
+def test_a_classifiers_head_belongs_to_the_root() -> None:
+    *_, root = find_units(Scorer(tiny_classifier("llama")))
+
+    assert "model.score.weight" in root.params
+
+
+def test_adapters_belong_to_the_block_they_adapt() -> None:
+    model = add_lora(tiny_causal_lm("llama"), LoraConfig(rank=2), task="causal", seed=0)
+
+    *blocks, root = find_units(model)
+
+    assert all(any(".lora_A." in name for name in block.params) for block in blocks)
+    assert not any(".lora_" in name for name in root.params)
+
+
+class Block(nn.Module):
+    """A layer of its own and one that others have too."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(3, 3), shared
+
+
+class Stack(nn.Module):
+    """Three blocks of its own making that share a layer; the last is the first again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(3, 3)
+        blocks = [Block(shared), Block(shared)]
+        self.blocks = nn.ModuleList([*blocks, blocks[0]])
+        self.pair = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+
+def test_without_transformers_layers_the_longest_list_of_one_class_is_taken() -> None:
+    model = Stack()
+
+    *blocks, root = find_units(model)
+
+    assert [block.name for block in blocks] == ["blocks.0", "blocks.1"]
+    assert set(blocks[0].params) == {"blocks.0.own.weight", "blocks.0.own.bias"}
+    # What two blocks share can be freed by neither.
+    assert {name for name in root.params if name.startswith("blocks")} == {
+        "blocks.0.shared.weight",
+        "blocks.0.shared.bias",
+    }
+
+
+def test_a_model_without_blocks_is_one_unit() -> None:
+    assert [unit.name for unit in find_units(nn.Linear(2, 2))] == [ROOT]
+
+
+def test_classes_may_be_named() -> None:
+    model = tiny_causal_lm("llama")
+
+    *blocks, _ = find_units(model, ("LlamaMLP", "LlamaAttention"))
+
+    assert len(blocks) == 4
+    with pytest.raises(ConfigError, match=r"no module of class LlamaMPL$"):
+        find_units(model, ("LlamaMPL", "LlamaMLP"))
+
+
+def test_named_classes_inside_of_each_other_count_once() -> None:
+    model = tiny_causal_lm("llama")
+
+    *blocks, _ = find_units(model, ("LlamaDecoderLayer", "LlamaMLP"))
+
+    assert [type(block.module).__name__ for block in blocks] == ["LlamaDecoderLayer"] * 2
+    assert torch.is_tensor(next(iter(blocks[0].params.values())))

@@ -1,0 +1,108 @@
+"""The three steps on two processes end in the same weights at every ZeRO stage."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import (
+    DataConfig,
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    TrainedModelConfig,
+)
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from step1_sft.config import SFTConfig
+from step1_sft.train import train as train_sft
+from step2_reward.config import RewardConfig
+from step2_reward.train import train as train_reward
+from step3_ppo.config import PPOConfig
+from step3_ppo.train import train as train_ppo
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import save_models
+
+DATA = DataConfig(max_eval_rows=14, max_length=64)
+SHORT: dict[str, Any] = {"data": DATA, "max_steps": 2, "batch_size": 8, "micro_batch_size": 1}
+
+
+def trained(path: Path, **changes: Any) -> TrainedModelConfig:
+    optim = OptimConfig(lr=1e-3, max_grad_norm=0.5)
+    return TrainedModelConfig(path=str(path), precision="bf16", optim=optim, **changes)
+
+
+def sft(start: Path, out: Path, **changes: Any) -> None:
+    train_sft(SFTConfig(output_dir=out, model=trained(start / "actor", **changes), **SHORT))
+
+
+def reward(start: Path, out: Path, **changes: Any) -> None:
+    train_reward(
+        RewardConfig(
+            output_dir=out,
+            model=trained(start / "actor", **changes),
+            actor=FrozenModelConfig(path=str(start / "actor")),
+            normalization_prompts=4,
+            max_new_tokens=4,
+            **SHORT,
+        )
+    )
+
+
+def ppo(start: Path, out: Path, **changes: Any) -> None:
+    train_ppo(
+        PPOConfig(
+            output_dir=out,
+            actor=trained(start / "actor", **changes),
+            critic=trained(start / "reward", **changes),
+            reward=FrozenModelConfig(path=str(start / "reward"), precision="bf16"),
+            base=FrozenModelConfig(path=None),
+            rollout_size=8,
+            max_prompt_length=40,
+            max_new_tokens=8,
+            ema_decay=0.9,
+            **SHORT,
+        )
+    )
+
+
+STEPS = {"sft": sft, "reward": reward, "ppo": ppo}
+
+
+def run_step(step: str, start: str, out: str, changes: dict[str, Any]) -> None:
+    STEPS[step](Path(start), Path(out), **changes)
+
+
+def weights(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file of weights below `directory`."""
+    found = {
+        str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(directory.rglob("*.safetensors"))
+    }
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("start")
+    save_models(directory)
+    return directory
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("step", list(STEPS))
+def test_a_step_ends_in_the_same_weights_at_every_stage(
+    step: str, lora: LoraConfig | None, start: Path, tmp_path: Path
+) -> None:
+    ways = {f"stage {stage}": {"zero_stage": stage} for stage in range(4)}
+    offload = OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")
+    ways["offload"] = {"zero_stage": 3, "zero": ZeroConfig(offload=offload)}
+    ended: dict[str, dict[str, str]] = {}
+
+    for name, changes in ways.items():
+        out = tmp_path / name
+        run_ranks(run_step, step, str(start), str(out), {**changes, "lora": lora})
+        ended[name] = weights(out)
+
+    assert all(each == ended["stage 0"] for each in ended.values()), ended
