@@ -50,7 +50,7 @@ EXIT_INTERRUPTED = 130
 
 
 def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
-    """The step's settings: defaults, then each `--config` in order, then dotted overrides.
+    """The step's settings: defaults, each `--config` in order, `--zero-config`, dotted overrides.
 
     `--help` and `--print_config` print and exit with code 0; `--local_rank`, which some launchers
     add, is ignored.
@@ -60,6 +60,7 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
     """
     layers: list[Layer] = []
     overrides: list[Option] = []
+    zero_config: Path | None = None
     print_config = False
     for name, words in split_options(argv):
         match name:
@@ -72,13 +73,30 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
                 continue
             case "config":
                 layers += read_layers(words)
+            case "zero_config":
+                zero_config = _one_file("--zero-config", words)
             case _:
                 overrides.append((name, words))
+    if zero_config is not None:
+        layers.append(_deepspeed_layer(config_class, zero_config, layers, overrides))
     config = build_config(config_class, layers, overrides)
     if print_config:
         say(config_yaml(config))
         raise SystemExit(0)
     return config
+
+
+def _deepspeed_layer(
+    config_class: type, path: Path, layers: Sequence[Layer], overrides: Sequence[Option]
+) -> Layer:
+    from pipeline.engine.deepspeed.layer import deepspeed_layer
+    from pipeline.engine.deepspeed.read import notice_of
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    layer = deepspeed_layer(config_class, path, world=world, layers=layers, overrides=overrides)
+    if notice := notice_of(path):
+        remark(notice)
+    return layer
 
 
 def split_options(argv: Sequence[str]) -> list[Option]:
@@ -151,6 +169,13 @@ def complain(sentence: str) -> None:
         sys.stderr.flush()
 
 
+def remark(text: str) -> None:
+    """Lines on standard error, from the first process only: standard output has what was asked."""
+    if _is_first_process():
+        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.flush()
+
+
 def step_help(config_class: type) -> str:
     """The `--help` text of a step."""
     module = f"{config_class.__module__.partition('.')[0]}.train"
@@ -162,6 +187,7 @@ def step_help(config_class: type) -> str:
             summary,
             "",
             *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
+            *help_entry("--zero-config FILE", "A DeepSpeed file, over those: docs/deepspeed.md."),
             *help_entry("--print_config", "Print the resolved settings and stop."),
             "",
             *settings_help(list_settings(config_class)),
@@ -213,6 +239,12 @@ def _placeholder(kind: object) -> str:
         return "NAME=VALUE ..."
     names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "PATH", NoneType: ""}
     return names.get(kind, "TEXT") if isinstance(kind, type) else "VALUE"
+
+
+def _one_file(option: str, words: Sequence[str]) -> Path:
+    if len(words) != 1:
+        raise ConfigError(f"{option} takes one file, got {len(words)}: {' '.join(words)}")
+    return Path(words[0])
 
 
 def _read_layer(path: Path) -> Layer:

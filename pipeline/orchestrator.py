@@ -4,7 +4,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, say, write_config
+from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
+from pipeline.engine.deepspeed.read import notice_of
 from pipeline.errors import ConfigError
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.commands import step_environment
@@ -57,6 +58,8 @@ def run_plan(plan: Plan) -> None:
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     """`train.py`: make the plan, then print it or run it."""
     plan = make_plan(argv, stages)
+    if plan.request.zero_config is not None and (notice := notice_of(plan.request.zero_config)):
+        remark(notice)
     if plan.request.dry_run:
         from pipeline.plan.describe import describe_plan
 

@@ -73,6 +73,28 @@ def build_config(
     Raises:
         ConfigError: an unknown setting, a wrong type, a value out of range, a contradiction.
     """
+    return _instantiate(config_class, _parsed(config_class, layers, overrides, section), section)
+
+
+def typed_settings(
+    config_class: type,
+    layers: Sequence[Layer],
+    overrides: Sequence[Option] = (),
+    *,
+    section: str = "",
+) -> dict[str, Any]:
+    """What `build_config` would put into its instance, by dotted name; only types are checked.
+
+    Raises:
+        ConfigError: an unknown setting or a wrong type.
+    """
+    return vars(_parsed(config_class, layers, overrides, section).as_flat())
+
+
+def _parsed(
+    config_class: type, layers: Sequence[Layer], overrides: Sequence[Option], section: str
+) -> Namespace:
+    """The layers and the overrides on one another, each value of its setting's type."""
     merged: dict[str, Any] = {}
     for layer in layers:
         _check_names(config_class, layer, section)
@@ -84,10 +106,9 @@ def build_config(
             raise _unknown(config_class, name, section=section, place="")
         arguments.append(f"--{name}={_as_word(f'--{section}{name}', kind, words)}")
     try:
-        parsed = _parser(config_class).parse_args(arguments)
+        return _parser(config_class).parse_args(arguments)
     except ArgumentError as error:
         raise ConfigError(_one_sentence(str(error), section)) from None
-    return _instantiate(config_class, parsed, section)
 
 
 def list_settings(

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.plan.request import Request
 from pipeline.settings import list_settings
+from tests.families import tiny_config
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 
@@ -67,6 +68,18 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
     assert ended.stderr.startswith(sentence)
     assert (ended.stderr.count("\n"), ended.stdout) == (1, "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_model_with_a_configuration_says_nothing_else(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tiny_config("llama", vocab_size=1000).save_pretrained(model)
+
+    ended = train(
+        tmp_path, "--dry-run", "--step", "1", "--actor-model", str(model), "--data-path", "embedded"
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "unknown" not in ended.stdout
 
 
 def test_a_dry_run_works_from_any_directory_and_leaves_nothing(tmp_path: Path) -> None:

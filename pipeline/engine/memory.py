@@ -4,15 +4,15 @@ Two answers: DeepSpeed's estimates, by its own formulas, and the exact bytes tha
 on each process. Activations come on top; they grow with micro-batch and length.
 """
 
-import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.cli import help_entry, run_main, say, settings_help, split_options
-from pipeline.errors import ModelError, require
+from pipeline.config import FrozenModelConfig, TrainedModelConfig
+from pipeline.engine.estimates import estimate_zero2, estimate_zero3, format_estimates
+from pipeline.errors import require
 from pipeline.settings import build_config, list_settings
 
 if TYPE_CHECKING:
@@ -21,186 +21,6 @@ if TYPE_CHECKING:
 ADAM_BYTES = 16
 """Bytes a parameter in mixed-precision training with Adam (Rajbhandari et al. 2020, section 3.1): 2
 for the weight, 2 for its gradient, 4 each for master weight, momentum and variance."""
-
-BUFFER_FACTOR = 1.5
-"""DeepSpeed's allowance for buffers in host memory."""
-
-KINDS = ("params", "gradients", "masters", "moments", "gathered", "gradient_buffer")
-"""What `predict` counts."""
-
-
-@dataclass(frozen=True)
-class GroupShape:
-    """Parameters of one unit that lie in one flat vector."""
-
-    numel: int
-    """Elements, without padding."""
-
-    itemsize: int
-    """Bytes of an element of the weights: 2 or 4."""
-
-    trained: bool = True
-    """False for frozen weights, which have neither gradients nor optimizer state."""
-
-
-UnitShapes = tuple[list[GroupShape], list[list[GroupShape]]]
-"""The root's groups, and those of each transformer block."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One line of DeepSpeed's tables, in bytes."""
-
-    cpu: int
-    """On each machine."""
-
-    gpu: int
-    """On each GPU."""
-
-    options: str
-
-
-def padded(numel: int, world: int) -> int:
-    """Elements of a flat vector: a multiple that cuts into `world` aligned shares."""
-    multiple = math.lcm(64, world) * 16
-    return -(-numel // multiple) * multiple
-
-
-def predict(
-    root: Sequence[GroupShape],
-    blocks: Sequence[Sequence[GroupShape]],
-    *,
-    stage: int,
-    world: int,
-) -> dict[str, int]:
-    """Bytes that our engine holds on each process, by kind.
-
-    Args:
-        root: the flat vectors of what lies outside the transformer blocks.
-        blocks: those of each transformer block.
-        stage: ZeRO stage, 0 to 3.
-        world: processes that share the model.
-
-    Returns:
-        `params`: weights as the model has them; `gradients`: fp32, accumulated over
-        micro-batches; `masters`: fp32 copies of trained weights below fp32; `moments`: Adam's two,
-        fp32; `gathered`: at stage 3, the peak of whole weights at a time, which are the root's and
-        those of the two largest units; `gradient_buffer`: from stage 2, the whole fp32 gradient of
-        the unit in its backward pass.
-    """
-    units = [root, *blocks]
-    groups = [group for unit in units for group in unit]
-
-    def share(group: GroupShape, from_stage: int) -> int:
-        whole = padded(group.numel, world)
-        return whole // world if stage >= from_stage else whole
-
-    def whole_weights(unit: Sequence[GroupShape]) -> int:
-        return sum(padded(group.numel, world) * group.itemsize for group in unit)
-
-    def whole_gradient(unit: Sequence[GroupShape]) -> int:
-        return sum(padded(group.numel, world) * 4 for group in unit if group.trained)
-
-    trained = [group for group in groups if group.trained]
-    largest = sorted(map(whole_weights, blocks), reverse=True)[:2]
-    return {
-        "params": sum(share(group, 3) * group.itemsize for group in groups),
-        "gradients": sum(share(group, 2) * 4 for group in trained),
-        "masters": sum(share(group, 1) * 4 for group in trained if group.itemsize < 4),
-        "moments": sum(share(group, 1) * 8 for group in trained),
-        "gathered": whole_weights(root) + sum(largest) if stage == 3 else 0,
-        "gradient_buffer": max(map(whole_gradient, units), default=0) if stage >= 2 else 0,
-    }
-
-
-def estimate_zero2(params: int, *, gpus: int = 1, nodes: int = 1) -> list[Estimate]:
-    """DeepSpeed's `estimate_zero2_model_states_mem_needs_all_cold`, line by line.
-
-    Args:
-        params: parameters of the model.
-        gpus: GPUs of each machine.
-        nodes: machines.
-    """
-    world = gpus * nodes
-    offloaded_cpu = int(params * max(4 * world, 16) * BUFFER_FACTOR)
-    return [
-        Estimate(offloaded_cpu, 2 * params, "offload_optimizer=cpu "),
-        Estimate(
-            int(params * 4 * gpus * BUFFER_FACTOR),
-            2 * params + int(18 * params / world),
-            "offload_optimizer=none",
-        ),
-    ]
-
-
-def estimate_zero3(
-    params: int, largest_layer: int, *, gpus: int = 1, nodes: int = 1
-) -> list[Estimate]:
-    """DeepSpeed's `estimate_zero3_model_states_mem_needs_all_cold`, line by line.
-
-    Args:
-        params: parameters of the model.
-        largest_layer: parameters of the largest module, without those of modules within it.
-        gpus: GPUs of each machine.
-        nodes: machines.
-    """
-    world = gpus * nodes
-    layer = 4 * largest_layer
-    # (parameters offloaded, optimizer offloaded): bytes a parameter in host memory and on the GPUs
-    rows = (("cpu ", "cpu ", 18, 0), ("none", "cpu ", 16, 2), ("none", "none", 0, 18))
-    estimates = []
-    for offload_param, offload_optimizer, host, device in rows:
-        gpu = layer + int(device * params / world)
-        for zero_init in (1, 0):
-            # Without zero_init every process builds the whole model in host memory first.
-            if host:
-                each = host / nodes if zero_init else max(4 * gpus, host / nodes)
-                cpu = params * each * BUFFER_FACTOR
-            else:
-                cpu = (largest_layer if zero_init else params) * 4 * gpus * BUFFER_FACTOR
-            options = (
-                f"offload_param={offload_param}, offload_optimizer={offload_optimizer},"
-                f" zero_init={zero_init}"
-            )
-            estimates.append(Estimate(int(cpu), gpu, options))
-    return estimates
-
-
-def format_estimates(
-    estimates: Sequence[Estimate],
-    *,
-    params: int,
-    largest_layer: int | None = None,
-    gpus: int = 1,
-    nodes: int = 1,
-) -> str:
-    """The table as DeepSpeed prints it; its GB are 2**30 bytes."""
-    layer = "" if largest_layer is None else f", {largest_layer // 10**6}M largest layer params"
-    lines = [
-        "Estimated memory needed for params, optim states and gradients for a:",
-        f"HW: Setup with {nodes} {'nodes' if nodes > 1 else 'node'},"
-        f" {gpus} {'GPUs' if gpus > 1 else 'GPU'} per node.",
-        f"SW: Model with {params // 10**6}M total params{layer}.",
-        "  per CPU  |  per GPU |   Options",
-    ]
-    for estimate in estimates:
-        cpu, gpu = estimate.cpu / 2**30, estimate.gpu / 2**30
-        lines.append(f" {cpu:7.2f}GB | {gpu:6.2f}GB | {estimate.options}")
-    return "\n".join(lines)
-
-
-def format_prediction(prediction: Mapping[int, Mapping[str, int]], *, world: int) -> str:
-    """Our bytes on each process, one line a stage."""
-    names = (*(kind.replace("_", " ") for kind in KINDS), "total")
-    processes = "1 process" if world == 1 else f"each of {world} processes"
-    lines = [
-        f"This engine's bytes on {processes}, without activations:",
-        "  stage | " + " | ".join(f"{name:>15}" for name in names),
-    ]
-    for stage, kinds in prediction.items():
-        sizes = [*(kinds[kind] for kind in KINDS), sum(kinds.values())]
-        lines.append(f"  {stage:5} | " + " | ".join(f"{size:15,}" for size in sizes))
-    return "\n".join(lines)
 
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMB]?)", re.IGNORECASE)
@@ -241,7 +61,7 @@ class MemoryConfig:
     """Machines."""
 
     stage: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage; null shows all."""
+    """ZeRO stage of DeepSpeed's estimates, which are for 2 and 3; null shows both."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Number format of the model's weights."""
@@ -268,11 +88,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _tables(config: MemoryConfig) -> Iterator[str]:
-    shapes: UnitShapes | None = None
+    model: nn.Module | None = None
     largest: int | None = None
     if config.model is not None:
-        model = build_on_meta(config)
-        shapes = unit_shapes(model)
+        model = _model(config)
         params, largest = count_parameters(model)
     else:
         params = parse_count(config.params or "", "params")
@@ -291,11 +110,43 @@ def _tables(config: MemoryConfig) -> Iterator[str]:
         )
     if config.stage in (None, 3):
         yield "DeepSpeed's estimate for ZeRO stage 3\n" + _zero3_table(largest, hardware)
-    if shapes is not None:
-        world = config.gpus * config.nodes
-        stages = range(4) if config.stage is None else [config.stage]
-        prediction = {stage: predict(*shapes, stage=stage, world=world) for stage in stages}
-        yield format_prediction(prediction, world=world)
+    if model is not None:
+        yield _prediction_table(model, world=config.gpus * config.nodes)
+
+
+def _model(config: MemoryConfig) -> "nn.Module":
+    import torch
+
+    from pipeline.models.meta import model_on_meta
+
+    source = FrozenModelConfig(
+        path=config.model,
+        precision=config.precision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return model_on_meta(source, task="causal", device=torch.device("cuda")).requires_grad_()
+
+
+def _prediction_table(model: "nn.Module", *, world: int) -> str:
+    """Our bytes on each GPU, one line a stage."""
+    import torch
+
+    from pipeline.engine.predict import KINDS, predict
+
+    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
+    device = torch.device("cuda")
+    names = (*(kind.replace("_", " ") for kind in KINDS), "total")
+    lines = [
+        f"This engine's bytes on {'1 GPU' if world == 1 else f'each of {world} GPUs'} with AdamW,"
+        " without activations",
+        "  stage | " + " | ".join(f"{name:>16}" for name in names),
+    ]
+    for stage in stages:
+        settings = TrainedModelConfig(zero_stage=stage)
+        kinds = predict(model, settings, world=world, device=device)
+        sizes = [*(kinds[kind] for kind in KINDS), sum(kinds.values())]
+        lines.append(f"  {stage:5} | " + " | ".join(f"{size:16,}" for size in sizes))
+    return "\n".join(lines)
 
 
 def _zero3_table(largest: int | None, hardware: Mapping[str, int]) -> str:
@@ -320,34 +171,6 @@ def _help() -> str:
     )
 
 
-def build_on_meta(config: MemoryConfig) -> "nn.Module":
-    """The causal language model, without memory for its weights.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    import torch
-    from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from pipeline.config import EMBEDDED
-    from pipeline.models.embedded import build_model, build_tokenizer
-    from pipeline.models.load import weight_dtype
-
-    name, trust = str(config.model), config.trust_remote_code
-    dtype = weight_dtype(config.precision, torch.device("cpu"))
-    if name == EMBEDDED:
-        model = build_model(vocab_size=len(build_tokenizer()), seed=0)
-        return nn.Module.to(model, dtype=dtype)
-    try:
-        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"the model {name} has no configuration to read ({reason})") from None
-
-
 def count_parameters(model: "nn.Module") -> tuple[int, int]:
     """All parameters, and those of the largest module without the modules within it.
 
@@ -358,29 +181,6 @@ def count_parameters(model: "nn.Module") -> tuple[int, int]:
         for module in model.modules()
     )
     return sum(param.numel() for param in model.parameters()), max(layers)
-
-
-def unit_shapes(model: "nn.Module") -> UnitShapes:
-    """The flat vectors of the root and of each transformer block, one for each kind of weights."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    blocks: list[list[GroupShape]] = []
-    inside: set[nn.Parameter] = set()
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            params = [param for param in module.parameters() if param not in inside]
-            if params:  # else it lies in a block that has been counted
-                blocks.append(_groups(params))
-                inside.update(params)
-    root = [param for param in model.parameters() if param not in inside]
-    return _groups(root), blocks
-
-
-def _groups(params: Sequence["nn.Parameter"]) -> list[GroupShape]:
-    kinds = Counter[tuple[int, bool]]()
-    for param in params:
-        kinds[param.element_size(), param.requires_grad] += param.numel()
-    return [GroupShape(numel, size, trained) for (size, trained), numel in kinds.items()]
 
 
 if __name__ == "__main__":

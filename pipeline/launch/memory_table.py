@@ -1,157 +1,154 @@
 """How many bytes the models of a step hold on each process, counted without loading them.
 
-A model that trains holds weights, fp32 gradients and Adam's two fp32 moments, 16 bytes a parameter,
-and where its weights are 16-bit fp32 masters besides, 18 bytes. One that only answers holds its
-weights.
-Activations and the KV cache come on top; they grow with micro-batch and length.
+A model that trains takes what its engine predicts for its ZeRO stage and the number of processes;
+one that only answers takes its weights. Activations and the KV cache come on top; they grow with
+micro-batch and length.
 """
 
-import json
-import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-from pipeline.config import (
-    EMBEDDED,
-    FrozenModelConfig,
-    LoraConfig,
-    StepConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedModelConfig
+from pipeline.errors import ModelError
 
-EMBEDDED_PARAMETERS = 930_000
+SCORERS: Mapping[str, Collection[str]] = {"reward": ("model",), "ppo": ("critic", "reward")}
+"""By the step's section the models that score; the others are language models."""
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Parameter name to its shape."""
+SHARDED_LIKE = {"reference": "actor", "reward": "critic"}
+"""In step 3 the frozen models that are sharded as a trained one is."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The memory of one model in one step, in bytes on each process."""
+    """The memory of one model in one step."""
 
     role: str
     path: str
 
     parameters: int | None
-    """None: not known without downloading the model."""
+    """Adapters included; None: not known without downloading the model."""
 
-    weights: int = 0
-    gradients: int = 0
-    masters: int = 0
-    moments: int = 0
+    num_bytes: Mapping[str, int]
+    """On each process, by the kinds of `pipeline.engine.predict`."""
+
+    places: Mapping[str, str]
+    """Of the kinds that are offloaded: where to."""
+
+    def sum(self, *kinds: str) -> int:
+        """Bytes of these kinds."""
+        return sum(self.num_bytes.get(kind, 0) for kind in kinds)
 
     @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.masters + self.moments
+    def on_device(self) -> int:
+        """Bytes that stay where the model computes."""
+        return self.sum(*(self.num_bytes.keys() - self.places.keys()))
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes elsewhere: in host memory, or on a disk."""
+        return self.sum(*self.places)
 
 
-def memory_rows(config: StepConfig, origins: Mapping[str, str], *, gpus: int) -> list[Row]:
+def memory_rows(
+    config: StepConfig, origins: Mapping[str, str], *, section: str, world: int, gpus: int
+) -> list[Row]:
     """One row for each model of the step.
 
     Args:
         config: the step's settings.
         origins: for a directory that an earlier step has yet to fill, the model it starts from.
+        section: the step's name in files of settings: sft, reward or ppo.
+        world: processes of the step.
         gpus: GPUs of this machine; `auto` precision is taken as bf16 where there are any.
     """
-    rows = []
+    rows: list[Row] = []
     for field in fields(config):
         model = getattr(config, field.name)
         if not isinstance(model, FrozenModelConfig):
             continue
-        path = model.path or _stands_in(config, field.name)
-        if path is None:
+        model = model if model.path is not None else _stands_in(config, field.name)
+        if model is None:
             continue
-        shapes = parameter_shapes(path, origins)
-        rows.append(_row(field.name, path, model, shapes, gpus=gpus))
+        counted = _Counted(config, field.name, section=section, world=world, gpus=gpus)
+        rows.append(counted.row(model, _source(str(model.path), origins)))
     return rows
 
 
-def parameter_shapes(path: str, origins: Mapping[str, str]) -> Shapes | None:
-    """The shapes of a model's parameters, or None where only its name is known.
+@dataclass(frozen=True)
+class _Counted:
+    """A model of a step on so many processes."""
 
-    Read from the headers of its safetensors files, else worked out from its config.json.
-    """
-    if path == EMBEDDED:
-        return {"all": (EMBEDDED_PARAMETERS,)}
-    directory = Path(path).expanduser()
-    if not (directory / "config.json").is_file():
-        if path in origins:
-            return parameter_shapes(origins[path], origins)
-        cached = _cached(path)
-        if cached is None:
-            return None
-        directory = cached
-    files = sorted(directory.glob("*.safetensors"))
-    if files:
-        return dict(shape for file in files for shape in _header(file))
-    return _from_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    config: StepConfig
+    role: str
+    section: str
+    world: int
+    gpus: int
+
+    def row(self, model: FrozenModelConfig, source: str | None) -> Row:
+        unknown = Row(self.role, str(model.path), None, {}, {})
+        if source is None:
+            return unknown
+        import torch
+
+        from pipeline.engine.predict import offloaded, predict
+        from pipeline.models.meta import model_on_meta
+
+        device = torch.device("cuda" if self.gpus else "cpu")
+        precision = "bf16" if model.precision == "auto" and self.gpus else model.precision
+        model = replace(model, path=source, precision=precision)
+        scores = self.role in SCORERS.get(self.section, ())
+        try:
+            module = model_on_meta(model, task="classifier" if scores else "causal", device=device)
+        except ModelError:
+            return unknown
+        settings = model if isinstance(model, TrainedModelConfig) else self._sharded_like()
+        parameters = sum(param.numel() for param in module.parameters())
+        if settings is None:
+            weights = sum(param.nbytes for param in module.parameters())
+            return replace(unknown, parameters=parameters, num_bytes={"weights": weights})
+        num_bytes = predict(
+            module,
+            settings,
+            world=self.world,
+            device=device,
+            micro_batches=-(-self.config.batch_size // (self.config.micro_batch_size * self.world)),
+            generates=(self.section, self.role) == ("ppo", "actor"),
+        )
+        places = offloaded(settings, device)
+        if settings is not model:
+            num_bytes = {kind: num_bytes[kind] for kind in ("weights", "gathered")}
+        places = {kind: place for kind, place in places.items() if num_bytes.get(kind)}
+        return replace(unknown, parameters=parameters, num_bytes=num_bytes, places=places)
+
+    def _sharded_like(self) -> TrainedModelConfig | None:
+        """The trained model whose sharding a frozen one shares; below stage 3 it stays whole."""
+        like = SHARDED_LIKE.get(self.role) if self.section == "ppo" else None
+        settings: TrainedModelConfig | None = getattr(self.config, like) if like else None
+        return settings if settings is not None and settings.zero_stage == 3 else None
 
 
-def _row(
-    role: str, path: str, model: FrozenModelConfig, shapes: Shapes | None, *, gpus: int
-) -> Row:
-    if shapes is None:
-        return Row(role, path, None)
-    parameters = sum(_size(shape) for shape in shapes.values())
-    width = {"fp32": 4, "auto": 2 if gpus else 4}.get(model.precision, 2)
-    if not isinstance(model, TrainedModelConfig):
-        return Row(role, path, parameters, weights=parameters * width)
-    adapters = _adapter_parameters(shapes, model.lora) if model.lora else 0
-    trained = adapters or parameters
-    return Row(
-        role,
-        path,
-        parameters,
-        weights=parameters * width + adapters * 4,  # adapters are fp32
-        gradients=trained * 4,
-        masters=trained * 4 if width == 2 and not adapters else 0,
-        moments=trained * 8,
-    )
-
-
-def _stands_in(config: StepConfig, role: str) -> str | None:
+def _stands_in(config: StepConfig, role: str) -> FrozenModelConfig | None:
     """The reference is a copy of the actor, except where the actor trains adapters only."""
     actor = getattr(config, "actor", None)
     if role != "reference" or not isinstance(actor, TrainedModelConfig) or actor.lora:
         return None
-    return actor.path
+    if actor.path is None:
+        return None
+    shared = {field.name: getattr(actor, field.name) for field in fields(FrozenModelConfig)}
+    return FrozenModelConfig(**shared)
 
 
-def _adapter_parameters(shapes: Shapes, lora: LoraConfig) -> int:
-    """Parameters of A and B on every matrix that `targets` names."""
-    every = "all-linear" in lora.targets
-    return sum(
-        lora.rank * sum(shape)
-        for name, shape in shapes.items()
-        if len(shape) == 2 and (_is_linear(name) if every else name.split(".")[-2] in lora.targets)
-    )
+def _source(path: str, origins: Mapping[str, str]) -> str | None:
+    """Where the model's configuration is; None where only its name is known."""
+    if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
+        return path
+    if path in origins:
+        return _source(origins[path], origins)
+    return _cached(path)
 
 
-def _is_linear(name: str) -> bool:
-    return not any(word in name for word in ("embed", "wte", "wpe", "lm_head", "score"))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
-def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes in a safetensors file: 8 bytes of length, then JSON, then the tensors."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            yield name, tuple(tensor["shape"])
-
-
-def _cached(name: str) -> Path | None:
+def _cached(name: str) -> str | None:
     """The directory of a Hub model that was downloaded before."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -160,40 +157,4 @@ def _cached(name: str) -> Path | None:
         config = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _from_config(config: Mapping[str, Any]) -> Shapes | None:
-    """Shapes of the large matrices of a decoder with these sizes; norms and biases are left out."""
-    hidden = config.get("hidden_size", config.get("n_embd"))
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    vocabulary = config.get("vocab_size")
-    if not (hidden and layers and vocabulary):
-        return None
-    heads = config.get("num_attention_heads", config.get("n_head", 1))
-    head = config.get("head_dim") or hidden // heads
-    key_value = head * (config.get("num_key_value_heads") or heads)
-    inner = next(
-        (config[name] for name in ("intermediate_size", "ffn_dim", "n_inner") if config.get(name)),
-        4 * hidden,
-    )
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (vocabulary, hidden)}
-    positions = config.get("max_position_embeddings", config.get("n_positions"))
-    if positions and "rope_theta" not in config and "rope_parameters" not in config:
-        shapes["embed_positions.weight"] = (positions, hidden)
-    if config.get("tie_word_embeddings") is False:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    gated = config.get("hidden_act") in ("silu", "swiglu", "gelu_pytorch_tanh")
-    for layer in range(layers):
-        matrices = {
-            "q_proj": (head * heads, hidden),
-            "k_proj": (key_value, hidden),
-            "v_proj": (key_value, hidden),
-            "o_proj": (hidden, head * heads),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
-        }
-        if gated:
-            matrices["gate_proj"] = (inner, hidden)
-        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in matrices.items()}
-    return shapes
+    return str(Path(config).parent) if isinstance(config, str) else None

@@ -13,10 +13,11 @@ from pipeline.errors import ConfigError
 
 SCORE_HEAD = "score"
 
+Task = Literal["causal", "classifier"]
+"""What a model answers with: the next token, or a score."""
 
-def add_lora(
-    model: PreTrainedModel, config: LoraConfig, *, task: Literal["causal", "classifier"], seed: int
-) -> PeftModel:
+
+def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:
     """Freeze `model` and add fp32 adapters; a score head stays trained.
 
     The adapters' random half is drawn from `seed`, the same on every process.

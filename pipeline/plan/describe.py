@@ -2,15 +2,17 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
-from pipeline.config import StepConfig
+from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.launch.commands import count_gpus
 from pipeline.launch.memory_table import Row, memory_rows
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
 
-ROW = "{:<10} {:<28} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9}"
+ROW = "{:<10} {:<28} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}"
+IN_FLIGHT = ("gradient_buffers", "gathered")
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
@@ -30,21 +32,34 @@ def describe_plan(plan: Plan) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     gpus, origins = count_gpus(), _origins(plan)
     tables = {
-        stage.name: memory_rows(plan.configs[stage.name], origins, gpus=gpus)
+        stage.name: memory_rows(
+            plan.configs[stage.name],
+            origins,
+            section=stage.section,
+            world=plan.processes or 1,
+            gpus=gpus,
+        )
         for stage in plan.stages
     }
-    largest = max((row.total for rows in tables.values() for row in rows), default=0)
+    rows = [row for table in tables.values() for row in table]
+    largest = max((max(row.on_device, row.offloaded) for row in rows), default=0)
     unit = "GiB" if largest >= UNITS["GiB"] else "MiB"
+    offload = any(row.offloaded for row in rows)
     yield f"Memory on each process in {unit}, without activations and KV cache"
     yield ""
-    head = ("role", "model", "parameters", "weights", "gradients", "masters", "Adam", "total")
-    yield ROW.format(*head)
-    for name, rows in tables.items():
+    names = ("weights", "masters", "gradients", "moments", "buffers")
+    head = ROW.format("role", "model", "parameters", *names, "total")
+    yield head + f" {'offloaded':>9}" if offload else head
+    for name, table in tables.items():
         yield name
-        yield from (_row(row, unit) for row in rows)
-        if all(row.parameters is not None for row in rows):
-            together = sum(row.total for row in rows) / UNITS[unit]
-            yield f"{'':<10} {'together':<28} {together:>60.1f}"
+        yield from (_row(row, unit, offload=offload) for row in table)
+        if all(row.parameters is not None for row in table):
+            sizes = [sum(row.on_device for row in table)]
+            sizes += [sum(row.offloaded for row in table)] if offload else []
+            together = " ".join(f"{size / UNITS[unit]:>9.1f}" for size in sizes)
+            yield f"{'':<10} {'together':<88} {together}"
+    yield ""
+    yield "buffers: gradients on their way, and at stage 3 the weights gathered at a time"
 
 
 def _step(plan: Plan, stage: Stage) -> Iterator[str]:
@@ -54,6 +69,8 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
     yield f"  command    {shlex.join(plan.command(stage))}"
     for name, path in model_paths(config):
         yield f"  {name:<10} {path}"
+    for role, model in _trained(config):
+        yield f"  {role:<10} ZeRO stage {model.zero_stage}{_offload(model)}"
     yield f"  data       {' '.join(config.data.path)}, split {_split(config)}"
     yield f"  output     {config.output_dir}"
     length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
@@ -61,6 +78,25 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         f"  training   {length}, batch {config.batch_size} in micro-batches of"
         f" {config.micro_batch_size}, length {_length(config)}, seed {config.seed}"
     )
+
+
+def _trained(config: StepConfig) -> Iterator[tuple[str, TrainedModelConfig]]:
+    for field in fields(config):
+        model = getattr(config, field.name)
+        if isinstance(model, TrainedModelConfig):
+            yield field.name, model
+
+
+def _offload(model: TrainedModelConfig) -> str:
+    """What leaves the device: ", offloaded: optimizer to cpu, params to nvme"."""
+    offload = model.zero.offload
+    places = {
+        "optimizer": offload.optimizer,
+        "gradients": offload.gradients,
+        "params": offload.params,
+    }
+    away = [f"{name} to {place}" for name, place in places.items() if place != "none"]
+    return f", offloaded: {', '.join(away)}" if away else ""
 
 
 def _length(config: StepConfig) -> int:
@@ -79,10 +115,12 @@ def _origins(plan: Plan) -> Mapping[str, str]:
     return {out: models["model.path"] for out, models in paths.items() if "model.path" in models}
 
 
-def _row(row: Row, unit: str) -> str:
+def _row(row: Row, unit: str, *, offload: bool) -> str:
     path = row.path if len(row.path) <= 28 else "..." + row.path[-25:]
     if row.parameters is None:
         return f"{row.role:<10} {path:<28} unknown (not downloaded)"
-    sizes = (row.weights, row.gradients, row.masters, row.moments, row.total)
-    cells = (f"{size / UNITS[unit]:.1f}" for size in sizes)
-    return ROW.format(row.role, path, f"{row.parameters / 1e6:,.1f}M", *cells)
+    kinds = (("weights",), ("masters",), ("gradients",), ("moments",), IN_FLIGHT)
+    sizes = [*(row.sum(*each) for each in kinds), row.on_device]
+    cells = [f"{size / UNITS[unit]:.1f}" for size in sizes]
+    line = ROW.format(row.role, path, f"{row.parameters / 1e6:,.1f}M", *cells)
+    return line + f" {row.offloaded / UNITS[unit]:>9.1f}" if offload else line

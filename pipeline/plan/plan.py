@@ -47,9 +47,9 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     """
     said = parse_request(argv, stages)
     request = said.request
-    configs = step_configs(said, stages)
     one = request.deployment_type == "single_gpu"
     processes = None if one else count_processes(request.num_processes)
+    configs = step_configs(said, stages, world=processes or 1)
     finished = finished_steps(request, stages, configs)
     check_inputs(request, stages, configs)
     chosen = tuple(stage for stage in stages if stage.number in request.step)

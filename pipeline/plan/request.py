@@ -55,6 +55,10 @@ class Request:
     reward_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the reward model in step 2 and of the critic in step 3."""
 
+    zero_config: Path | None = None
+    """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It wins over
+    --config, and the other options win over it; docs/deepspeed.md has its keys."""
+
     output_dir: Path = Path("output")
     """Receives step1_sft, step2_reward, step3_ppo, summary.json and report.html."""
 
@@ -112,15 +116,6 @@ class Request:
             "--save-every is not available in this version: a step writes its model when it ends,"
             " and --resume skips finished steps",
         )
-        for option, stage in (
-            ("--actor-zero-stage", self.actor_zero_stage),
-            ("--reward-zero-stage", self.reward_zero_stage),
-        ):
-            require(
-                not stage,
-                f"{option} {stage} is not available in this version; use 0, which replicates the"
-                " model on every process",
-            )
         require(
             self.num_processes is None or self.deployment_type == "single_node",
             "--num-processes needs --deployment-type single_node",
@@ -250,6 +245,7 @@ def _help(stages: Sequence[Stage]) -> str:
         "  python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m",
         "  python train.py --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
         "  python train.py --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+        "  python train.py --deployment-type single_node --zero-config ds_config.json",
         "  python train.py --output-dir out --resume",
     ]
     return "\n".join(lines)

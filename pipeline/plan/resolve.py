@@ -2,7 +2,8 @@
 
 Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
 before; `configs/embedded.yaml` where the actor is the embedded model; each `--config` in order;
-train.py's own options such as `--actor-model`; dotted options such as `--ppo.kl_coef`.
+the DeepSpeed file of `--zero-config`; train.py's own options such as `--actor-model`; dotted
+options such as `--ppo.kl_coef`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig, require
+from pipeline.engine.deepspeed.layer import deepspeed_layer
 from pipeline.plan.request import CommandLine, Request, Stage
 from pipeline.settings import Layer, build_config
 
@@ -21,8 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
 
-def step_configs(said: CommandLine, stages: Sequence[Stage]) -> dict[str, StepConfig]:
-    """The settings of all steps by name, whether they are to run or not.
+def step_configs(
+    said: CommandLine, stages: Sequence[Stage], *, world: int = 1
+) -> dict[str, StepConfig]:
+    """The settings of all steps by name, whether they are to run, in `world` processes, or not.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
@@ -32,11 +36,11 @@ def step_configs(said: CommandLine, stages: Sequence[Stage]) -> dict[str, StepCo
     else:
         data = {"data": {"path": [DEFAULT_DATA]}}
         base = Layer({stage.section: data for stage in stages}, "train.py")
-    return {stage.name: _step_config(stage, said, base, stages) for stage in stages}
+    return {stage.name: _step_config(stage, said, base, stages, world) for stage in stages}
 
 
 def _step_config(
-    stage: Stage, said: CommandLine, base: Layer, stages: Sequence[Stage]
+    stage: Stage, said: CommandLine, base: Layer, stages: Sequence[Stage], world: int
 ) -> StepConfig:
     out = said.request.output_dir / stage.name
     overrides = said.overrides[stage.section]
@@ -52,6 +56,19 @@ def _step_config(
     )
     above = [_options(stage, said.request), Layer({"output_dir": str(out)}, "--output-dir")]
     prefix = f"{stage.section}."
+    zero_config = said.request.zero_config
+    # Steps that don't run are resolved for what they hand over: the file need not suit them.
+    if zero_config is not None and stage.number in said.request.step:
+        below.append(
+            deepspeed_layer(
+                stage.config_class,
+                zero_config,
+                world=world,
+                layers=below + above,
+                overrides=overrides,
+                section=prefix,
+            )
+        )
     return build_config(stage.config_class, below + above, overrides, section=prefix)
 
 

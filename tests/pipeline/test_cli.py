@@ -10,6 +10,34 @@ from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 
 
+def test_a_step_takes_a_deepspeed_file_between_its_files_and_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2},'
+        ' "gradient_clipping": 0.5, "steps_per_print": 1}'
+    )
+    (tmp_path / "own.yaml").write_text("{batch_size: 7, epochs: 2, model: {zero_stage: 1}}")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+
+    files = ["--zero-config", str(tmp_path / "ds.json"), "--config", str(tmp_path / "own.yaml")]
+    config = parse_step(SFTConfig, [*files, "--model.optim.max_grad_norm", "2"])
+
+    assert (config.batch_size, config.epochs, config.model.zero_stage) == (8, 2.0, 2)
+    assert config.model.optim.max_grad_norm == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(
+        f"these keys of {tmp_path}/ds.json have no effect here:\n  steps_per"
+    )
+    assert said.out == ""
+
+
+def test_a_step_takes_one_deepspeed_file() -> None:
+    with pytest.raises(ConfigError, match=r"^--zero-config takes one file, got 2: a b"):
+        parse_step(SFTConfig, ["--zero-config", "a", "b"])
+
+
 def test_option_names_take_dashes_or_underscores() -> None:
     options = split_options(
         ["--max-steps", "3", "--data.max_length=7", "--missing-eos-score", "-1"]

@@ -128,6 +128,32 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     assert f"-m tests.pipeline.toy_step --config {out}/step2_reward/config.yaml" in said
     assert "model      embedded" in said
     assert "Memory on each process in MiB" in said
+    assert "model      embedded                           0.9M       3.5" in said
+
+
+def test_a_dry_run_shows_stages_and_offload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(
+        '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},'
+        ' "dump_state": true}'
+    )
+
+    run(
+        tmp_path / "out",
+        *("--dry-run", "--zero-config", str(file), "--reward-zero-stage", "1"),
+        *("--reward.model.zero.offload.params", "none"),
+        *("--ppo.critic.zero.offload.params", "none"),
+    )
+
+    said = capsys.readouterr()
+    assert "  model      ZeRO stage 3, offloaded: params to cpu\n" in said.out
+    assert "  model      ZeRO stage 1\n" in said.out
+    assert "  actor      ZeRO stage 3, offloaded: params to cpu\n" in said.out
+    assert "  critic     ZeRO stage 1\n" in said.out
+    assert said.err.count("these keys of") == 1
+    assert "dump_state" in said.err
 
 
 def test_an_output_directory_that_cant_be_made_is_named(tmp_path: Path) -> None:

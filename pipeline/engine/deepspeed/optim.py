@@ -72,6 +72,8 @@ def optim_settings(values: Values) -> dict[str, Any]:
 
 def _optimizer(values: Values) -> dict[str, Any]:
     given = values.text("optimizer.type")
+    if values.is_auto("optimizer.type"):
+        return {}  # listed with the others that nothing resolves
     if given is None:
         raise values.error("optimizer", 'needs a type, such as "AdamW"')
     name = _optimizer_name(values, given)

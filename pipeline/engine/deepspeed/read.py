@@ -54,13 +54,17 @@ class DeepSpeedSettings:
 
     def notice(self) -> str | None:
         """One text that names every key without effect, by reason; None where there is none."""
-        if not self.no_effect:
-            return None
-        by_reason: dict[str, list[str]] = {}
-        for key, reason in self.no_effect.items():
-            by_reason.setdefault(reason, []).append(key)
-        lines = [f"  {', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
-        return "\n".join([f"these keys of {self.origin} have no effect here:", *lines])
+        return _notice(self.no_effect, self.origin)
+
+
+def notice_of(path: Path) -> str | None:
+    """The notice of a file, whatever it comes to in a step.
+
+    Raises:
+        ConfigError: no such file, not JSON, a key twice, an unknown or a refused key.
+    """
+    _, no_effect = _sort_keys(_parse(path), str(path))
+    return _notice(no_effect, str(path))
 
 
 def read_deepspeed_config(
@@ -155,6 +159,16 @@ def _sort_keys(content: Mapping[str, Any], origin: str) -> tuple[dict[str, Any],
     return leaves, no_effect
 
 
+def _notice(no_effect: Mapping[str, str], origin: str) -> str | None:
+    if not no_effect:
+        return None
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in no_effect.items():
+        by_reason.setdefault(reason, []).append(key)
+    lines = [f"  {', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
+    return "\n".join([f"these keys of {origin} have no effect here:", *lines])
+
+
 def _normalized(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Old spellings of whole sections as today's."""
     content = dict(content)
@@ -235,6 +249,8 @@ def _batch_settings(values: Values, *, world: int) -> dict[str, int]:
     # One number leaves a choice: "auto" makes it, with our own setting.
     if explicit <= 1 and micro is None and values.is_auto(names[1]):
         micro = values.whole(names[1], "micro_batch_size", low=1)
+        if micro is not None and train is not None:
+            micro = _fitting(micro, train, world)
         explicit += train is not None or accumulation is not None
     if explicit <= 1 and train is None and values.is_auto(names[0]):
         train = values.whole(names[0], "batch_size", low=1)
@@ -248,6 +264,14 @@ def _batch_settings(values: Values, *, world: int) -> dict[str, int]:
     except ConfigError as error:
         raise ConfigError(f"{values.origin}: {error}") from None
     return {"batch_size": sizes.train, "micro_batch_size": sizes.micro}
+
+
+def _fitting(micro: int, train: int, world: int) -> int:
+    """The largest micro-batch up to `micro` that divides a process's share of the batch."""
+    share, rest = divmod(train, world)
+    if rest or share == 0:
+        return micro  # refused later, with all numbers
+    return max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
 
 
 def _tracker_settings(values: Values) -> dict[str, tuple[str, ...]]:

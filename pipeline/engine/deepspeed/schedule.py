@@ -75,6 +75,8 @@ def schedule_settings(values: Values, *, lr: float | None) -> dict[str, Any]:
     if not values.under("scheduler"):
         return {}
     given = values.text("scheduler.type")
+    if values.is_auto("scheduler.type"):
+        return {}  # listed with the others that nothing resolves
     if given is None:
         raise values.error("scheduler", 'needs a type, such as "WarmupLR"')
     name = _schedule_name(values, given)

@@ -86,8 +86,7 @@ def test_dotted_options_are_set_apart_by_step() -> None:
         ("--deployment-type multi_node", "--deployment-type multi_node and --hostfile are not"),
         ("--hostfile hosts", "--deployment-type multi_node and --hostfile are not available"),
         ("--save-every 5", "--save-every is not available in this version"),
-        ("--actor-zero-stage 1", "--actor-zero-stage 1 is not available in this version; use 0"),
-        ("--reward-zero-stage 3", "--reward-zero-stage 3 is not available in this version; use 0"),
+        ("--zero-config", "--zero-config takes one value, got none"),
         ("--actor-zero-stage 4", "--actor-zero-stage must be one of 0, 1, 2, 3 or null, got 4"),
     ],
 )

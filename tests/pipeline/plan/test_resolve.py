@@ -10,12 +10,12 @@ from pipeline.settings import flatten, plain
 from train import STAGES
 
 
-def resolved(*argv: str) -> dict[str, StepConfig]:
-    return step_configs(parse_request(argv, STAGES), STAGES)
+def resolved(*argv: str, world: int = 1) -> dict[str, StepConfig]:
+    return step_configs(parse_request(argv, STAGES), STAGES, world=world)
 
 
-def settings(*argv: str) -> dict[str, dict[str, object]]:
-    return {name: flatten(plain(config)) for name, config in resolved(*argv).items()}
+def settings(*argv: str, world: int = 1) -> dict[str, dict[str, object]]:
+    return {name: flatten(plain(config)) for name, config in resolved(*argv, world=world).items()}
 
 
 def test_without_options_the_embedded_model_meets_the_embedded_task() -> None:
@@ -98,6 +98,100 @@ def test_handed_over_models_can_be_overridden() -> None:
     assert steps["step3_ppo"]["actor.path"] == "my/actor"
     assert steps["step3_ppo"]["reward.path"] == "my/reward"
     assert steps["step3_ppo"]["critic.path"] == "output/step2_reward"
+
+
+def stages(steps: dict[str, dict[str, object]]) -> tuple[object, ...]:
+    """ZeRO stages of the four models that train."""
+    return (
+        steps["step1_sft"]["model.zero_stage"],
+        steps["step2_reward"]["model.zero_stage"],
+        steps["step3_ppo"]["actor.zero_stage"],
+        steps["step3_ppo"]["critic.zero_stage"],
+    )
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_each_models_zero_stage_holds_in_both_steps_that_train_it(stage: int) -> None:
+    assert stages(settings("--actor-zero-stage", str(stage))) == (stage, 0, stage, 0)
+    assert stages(settings("--reward-zero-stage", str(stage))) == (0, stage, 0, stage)
+
+
+def deepspeed_file(directory: Path) -> str:
+    file = directory / "ds_config.json"
+    file.write_text(
+        """{
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, // 16 on 2
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
+            "steps_per_print": 10,
+        }"""
+    )
+    return str(file)
+
+
+def test_a_deepspeed_file_reaches_every_model_that_trains(tmp_path: Path) -> None:
+    steps = settings("--zero-config", deepspeed_file(tmp_path), world=2)
+
+    assert stages(steps) == (2, 2, 2, 2)
+    for name, role in (
+        ("step1_sft", "model"),
+        ("step2_reward", "model"),
+        ("step3_ppo", "actor"),
+        ("step3_ppo", "critic"),
+    ):
+        assert (steps[name]["batch_size"], steps[name]["micro_batch_size"]) == (16, 4)
+        assert steps[name][f"{role}.zero.offload.optimizer"] == "cpu"
+        assert steps[name][f"{role}.optim.weight_decay"] == 0.1
+    # "auto" is each model's own rate, here that of the embedded preset.
+    assert steps["step3_ppo"]["actor.optim.lr"] == 3e-4
+    assert steps["step3_ppo"]["critic.optim.lr"] == 1e-3
+
+
+def test_a_deepspeed_file_wins_over_files_and_loses_to_options(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "sft: {batch_size: 7, epochs: 3, model: {zero_stage: 1, optim: {weight_decay: 0.3}}}"
+    )
+    argv = ["--config", str(own), "--zero-config", deepspeed_file(tmp_path)]
+
+    below = settings(*argv)
+    above = settings(
+        *argv, "--actor-zero-stage", "3", "--ppo.actor.zero_stage", "0", "--sft.batch_size", "5"
+    )
+
+    sft = below["step1_sft"]
+    assert (sft["batch_size"], sft["model.zero_stage"], sft["epochs"]) == (8, 2, 3.0)
+    assert sft["model.optim.weight_decay"] == 0.1
+    assert stages(above) == (3, 2, 0, 2)
+    assert (above["step1_sft"]["batch_size"], above["step1_sft"]["micro_batch_size"]) == (5, 4)
+
+
+def test_a_deepspeed_file_need_not_suit_the_steps_that_dont_run(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_batch_size": 512}')
+    argv = ["--actor-model", "a/b", "--zero-config", str(file)]
+
+    assert settings(*argv, "--step", "1", "2")["step1_sft"]["batch_size"] == 512
+    with pytest.raises(ConfigError, match=r"^ppo\.batch_size 512 is larger than ppo.rollout_size"):
+        settings(*argv)
+
+
+def test_a_stage_from_the_command_line_is_held_against_the_files_offload(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+
+    with pytest.raises(
+        ConfigError, match=r"^sft\.model\.zero\.offload\.params cpu needs zero_stage 3, got 1"
+    ):
+        resolved("--zero-config", str(file), "--actor-zero-stage", "1")
+
+
+def test_a_wrong_deepspeed_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^none\.json: no such DeepSpeed configuration file"):
+        resolved("--zero-config", "none.json")
+    (tmp_path / "ds.json").write_text('{"zero_optimisation": {"stage": 3}}')
+    with pytest.raises(ConfigError, match=r"^zero_optimisation in .* did you mean zero_optim"):
+        resolved("--zero-config", str(tmp_path / "ds.json"))
 
 
 @pytest.mark.parametrize("in_file", [True, False])

@@ -320,7 +320,11 @@ def test_every_auto_that_nothing_resolves_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("zero_optimization", {"stage": "auto"}), ("optimizer", {"type": "auto"})],
+    [
+        ("zero_optimization", {"stage": "auto"}),
+        ("optimizer", {"type": "auto"}),
+        ("scheduler", {"type": "auto"}),
+    ],
 )
 def test_a_key_that_has_no_auto_is_listed(key: str, value: object) -> None:
     assert '"auto", which nothing here resolves' in refusal({key: value}, given=OURS)

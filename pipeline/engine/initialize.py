@@ -1,0 +1,183 @@
+"""The engine for people who bring their own loop, in DeepSpeed's words.
+
+engine, optimizer, loader, scheduler = initialize(
+model=model, config="ds_config.json", training_data=dataset, total_steps=1000
+)
+for batch in loader:
+loss = engine(**batch).loss
+engine.backward(loss)
+engine.step()
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
+from pipeline.distributed import local_device, rank, world_size
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.engine.deepspeed.read import read_deepspeed_config
+from pipeline.engine.engine import Engine, StepResult
+from pipeline.engine.lr import lr_factor
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LoopEngine:
+    """An `Engine` that counts micro-batches: `backward` takes means, `step` acts at the boundary.
+
+    The gradient of a step is the mean over processes and micro-batches of the losses' gradients, as
+    in DeepSpeed. Where these are means over unequal numbers of tokens, give the sum and the number
+    of tokens of the whole step instead, so that every token weighs the same.
+    """
+
+    def __init__(self, engine: Engine, *, accumulation: int) -> None:
+        self.engine = engine
+        self.accumulation = accumulation
+        self.micro_steps = 0
+        self.last: StepResult | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.engine.model
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones not counted."""
+        return self.engine.steps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run the model's forward pass."""
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Float[Tensor, ""], *, divided_by: float | None = None) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            loss: a mean over the micro-batch, or a sum where `divided_by` is given.
+            divided_by: what the sum over all micro-batches of all processes is divided by.
+        """
+        count = self.accumulation * world_size() if divided_by is None else divided_by
+        self.engine.backward(loss / count)
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether `step` would update the weights now."""
+        return self.micro_steps > 0 and self.micro_steps % self.accumulation == 0
+
+    def step(self) -> StepResult | None:
+        """Update the weights if the last micro-batch of a step is in; None where it is not."""
+        if not self.is_gradient_accumulation_boundary():
+            return None
+        self.last = self.engine.step()
+        return self.last
+
+
+@dataclass(frozen=True)
+class OptimizerView:
+    """The engine's optimizers as one; `engine.step()` steps them."""
+
+    engine: Engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Settings of every group, with the rate of the last step."""
+        return [group for each in self.engine.groups for group in each.optimizer.param_groups]
+
+
+@dataclass(frozen=True)
+class ScheduleView:
+    """The learning rate; `engine.step()` moves it on."""
+
+    engine: Engine
+
+    def get_last_lr(self) -> list[float]:
+        """The rate that the next step uses, before any factor of a group."""
+        engine = self.engine
+        share = lr_factor(engine.steps, total_steps=engine.total_steps, optim=engine.optim)
+        return [engine.optim.lr * share]
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns, in DeepSpeed's order."""
+
+    engine: LoopEngine
+    optimizer: OptimizerView
+    loader: DataLoader[Any] | None
+    scheduler: ScheduleView
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path,
+    training_data: Dataset[Any] | Sequence[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    total_steps: int = 1,
+    seed: int = 0,
+) -> Initialized:
+    """Take a model into the engine.
+
+    Args:
+        model: any module; it is converted to the file's precision and moved to this process's
+            device.
+        config: a DeepSpeed configuration, as a file or a mapping. docs/deepspeed.md says what
+            becomes of each key.
+        training_data: rows that the loader hands out in micro-batches, each process its share.
+        collate_fn: makes a micro-batch of rows.
+        total_steps: optimizer steps of the run, which the schedule is stretched over.
+        seed: of the order of the rows.
+
+    Raises:
+        ConfigError: a wrong key or value in `config`.
+    """
+    settings = read_deepspeed_config(config, world=world_size(), given={"total_steps": total_steps})
+    notice = settings.notice()
+    if notice and rank() == 0:
+        logger.info("%s", notice)
+    trained = model_config(settings.model)
+    precision = WEIGHTS.get(trained.precision)
+    nn.Module.to(model, device=local_device(), dtype=precision)
+    micro = settings.step.get("micro_batch_size", 1)
+    whole = settings.step.get("batch_size", micro * world_size())
+    engine = Engine(model, trained, total_steps=total_steps)
+    loader = None
+    if training_data is not None:
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            training_data, num_replicas=world_size(), rank=rank(), seed=seed, drop_last=True
+        )
+        loader = DataLoader(
+            training_data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=True
+        )
+    return Initialized(
+        LoopEngine(engine, accumulation=whole // (micro * world_size())),
+        OptimizerView(engine),
+        loader,
+        ScheduleView(engine),
+    )
+
+
+def model_config(dotted: Mapping[str, Any]) -> TrainedModelConfig:
+    """Settings of a trained model from their dotted names."""
+    sections = ("", "zero", "zero.offload", "optim", "fp16")
+    parts: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    for name, value in dotted.items():
+        section, _, leaf = name.rpartition(".")
+        parts[section][leaf] = value
+    return TrainedModelConfig(
+        **parts[""],
+        zero=ZeroConfig(offload=OffloadConfig(**parts["zero.offload"]), **parts["zero"]),
+        optim=OptimConfig(**parts["optim"]),
+        fp16=LossScaleConfig(**parts["fp16"]),
+    )

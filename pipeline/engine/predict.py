@@ -1,0 +1,188 @@
+"""The bytes of each process that training a model takes, counted before any is allocated.
+
+The layout is the engine's own: its units, its kinds of weights, its padding.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.distributed import local_device
+from pipeline.engine.flat import ParamSettings, Placement
+from pipeline.engine.layout import padded_size
+from pipeline.engine.optim import build_optimizer
+from pipeline.engine.setup import param_settings, placement_of
+from pipeline.engine.units import UnitParams, find_units
+
+HELD = ("weights", "masters", "gradients", "moments")
+"""What lies there between steps."""
+
+IN_FLIGHT = ("gradient_buffers", "gathered")
+"""The peak of what comes and goes."""
+
+KINDS = (*HELD, *IN_FLIGHT)
+
+
+@dataclass(frozen=True)
+class _Vector:
+    """A flat vector of the engine."""
+
+    settings: ParamSettings
+
+    numel: int
+    """With its padding."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.settings.dtype.itemsize
+
+
+_Unit = Sequence[_Vector]
+
+
+def predict(
+    model: nn.Module,
+    config: TrainedModelConfig,
+    *,
+    world: int,
+    device: torch.device | None = None,
+    micro_batches: int = 1,
+    generates: bool = False,
+) -> dict[str, int]:
+    """Bytes that the engine holds on each process, by kind; activations come on top.
+
+    Args:
+        model: with its adapters, frozen where it is to be; it may be on the meta device.
+        config: its settings.
+        world: processes that share it.
+        device: where it computes; by default this process's.
+        micro_batches: of one process in an optimizer step.
+        generates: whether it answers prompts as well, for which all weights are gathered.
+
+    Returns:
+        `weights`: as the model has them, at stage 3 the own piece; `masters`: fp32 copies of
+        trained weights that are below fp32 or live elsewhere, from stage 1 the own piece;
+        `gradients`: their fp32 sum over micro-batches, from stage 1 the own piece - stages 1 and 2
+        are the same here, for each micro-batch is reduced as it is found - and in the deterministic
+        mode the partial sums as well; `moments`: the optimizer's state after its first step;
+        `gradient_buffers`: fp32 gradients of whole units, the root's all through a backward pass
+        and two blocks', of which one is being reduced; `gathered`: at stage 3, the whole weights of
+        the root, of the block at work and of those gathered ahead, or all of them to generate.
+    """
+    placement = placement_of(config, local_device() if device is None else device)
+    units = [_vectors(unit, config, world) for unit in find_units(model, config.zero.unit_classes)]
+    vectors = [vector for unit in units for vector in unit]
+    trained = [vector for vector in vectors if vector.settings.trained]
+    in_weights = world if placement.shard_params else 1
+    in_optimizer = world if placement.shard_optimizer else 1
+    updated = sum(vector.numel for vector in trained) // in_optimizer
+    copied = [vector for vector in trained if _has_master(vector, placement)]
+    partial_sums = 0
+    if placement.deterministic:
+        # The present micro-batch, and as many sums as a binary counter has digits set at most.
+        levels = (micro_batches + 1).bit_length() - 1
+        partial_sums = (1 + levels) * sum(vector.numel for vector in trained) // world
+    return {
+        "weights": sum(vector.num_bytes for vector in vectors) // in_weights,
+        "masters": 4 * sum(vector.numel for vector in copied) // in_optimizer,
+        "gradients": 4 * (updated + partial_sums),
+        "moments": 4 * updated * state_vectors(config.optim),
+        "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches),
+        "gathered": _gathered(units, config, placement, world, generates=generates),
+    }
+
+
+def offloaded(config: TrainedModelConfig, device: torch.device) -> dict[str, str]:
+    """Of the kinds that don't lie on `device` the place, "cpu" or "nvme"."""
+    offload = config.zero.offload
+    places = {
+        "weights": offload.params,
+        "masters": offload.optimizer,
+        "gradients": offload.gradients,
+        "moments": offload.optimizer,
+    }
+    return {kind: place for kind, place in places.items() if place not in ("none", device.type)}
+
+
+def state_vectors(optim: OptimConfig) -> int:
+    """Vectors of the weights' size that the optimizer keeps from step to step: 2 for Adam's kind.
+
+    Found by one step of the optimizer itself on two numbers.
+    """
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.zeros(2)
+    settings = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    optimizer = build_optimizer([{"params": [weight], **settings}], optim)
+    optimizer.step()
+    state = optimizer.state[weight].values()
+    return sum(isinstance(value, Tensor) and value.numel() == 2 for value in state)
+
+
+def _vectors(unit: UnitParams, config: TrainedModelConfig, world: int) -> _Unit:
+    sizes = Counter[ParamSettings]()
+    for name, param in unit.params.items():
+        sizes[param_settings(name, param, config)] += param.numel()
+    return [_Vector(settings, padded_size(numel, world)) for settings, numel in sizes.items()]
+
+
+def _has_master(vector: _Vector, placement: Placement) -> bool:
+    """Whether the optimizer updates a copy rather than the weights themselves."""
+    where = placement.param_device if placement.shard_params else placement.device
+    elsewhere = placement.optimizer_on_disk or where != placement.optimizer_device
+    return elsewhere or vector.settings.dtype != torch.float32
+
+
+def _gradient_buffers(
+    units: Sequence[_Unit],
+    config: TrainedModelConfig,
+    placement: Placement,
+    world: int,
+    micro_batches: int,
+) -> int:
+    """The buffers of one backward pass; they are kept and used again."""
+    computes_sums = placement.gradient_device == placement.device and not placement.deterministic
+    if world == 1 and micro_batches == 1 and computes_sums:
+        return 0  # autograd writes into the sums themselves
+    *blocks, root = ([vector.numel for vector in unit if vector.settings.trained] for unit in units)
+    taken, free = Counter(root), Counter[int]()
+    settling: list[int] = []
+    before: list[int] = []
+    for block in reversed(blocks):
+        free.update(settling)
+        settling, before = before, block
+        for numel in block:
+            taken[numel] += not free[numel]
+            free[numel] -= free[numel] > 0
+    num_bytes = 4 * sum(numel * count for numel, count in taken.items())
+    # gloo, and NCCL where the order of addition is fixed, receive pieces beside those they send.
+    on_cpu = placement.device.type == "cpu"
+    exchanges = _through_a_group(config, placement, world) and (on_cpu or placement.deterministic)
+    return 2 * num_bytes if exchanges else num_bytes
+
+
+def _gathered(
+    units: Sequence[_Unit],
+    config: TrainedModelConfig,
+    placement: Placement,
+    world: int,
+    *,
+    generates: bool,
+) -> int:
+    if not placement.shard_params:
+        return 0
+    *blocks, root = (sum(vector.num_bytes for vector in unit) for unit in units)
+    if generates:
+        return root + sum(blocks)
+    overlaps = _through_a_group(config, placement, world)
+    at_once = 1 + (config.zero.prefetch_units if overlaps else 0)
+    windows = (sum(blocks[first : first + at_once]) for first in range(len(blocks)))
+    return root + max(windows, default=0)
+
+
+def _through_a_group(config: TrainedModelConfig, placement: Placement, world: int) -> bool:
+    """Whether collectives run beside the computation, not through one machine's own memory."""
+    return world > 1 and not (placement.device.type == "cpu" and config.zero.shared_memory)

@@ -1,0 +1,62 @@
+"""Models without memory for their weights, to count what they would take."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
+from transformers.utils import logging
+
+from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
+from pipeline.errors import ModelError
+from pipeline.models.embedded import build_model, build_tokenizer
+from pipeline.models.load import weight_dtype
+from pipeline.models.lora import Task, add_lora
+
+
+def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
+    """The model as a step holds it on `device`, with its adapters, but on the meta device.
+
+    Only its configuration is read. Rows that a chat format adds to the embeddings are not there.
+
+    Raises:
+        ModelError: there is no configuration, or none of a model of that kind.
+    """
+    path = str(config.path)
+    auto = AutoModelForCausalLM if task == "causal" else AutoModelForSequenceClassification
+    trust = config.trust_remote_code
+    try:
+        with _errors_only(), torch.device("meta"):
+            settings = _settings(path, trust_remote_code=trust)
+            settings.num_labels = 1
+            dtype = weight_dtype(config.precision, device)
+            model = auto.from_config(settings, dtype=dtype, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"the model {path} has no configuration to read ({reason})") from None
+    if isinstance(config, TrainedModelConfig):
+        return add_lora(model, config.lora, task=task, seed=0) if config.lora else model
+    return model.requires_grad_(False)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Without transformers' advice on how to call a model that nobody will call."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    if path == EMBEDDED:
+        return build_model(vocab_size=len(build_tokenizer()), seed=0).config
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

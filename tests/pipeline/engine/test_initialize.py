@@ -1,0 +1,110 @@
+"""The engine in somebody's own loop, by a DeepSpeed configuration."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.distributed import rank, world_size
+from pipeline.engine.initialize import initialize
+from pipeline.errors import ConfigError
+from tests.distributed import run_ranks
+from tests.families import tiny_causal_lm
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95]}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 2, "total_num_steps": 4, "warmup_type": "linear"},
+    },
+}
+ROWS = torch.randint(0, 101, (16, 9), generator=torch.Generator().manual_seed(0))
+
+
+def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = torch.stack(rows)
+    return {"input_ids": ids, "labels": ids}
+
+
+def learn(config: dict[str, Any] | str) -> dict[str, Any]:
+    model = tiny_causal_lm("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    engine, optimizer, loader, scheduler = initialize(
+        model=model,
+        config=config,
+        training_data=list(ROWS),
+        collate_fn=collate,
+        total_steps=4,
+    )
+    assert loader is not None
+    stepped = []
+    for batch in loader:
+        engine.backward(engine(**batch).loss)
+        stepped.append(engine.step() is not None)
+    with engine.engine.gathered():
+        total = sum(param.detach().double().sum().item() for param in model.parameters())
+    return {
+        "stepped": stepped,
+        "steps": engine.global_steps,
+        "total": total,
+        "dtype": next(model.parameters()).dtype,
+        "rate": optimizer.param_groups[0]["lr"],
+        "next": scheduler.get_last_lr(),
+    }
+
+
+def test_a_deepspeed_file_trains_in_the_users_loop_on_one_process_and_on_two(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(CONFIG))
+
+    alone = learn(CONFIG)
+    first, second = run_ranks(learn, str(file))
+
+    assert alone["stepped"] == [False, False, False, True] * 2  # 8 = 2 x 4
+    assert first["stepped"] == [False, True] * 2  # 8 = 2 x 2 x 2 processes
+    assert first == second
+    assert alone["steps"] == first["steps"] == 2
+    assert alone["dtype"] == first["dtype"] == torch.bfloat16
+    assert alone["next"] == first["next"]
+
+
+def mean_of_unequal() -> tuple[float, float]:
+    """The gradient norm of 1 + 3 tokens: as sums over their number, and as means of means."""
+    norms = []
+    for divided_by in (4.0, None):
+        model = nn.Linear(1, 1, bias=False)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+        engine = initialize(model=model, config=config).engine
+        tokens = torch.tensor([[1.0]] if rank() == 0 else [[2.0], [2.0], [2.0]])
+        said = engine(tokens)
+        engine.backward(said.mean() if divided_by is None else said.sum(), divided_by=divided_by)
+        result = engine.step()
+        assert result is not None
+        norms.append(result.grad_norm)
+    return norms[0], norms[1]
+
+
+def test_unequal_micro_batches_are_weighed_by_their_tokens() -> None:
+    assert run_ranks(mean_of_unequal) == [((1 + 2 * 3) / 4, (1 + 2) / 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train_batch_size": 7}, "train_batch_size"),
+        ({"zero_optimisation": {}}, "did you mean zero_optimization"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    assert world_size() == 1
+    with pytest.raises(ConfigError, match=sentence):
+        initialize(model=nn.Linear(1, 1), config=CONFIG | changes)

@@ -1,0 +1,112 @@
+"""A gradient that is not finite anywhere skips the step everywhere, and is named in the end."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
+from pipeline.distributed import rank
+from pipeline.engine.config import ZeroConfig
+from pipeline.engine.engine import Engine, NonFiniteGradientError
+from tests.distributed import run_ranks
+from tests.pipeline.engine.test_stages import build, loss_of
+
+
+def engine_of(stage: int, dtype: str, **changes: Any) -> Engine:
+    config = TrainedModelConfig(
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        optim=OptimConfig(lr=1e-2, schedule="linear", warmup_ratio=0.0),
+        fp16=LossScaleConfig(initial_scale_power=4, hysteresis=1),
+        **changes,
+    )
+    return Engine(build("llama", dtype), config, total_steps=10)
+
+
+def state(engine: Engine) -> list[Tensor]:
+    """Masters, moments and step counters of this process."""
+    return [
+        tensor.clone()
+        for group in engine.groups
+        for tensor in (group.master.detach(), *group.optimizer.state[group.master].values())
+    ]
+
+
+def overflow_on_one_rank(stage: int, dtype: str) -> dict[str, Any]:
+    engine = engine_of(stage, dtype)
+    engine.backward(loss_of(engine, 0, 0, rank()))
+    first = engine.step()
+    before = state(engine)
+
+    for micro_batch in range(2):
+        loss = loss_of(engine, 1, micro_batch, rank())
+        engine.backward(loss * float("inf") if rank() == 1 and micro_batch == 0 else loss)
+    skipped = engine.step()
+
+    unchanged = all(map(torch.equal, before, state(engine)))
+    steps, scale = engine.steps, engine.scaler.scale
+    engine.backward(loss_of(engine, 2, 0, rank()))
+    third = engine.step()
+    return {
+        "skipped": (first.skipped, skipped.skipped, third.skipped),
+        "unchanged": unchanged,
+        "steps": (steps, engine.steps),
+        "scale": scale,
+        "rates": (first.lr, third.lr),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("stage", range(4))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, dtype: str) -> None:
+    first, second = run_ranks(overflow_on_one_rank, stage, dtype)
+
+    assert first == second
+    assert first["skipped"] == (False, True, False)
+    assert first["unchanged"]
+    assert first["steps"] == (1, 2)  # the schedule has not moved for the skipped step
+    assert first["scale"] == (8.0 if dtype == "fp16" else 1.0)
+    assert first["rates"][0] > first["rates"][1] == pytest.approx(0.9 * 1e-2)
+
+
+def poison(engine: Engine) -> str:
+    """What training says where the second block's gradients are NaN."""
+    model: Any = engine.model
+    model.model.layers[1].mlp.up_proj.register_full_backward_hook(
+        lambda _module, grad_in, _grad_out: tuple(g * float("nan") for g in grad_in)
+    )
+    return _last_words(engine, 1.0)
+
+
+def _last_words(engine: Engine, factor: float) -> str:
+    try:
+        for step in range(9):
+            engine.backward(loss_of(engine, step, 0, rank()) * factor)
+            engine.step()
+    except NonFiniteGradientError as error:
+        return str(error)
+    return "nothing"
+
+
+def poisoned(stage: int) -> str:
+    return poison(engine_of(stage, "bf16", zero=ZeroConfig(max_skipped_steps=3)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_training_stops_after_some_skipped_steps_and_names_the_unit(stage: int) -> None:
+    first, second = run_ranks(poisoned, stage)
+
+    assert first == second
+    assert first.startswith(
+        "the gradient was infinite or NaN for 3 steps in a row, in model.layers.0 first;"
+    )
+
+
+def test_fp16_stops_at_its_smallest_scale_and_says_so() -> None:
+    engine = engine_of(2, "fp16")
+
+    assert _last_words(engine, float("inf")) == (
+        "the gradient of model.layers.0 overflows fp16 even at the smallest loss scale, 1; train"
+        " with precision bf16 or fp32"
+    )

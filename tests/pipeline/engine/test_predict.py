@@ -1,0 +1,247 @@
+"""The predicted bytes are those that the engine holds, on real processes."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.engine.engine import Engine
+from pipeline.engine.predict import HELD, KINDS, offloaded, predict, state_vectors
+from pipeline.engine.trained import trained_bytes
+from pipeline.models.lora import add_lora
+from tests.distributed import run_ranks
+from tests.families import VOCAB, tiny_causal_lm, tiny_config
+
+WORLD = 2
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def settings(stage: int, *, lora: bool = False, **others: Any) -> TrainedModelConfig:
+    return TrainedModelConfig(
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        lora=LoraConfig(rank=2, lr=1e-3) if lora else None,
+        **{"optim": OptimConfig(weight_decay=0.1), **others},
+    )
+
+
+def full(dtype: torch.dtype) -> nn.Module:
+    return nn.Module.to(tiny_causal_lm("opt", hidden_size=28, word_embed_proj_dim=28), dtype)
+
+
+def tied(dtype: torch.dtype) -> nn.Module:
+    return nn.Module.to(tiny_causal_lm("gpt2", tie_word_embeddings=True, n_layer=3), dtype)
+
+
+def adapters(dtype: torch.dtype) -> nn.Module:
+    model = tiny_causal_lm("llama")
+    nn.Module.to(model, dtype)
+    return add_lora(model, LoraConfig(rank=2), task="causal", seed=0)
+
+
+MODELS: tuple[Callable[[torch.dtype], nn.Module], ...] = (full, tied, adapters)
+
+
+def one_step(engine: Engine, *, micro_batches: int = 1) -> None:
+    for micro_batch in range(micro_batches):
+        ids = torch.arange(14).view(2, 7) + micro_batch
+        engine.backward(engine(input_ids=ids, use_cache=False).logits.float().square().mean())
+    engine.step()
+
+
+def measured(engine: Engine) -> dict[str, int]:
+    """Bytes that the engine's own vectors have, by kind."""
+    flats = [flat for unit in engine.zero.units for flat in unit.flats]
+    held = trained_bytes(engine.groups)
+    sums = [group.grad.nbytes - group.gradients.sum.total.nbytes for group in engine.groups]
+    return {
+        "weights": sum(flat.bytes_of_weights for flat in flats),
+        "masters": held["masters"],
+        # At stage 0 the sum is the own piece of a vector that is whole.
+        "gradients": held["gradients"] + sum(sums),
+        "moments": held["moments"],
+        "gradient_buffers": engine.groups[0].gradients.pool.num_bytes,
+    }
+
+
+def wrong_predictions() -> list[str]:
+    """Cases on this rank in which the engine holds other bytes than were predicted."""
+    wrong: list[str] = []
+    for make, dtype, stage in product(MODELS, DTYPES, range(4)):
+        model, config = make(dtype), settings(stage, lora=make is adapters)
+        expected = predict(model, config, world=WORLD)
+        engine = Engine(model, config, total_steps=2)
+        one_step(engine)
+        wrong += [
+            f"{make.__name__} {dtype} stage {stage}: {kind} {num_bytes}, not {expected[kind]}"
+            for kind, num_bytes in measured(engine).items()
+            if num_bytes != expected[kind]
+        ]
+    return wrong
+
+
+def test_two_processes_hold_what_was_predicted() -> None:
+    assert run_ranks(wrong_predictions, world_size=WORLD) == [[], []]
+
+
+def gathered_peak(stage: int, shared_memory: Any) -> tuple[int, int]:
+    """The most bytes of gathered weights at any block, and what was predicted."""
+    zero = ZeroConfig(shared_memory=shared_memory)
+    model, config = tied(torch.bfloat16), settings(stage, zero=zero)
+    expected = predict(model, config, world=WORLD)["gathered"]
+    engine = Engine(model, config, total_steps=2)
+    seen: list[int] = []
+    for unit in engine.zero.blocks:
+        unit.module.register_forward_hook(
+            lambda *_: seen.append(engine.zero.gathered_bytes), prepend=True
+        )
+    one_step(engine)  # in which nobody knows yet what comes after a block
+    one_step(engine)
+    return max(seen), expected
+
+
+@pytest.mark.parametrize(("stage", "shared_memory"), [(2, True), (3, True), (3, False)])
+def test_the_peak_of_gathered_weights_is_predicted(stage: int, *, shared_memory: bool) -> None:
+    for peak, expected in run_ranks(gathered_peak, stage, shared_memory, world_size=WORLD):
+        assert peak == expected
+        assert (peak > 0) == (stage == 3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_deterministic_mode_holds_partial_sums(stage: int, micro_batches: int) -> None:
+    model, config = full(torch.float32), settings(stage, zero=ZeroConfig(reduction="deterministic"))
+    expected = predict(model, config, world=1, micro_batches=micro_batches)
+    plain = predict(model, settings(stage), world=1)["gradients"]
+    engine = Engine(model, config, total_steps=2)
+    most = 0
+    for _ in range(micro_batches):
+        engine.backward(engine(input_ids=torch.arange(8).view(1, 8)).logits.mean())
+        most = max(most, measured(engine)["gradients"])
+
+    assert most == expected["gradients"]
+    # The sum, the present micro-batch and 1, 1, 2 or 3 sums of 1, 2 and 4 micro-batches.
+    assert most == plain * {1: 3, 2: 3, 3: 4, 7: 5}[micro_batches]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_single_process_needs_buffers_from_its_second_micro_batch(micro_batches: int) -> None:
+    model, config = tied(torch.float32), settings(0)
+    expected = predict(model, config, world=1, micro_batches=micro_batches)
+    engine = Engine(model, config, total_steps=2)
+    one_step(engine, micro_batches=micro_batches)
+
+    assert measured(engine)["gradient_buffers"] == expected["gradient_buffers"]
+    assert (expected["gradient_buffers"] > 0) == (micro_batches == 2)
+
+
+@pytest.mark.parametrize(
+    ("optim", "vectors"),
+    [
+        (OptimConfig(), 2),
+        (OptimConfig(params={"amsgrad": True}), 3),
+        (OptimConfig(name="SGD"), 0),
+        (OptimConfig(name="SGD", params={"momentum": 0.9}), 1),
+        (OptimConfig(name="Adagrad"), 1),
+        (OptimConfig(name="RMSprop", params={"centered": True, "momentum": 0.5}), 3),
+        (OptimConfig(name="Adamax"), 2),
+    ],
+    ids=lambda value: value.name if isinstance(value, OptimConfig) else "",
+)
+def test_every_optimizer_has_its_own_number_of_vectors(optim: OptimConfig, vectors: int) -> None:
+    model, config = full(torch.float32), settings(1, optim=optim)
+    engine = Engine(model, config, total_steps=2)
+    one_step(engine)
+
+    assert state_vectors(optim) == vectors
+    assert measured(engine)["moments"] == predict(model, config, world=1)["moments"]
+
+
+class Blocks(nn.Module):
+    """Blocks of 1000 and 2000 weights and a root of 30.
+
+    On 2 processes vectors are padded to multiples of 16 * 16: 1024, 2048 and 256, together 3328.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(size, 20, bias=False) for size in (50, 100)])
+        self.head = nn.Linear(30, 1, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (0, (2 * 3328, 4 * 3328, 4 * 3328, 8 * 3328, 4 * 3328, 0)),
+        (1, (2 * 3328, 4 * 1664, 4 * 1664, 8 * 1664, 4 * 3328, 0)),
+        (2, (2 * 3328, 4 * 1664, 4 * 1664, 8 * 1664, 4 * 3328, 0)),
+        (3, (2 * 1664, 4 * 1664, 4 * 1664, 8 * 1664, 4 * 3328, 2 * 3328)),
+    ],
+)
+def test_stages_share_out_more_and_more(stage: int, expected: tuple[int, ...]) -> None:
+    model = Blocks().to(torch.bfloat16)
+
+    assert predict(model, settings(stage), world=2, device=GPU) == dict(
+        zip(KINDS, expected, strict=True)
+    )
+
+
+def test_without_gathering_ahead_one_block_is_there_at_a_time() -> None:
+    config = settings(3, zero=ZeroConfig(prefetch_units=0))
+
+    assert predict(Blocks(), config, world=2, device=GPU)["gathered"] == 4 * (256 + 2048)
+    assert predict(Blocks(), settings(3), world=2, device=CPU)["gathered"] == 4 * (256 + 2048)
+
+
+def test_to_generate_all_weights_are_there() -> None:
+    kinds = predict(Blocks(), settings(3), world=2, device=GPU, generates=True)
+
+    assert kinds["gathered"] == 4 * 3328
+    assert predict(Blocks(), settings(2), world=2, generates=True)["gathered"] == 0
+
+
+def test_a_model_without_memory_is_predicted_alike() -> None:
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            tiny_config("opt", hidden_size=28, word_embed_proj_dim=28), dtype=torch.bfloat16
+        )
+
+    assert predict(empty, settings(3), world=3) == predict(
+        full(torch.bfloat16), settings(3), world=3
+    )
+
+
+def test_offloaded_fp32_weights_have_masters_on_the_host() -> None:
+    config = settings(1, zero=ZeroConfig(offload=OffloadConfig(optimizer="cpu")))
+
+    assert predict(Blocks(), config, world=2, device=GPU)["masters"] == 4 * 1664
+    assert predict(Blocks(), config, world=2, device=CPU)["masters"] == 0
+    assert predict(Blocks(), settings(1), world=2, device=GPU)["masters"] == 0
+    assert offloaded(config, GPU) == {"masters": "cpu", "moments": "cpu"}
+    assert offloaded(config, CPU) == {}
+
+
+def test_on_a_disk_are_masters_of_fp32_weights_too(tmp_path: Path) -> None:
+    offload = OffloadConfig(optimizer="nvme", nvme_path=tmp_path)
+    config = settings(2, zero=ZeroConfig(offload=offload))
+
+    assert predict(Blocks(), config, world=2, device=CPU)["masters"] == 4 * 1664
+    assert offloaded(config, CPU) == {"masters": "nvme", "moments": "nvme"}
+
+
+def test_frozen_weights_take_their_own_bytes_alone() -> None:
+    prediction = predict(Blocks().requires_grad_(False), settings(0), world=2)
+
+    assert [prediction[kind] for kind in HELD] == [4 * 3328, 0, 0, 0]
+
+
+def test_the_vocabulary_of_the_test_models_makes_odd_sizes() -> None:
+    assert VOCAB % 16 != 0
