@@ -81,8 +81,7 @@ def train(config: SFTConfig) -> Path:
 
         best.restore()
         set_stop_tokens(model, chat.stop_ids)
-        with engine.gathered():
-            export(model, tokenizer, config.output_dir)
+        export(model, tokenizer, config.output_dir, engine=engine)
         run.finish(
             eval={
                 "perplexity_before": before,

@@ -120,8 +120,7 @@ def train(config: RewardConfig) -> Path:
                 after = evaluate(scorer, held_out, config)
                 run.evaluated(step, **after)
 
-        with engine.gathered():
-            export(model, tokenizer, config.output_dir)
+        export(model, tokenizer, config.output_dir, engine=engine)
         mean, std = measure_scores(scorer, chat, data.train, config)
         write_normalization(model, config.output_dir, mean=mean, std=std)
         run.finish(

@@ -120,7 +120,9 @@ def load_models(
     actor_iterations = max(1, iterations - config.critic_warmup_steps)
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
     critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
-    reward = load_classifier(config.reward, device=device, seed=config.seed)
+    reward = load_classifier(
+        config.reward, device=device, seed=config.seed, defer=config.critic.zero_stage == 3
+    )
     for role, model in (("actor", actor), ("critic", critic), ("reward", reward)):
         require_context(base_model(model), role, config)
     engine = Engine(Policy(actor), config.actor, total_steps=actor_iterations * updates)
@@ -168,7 +170,8 @@ def load_reference(
         return Reference(actor)
     same = config.reference.path is None
     source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
-    model = load_causal_lm(source, device=device, seed=config.seed)
+    sharded = config.actor.zero_stage == 3
+    model = load_causal_lm(source, device=device, seed=config.seed, defer=sharded)
     add_tokens(model, tokenizer, seed=config.seed)
     return Reference(FrozenEngine(Policy(model), config.actor))
 

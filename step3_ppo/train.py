@@ -110,13 +110,11 @@ def train(config: PPOConfig) -> Path:
         evaluation = summarize(before, after)
         run.evaluated(total_steps, **evaluation)
         set_stop_tokens(models.policy, chat.stop_ids)
-        with models.actor.gathered():
-            export(models.policy, tokenizer, run.path("actor"))
-        with models.critic.gathered():
-            export(models.value_model, tokenizer, run.path("critic"))
+        export(models.policy, tokenizer, run.path("actor"), engine=models.actor)
+        export(models.value_model, tokenizer, run.path("critic"), engine=models.critic)
         if ema is not None:
-            with ema.applied(), models.actor.gathered():
-                export(models.policy, tokenizer, run.path("ema"))
+            with ema.applied():
+                export(models.policy, tokenizer, run.path("ema"), engine=models.actor)
         sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
         base = answers_of_base(held_out, config.base)
         if base is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.engine.comm import Collectives, Work
 from pipeline.engine.layout import padded_size
+from pipeline.engine.stored import StoredParameter, copy_elements
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,19 @@ class FlatParams:
         self._load()
 
     def _load(self) -> None:
-        self.full.zero_()
+        """Take what this process keeps from the parameters, and show them the vector instead."""
+        own = self.shard if self.placement.shard_params else self.full
+        first = self.comm.rank * self.shard_numel if self.placement.shard_params else 0
+        own.zero_()
         for name, param in self.params.items():
-            self.views[name].copy_(param.detach())
+            offset = self.offsets[name]
+            start, stop = max(offset, first), min(offset + param.numel(), first + own.numel())
+            if start < stop:
+                copy_elements(param, start - offset, own[start - first : stop - first])
             param.data = self.views[name]
-        if self.placement.shard_params:
-            self.shard.copy_(self.comm.piece(self.full))
-            self.free()
+            if isinstance(param, StoredParameter):
+                param.settle()
+        self.free()
 
     def cut(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of a vector of this layout, one for each parameter, in its shape."""

@@ -91,8 +91,7 @@ class ZeroModel:
     # Forward
 
     def _before_model(self, _module: nn.Module, _args: object, _kwargs: object) -> None:
-        if self.asleep:
-            raise RuntimeError("the weights are off the device: call reload_states() first")
+        self._check_awake()
         self.flush()
         self._check_unchanged()
         self._root_was_gathered = self.root.gathered
@@ -236,6 +235,7 @@ class ZeroModel:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """All weights in place, for as long as it lasts; all processes enter it in step."""
+        self._check_awake()
         self._pinned += 1
         try:
             for unit in self.units:
@@ -245,6 +245,22 @@ class ZeroModel:
             self._pinned -= 1
             for unit in self.units:
                 if not (unit is self.root and self.root.expects_backward):
+                    self._free(unit)
+
+    def one_by_one(self) -> Iterator[Unit]:
+        """Every unit, with its weights in place until the next is asked for.
+
+        All processes go through it in step.
+        """
+        self._check_awake()
+        self.flush()
+        for unit in self.units:
+            stays = unit.gathered
+            unit.gather()
+            try:
+                yield unit
+            finally:
+                if not stays:
                     self._free(unit)
 
     def hide(self) -> None:
@@ -271,6 +287,10 @@ class ZeroModel:
             for flat in unit.flats
             if flat.placement.shard_params
         )
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise RuntimeError("the weights are off the device: call reload_states() first")
 
     def _check_unchanged(self) -> None:
         for unit in self.units:

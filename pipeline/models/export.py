@@ -2,30 +2,44 @@
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.distributed import barrier, is_main
+from pipeline.engine.engine import Engine
 from pipeline.models.forward import base_model
+from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 
 ADAPTER_DIR = "adapter"
+ADAPTER_PREFIX = "base_model.model."
+"""Of the names in a peft model."""
 
 
-def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def export(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    engine: Engine | None = None,
+) -> None:
     """Write config, safetensors and tokenizer into `directory`, each file replaced whole.
 
     With LoRA the directory holds the merged model, and `adapter/` the adapter in peft's form. The
     trained model itself is not changed. All processes call it; the main one writes, and none goes
-    on before the files are there.
+    on before the files are there. Weights that `engine` shards are gathered a unit at a time.
     """
+    weights = named_weights(base_model(model), engine)
     if is_main():
-        _write(model, tokenizer, directory)
+        _write(model, weights, tokenizer, directory)
+    else:
+        for _ in weights:
+            pass
     barrier()
 
 
@@ -36,17 +50,49 @@ def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
         generation.eos_token_id = list(stop_ids)
 
 
-def _write(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+@torch.no_grad()
+def named_weights(model: nn.Module, engine: Engine | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Everything in the state dict of `model`, each tensor whole until the next is asked for.
+
+    `engine` trains the model, or one it is part of; unit by unit it gathers what it shards, and all
+    processes go on in step. All weights of a unit are in place while it is its turn.
+    """
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if engine is not None:
+        names: dict[Tensor, list[str]] = {}
+        for name, tensor in state.items():
+            names.setdefault(tensor, []).append(name)
+        for unit in engine.zero.one_by_one():
+            for param in (param for flat in unit.flats for param in flat.params.values()):
+                for name in names.get(param, ()):
+                    yield name, state.pop(name).detach()
+    for name, tensor in state.items():
+        yield name, tensor.detach()
+
+
+def _write(
+    model: nn.Module, weights: NamedTensors, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
         staging = Path(scratch)
-        model_to_save = base_model(model)
-        if model_to_save.config.pad_token_id is None:  # plain classifiers need it for batches
-            model_to_save.config.pad_token_id = tokenizer.pad_token_id
-        model_to_save.save_pretrained(staging, state_dict=merged_state_dict(model))
+        plain = base_model(model)
+        if plain.config.pad_token_id is None:  # plain classifiers need it for batches
+            plain.config.pad_token_id = tokenizer.pad_token_id
+        adapter: dict[str, Tensor] = {}
+        if isinstance(model, PeftModel):
+            weights = _merged(plain, weights, adapter)
+        left_out = _left_out(plain)
+        weights = ((name, tensor) for name, tensor in weights if name not in left_out)
+        if can_stream(plain):
+            stream_export(as_saved(plain, weights), directory)
+            rest: dict[str, Tensor] = {}
+        else:
+            rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
+        plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
-            model.save_pretrained(str(staging / ADAPTER_DIR))
+            model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
         for path in sorted(staging.iterdir()):
             target = directory / path.name
             if target.is_dir():
@@ -54,24 +100,40 @@ def _write(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path
             path.replace(target)
 
 
-def merged_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights as the plain model has them: adapters added into copies, never into the base."""
-    plain = base_model(model)
-    if not isinstance(model, PeftModel):
-        return plain.state_dict()
+def _merged(
+    plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights as the plain model has them: adapters added into copies, never into the base.
+
+    What belongs to the adapter goes into `adapter`, under its name in the peft model.
+    """
     layers = {
         name: module for name, module in plain.named_modules() if isinstance(module, LoraLayer)
     }
-    merged: dict[str, torch.Tensor] = {}
-    for name, weight in plain.state_dict().items():
+    embeddings = (plain.get_input_embeddings(), plain.get_output_embeddings())
+    for name, weight in weights:
         owner, _, leaf = name.partition(".base_layer.")
+        layer = layers.get(owner)
+        own = ".lora_" in name or ".modules_to_save." in name
+        if own or (layer is not None and layer in embeddings):  # peft keeps adapted tables whole
+            adapter[ADAPTER_PREFIX + name] = weight.to("cpu", copy=True)
         if ".lora_" in name or ".original_module." in name:
             continue
-        if leaf == "weight" and owner in layers:
-            delta = layers[owner].get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
-            merged[f"{owner}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
+        if leaf == "weight" and layer is not None:
+            delta = layer.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
+            yield f"{owner}.weight", (weight.float() + delta.float()).to(weight.dtype)
         elif leaf:
-            merged[f"{owner}.{leaf}"] = weight
+            yield f"{owner}.{leaf}", weight
         else:
-            merged[name.replace(".modules_to_save.default.", ".")] = weight
-    return merged
+            yield name.replace(".modules_to_save.default.", "."), weight
+
+
+def _left_out(plain: PreTrainedModel) -> set[str]:
+    """Names that share another's tensor, or that the family never saves."""
+    state = plain.state_dict(keep_vars=True)
+    tied = {
+        name
+        for name, source in plain.all_tied_weights_keys.items()
+        if name in state and source in state and state[name] is state[source]
+    }
+    return tied | set(plain._keys_to_ignore_on_save or ())  # noqa: SLF001

@@ -1,6 +1,7 @@
 """Loading models and tokenizers: from Hugging Face, from a directory, or built here."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -21,7 +22,15 @@ from transformers import (
 from pipeline.config import EMBEDDED, FrozenModelConfig, Precision
 from pipeline.errors import ModelError
 from pipeline.models.attention import RAGGED
+from pipeline.models.deferred import (
+    NotDeferrableError,
+    defer_again,
+    deferred_model,
+    stored_parameters,
+)
 from pipeline.models.embedded import build_model, build_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -66,37 +75,31 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_causal_lm(
-    config: FrozenModelConfig, *, device: torch.device, seed: int = 0
+    config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, without dropout."""
+    """A causal language model in evaluation mode, without dropout.
+
+    With `defer` its weights stay in their files, for an engine that shards them to read.
+    """
     path = model_path(config)
-    dtype = weight_dtype(config.precision, device)
     if path == EMBEDDED:
         model: PreTrainedModel = build_model(vocab_size=len(build_tokenizer()), seed=seed)
-        nn.Module.to(model, dtype=dtype)
+        nn.Module.to(model, dtype=weight_dtype(config.precision, device))
     else:
         settings = _without_dropout(path, config)
-        model, info = _load(
-            path,
-            lambda: AutoModelForCausalLM.from_pretrained(
-                path,
-                config=settings,
-                dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-            ),
-        )
-        _require_weights(path, info["missing_keys"])
+        model, missing = _build(AutoModelForCausalLM, config, settings, device, defer=defer)
+        _require_weights(path, missing)
     return _prepared(model, device)
 
 
 def load_classifier(
-    config: FrozenModelConfig, *, device: torch.device, seed: int = 0
+    config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
 ) -> PreTrainedModel:
     """A sequence classifier with one label, in evaluation mode, without dropout.
 
     A head that the directory doesn't hold is drawn from N(0, 1 / sqrt(d + 1)), d the hidden size
-    (Stiennon et al. 2020, appendix B).
+    (Stiennon et al. 2020, appendix B). With `defer` the other weights stay in their files, for an
+    engine that shards them to read.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -104,23 +107,13 @@ def load_classifier(
             "the embedded model is a language model: a reward model starts from step 1's output;"
             " run `python train.py --step 1` first"
         )
-    dtype = weight_dtype(config.precision, device)
     settings = _without_dropout(path, config)
     settings.num_labels = 1
-    model, info = _load(
-        path,
-        lambda: AutoModelForSequenceClassification.from_pretrained(
-            path,
-            config=settings,
-            dtype=dtype,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        ),
-    )
-    missing = set(info["missing_keys"])
+    auto = AutoModelForSequenceClassification
+    model, missing = _build(auto, config, settings, device, defer=defer)
     _require_weights(path, missing - {"score.weight", "score.bias"})
     if "score.weight" in missing:
-        initialize_head(model.score, seed=seed)
+        initialize_head(cast("nn.Linear", model.score), seed=seed)
     return _prepared(model, device)
 
 
@@ -164,9 +157,11 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, se
     New rows are drawn from `seed`, the same on every process and for every copy of the model.
     """
     if lacks_tokens(model, tokenizer):
+        stored = stored_parameters(model)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        defer_again(model, stored)
 
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
@@ -188,6 +183,40 @@ def switch_off_dropout(settings: PreTrainedConfig) -> None:
             switch_off_dropout(value)
         elif "drop" in name and isinstance(value, float):
             setattr(settings, name, 0.0)
+
+
+def _build(
+    auto: Any,  # noqa: ANN401  # one of the Auto classes, which have no common base
+    config: FrozenModelConfig,
+    settings: PreTrainedConfig,
+    device: torch.device,
+    *,
+    defer: bool,
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model, and the names of its parameters that the files have nothing for."""
+    path, dtype = model_path(config), weight_dtype(config.precision, device)
+    trusted = config.trust_remote_code
+    if defer:
+        try:
+            return _load(
+                path,
+                lambda: deferred_model(
+                    auto, path, settings, dtype=dtype, device=device, trust_remote_code=trusted
+                ),
+            )
+        except NotDeferrableError as reason:
+            logger.info("every process loads %s whole before it is sharded: %s", path, reason)
+    model, info = _load(
+        path,
+        lambda: auto.from_pretrained(
+            path,
+            config=settings,
+            dtype=dtype,
+            trust_remote_code=trusted,
+            output_loading_info=True,
+        ),
+    )
+    return model, set(info["missing_keys"])
 
 
 def _prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

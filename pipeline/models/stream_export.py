@@ -20,6 +20,17 @@ SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
+def can_stream(model: PreTrainedModel) -> bool:
+    """Whether one parameter is enough to tell what the family's files hold for it.
+
+    Some hold in one tensor what the model has in several.
+    """
+    return not any(
+        isinstance(step, WeightConverter) and len(step.target_patterns) > 1
+        for step in get_model_conversion_mapping(model, add_legacy=False)
+    )
+
+
 def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Parameters under the names, and cut into the pieces, that `save_pretrained` writes.
 
@@ -27,13 +38,10 @@ def as_saved(model: PreTrainedModel, named: NamedTensors) -> Iterator[tuple[str,
     files have by expert.
 
     Raises:
-        ValueError: the family's files hold in one tensor what the model has in several, which can't
-            be told from one parameter at a time.
+        ValueError: the family can't be written this way.
     """
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    for step in conversions:
-        if isinstance(step, WeightConverter) and len(step.target_patterns) > 1:
-            raise ValueError(f"{model.config.model_type} models are saved by save_pretrained only")
+    if not can_stream(model):
+        raise ValueError(f"{model.config.model_type} models are saved by save_pretrained only")
     for name, tensor in named:
         yield from revert_weight_conversion(model, {name: tensor}).items()
 

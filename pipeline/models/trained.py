@@ -25,8 +25,11 @@ def trained_causal_lm(
     device: torch.device,
     seed: int,
 ) -> nn.Module:
-    """The causal language model that a step trains, with adapters if the settings ask for them."""
-    model = load_causal_lm(config, device=device, seed=seed)
+    """The causal language model that a step trains, with adapters if the settings ask for them.
+
+    At ZeRO stage 3 its weights stay in their files until the engine reads its pieces of them.
+    """
+    model = load_causal_lm(config, device=device, seed=seed, defer=_is_sharded(config))
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return _prepared(model, config)
@@ -40,8 +43,11 @@ def trained_classifier(
     device: torch.device,
     seed: int,
 ) -> nn.Module:
-    """The reward model or critic that a step trains, with adapters if the settings ask for them."""
-    model = load_classifier(config, device=device, seed=seed)
+    """The reward model or critic that a step trains, with adapters if the settings ask for them.
+
+    At ZeRO stage 3 its weights stay in their files until the engine reads its pieces of them.
+    """
+    model = load_classifier(config, device=device, seed=seed, defer=_is_sharded(config))
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return _prepared(model, config)
@@ -52,6 +58,10 @@ def within_context(config: StepT, model: nn.Module) -> StepT:
     """The settings with `data.max_length` no longer than what the model reads."""
     limit = min(config.data.max_length, context_length(base_model(model)))
     return replace(config, data=replace(config.data, max_length=limit))
+
+
+def _is_sharded(config: TrainedModelConfig) -> bool:
+    return config.zero_stage == 3
 
 
 def _give_rows(

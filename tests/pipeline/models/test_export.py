@@ -1,20 +1,32 @@
 """Exports are plain Hugging Face directories, replaced whole."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-from pipeline.config import FrozenModelConfig
+from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.data.batches import collate
+from pipeline.distributed import rank, world_size
+from pipeline.engine.config import ZeroConfig
+from pipeline.engine.engine import Engine
 from pipeline.models.embedded import build_tokenizer
-from pipeline.models.export import export
+from pipeline.models.export import export, named_weights
+from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
-from tests.families import FAMILIES, saved, tiny_causal_lm, tiny_classifier
+from pipeline.models.lora import add_lora
+from pipeline.models.trained import trained_causal_lm, trained_classifier
+from pipeline.models.weight_files import SINGLE
+from tests.distributed import run_ranks
+from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
+from tests.mixtures import MIXTURES, tiny_mixture
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -76,3 +88,120 @@ def test_exporting_again_replaces_the_model_and_leaves_other_files(tmp_path: Pat
     assert torch.equal(again(input_ids=IDS).logits, second(input_ids=IDS).logits)
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
     assert not list(tmp_path.glob(".writing-*"))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below `directory`."""
+    return {
+        str(file.relative_to(directory)): file.read_bytes()
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR, *MIXTURES])
+def test_an_export_is_to_the_byte_what_save_pretrained_writes(family: str, tmp_path: Path) -> None:
+    model = tiny_mixture(family) if family in MIXTURES else tiny_causal_lm(family)
+    model.config.pad_token_id = 2
+
+    export(model, build_tokenizer(), tmp_path / "ours")
+
+    model.save_pretrained(tmp_path / "plain")
+    build_tokenizer().save_pretrained(tmp_path / "plain")
+    assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "lm_head")])
+def test_an_adapter_is_to_the_byte_what_peft_writes(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = add_lora(tiny_causal_lm("llama"), LoraConfig(targets=targets), task="causal", seed=0)
+
+    export(model, build_tokenizer(), tmp_path / "ours")
+
+    model.save_pretrained(str(tmp_path / "plain"))
+    assert contents(tmp_path / "ours" / "adapter") == contents(tmp_path / "plain")
+
+
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": ("causal", {"precision": "bf16"}),
+    "LoRA": ("causal", {"lora": LoraConfig(rank=4)}),
+    "reward": ("classifier", {"lora": LoraConfig(rank=4)}),
+}
+
+
+def engine_of(
+    path: str, stage: int, task: str, changes: dict[str, Any]
+) -> tuple[nn.Module, Engine]:
+    """A model after two steps on two micro-batches that the processes share."""
+    config = TrainedModelConfig(
+        path=path,
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero=ZeroConfig(reduction="deterministic"),
+        optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0),
+        **changes,
+    )
+    build = trained_causal_lm if task == "causal" else trained_classifier
+    model = build(config, build_tokenizer(), device=CPU, seed=0)
+    engine = Engine(Policy(model) if task == "causal" else Scorer(model), config, total_steps=2)
+    for _ in range(2):
+        for seed in range(rank(), 2, world_size()):
+            said = engine(collate(random_rows((9, 4, 7), seed=seed)))
+            engine.backward((said if isinstance(said, Tensor) else said.logprobs).square().mean())
+        engine.step()
+    return model, engine
+
+
+def export_trained(paths: dict[str, str], out: str, stage: int) -> None:
+    for name, (task, changes) in TRAINED.items():
+        model, engine = engine_of(paths[task], stage, task, changes)
+        export(model, build_tokenizer(), Path(out) / name, engine=engine)
+
+
+def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> None:
+    size = len(build_tokenizer())
+    lm = tiny_causal_lm("llama", vocab_size=size, tie_word_embeddings=True)
+    paths = {
+        "causal": saved(lm, tmp_path / "lm"),
+        "classifier": saved(tiny_classifier("gpt2", vocab_size=size), tmp_path / "reward"),
+    }
+
+    for processes, stage in ((1, 0), (2, 0), (2, 3)):
+        out = str(tmp_path / f"{processes} at {stage}")
+        run_ranks(export_trained, paths, out, stage, world_size=processes)
+
+    expected = contents(tmp_path / "1 at 0")
+    assert "LoRA/adapter/adapter_model.safetensors" in expected
+    assert expected["LoRA/model.safetensors"] != (tmp_path / "lm" / SINGLE).read_bytes()
+    for other in ("2 at 0", "2 at 3"):
+        found = contents(tmp_path / other)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == []
+
+
+def most_gathered(path: str) -> tuple[int, int, int]:
+    """Bytes gathered at most while all weights pass by, of the largest unit, and of all units."""
+    model, engine = engine_of(path, 3, "causal", {})
+    with engine.gathered():
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen: set[str] = set()
+    most = 0
+    for name, tensor in named_weights(model, engine):
+        assert torch.equal(tensor, expected[name]), name
+        seen.add(name)
+        most = max(most, engine.zero.gathered_bytes)
+    assert seen == expected.keys()
+    assert engine.zero.gathered_bytes == 0
+    sizes = [
+        sum(flat.numel * flat.full.element_size() for flat in unit.flats)
+        for unit in engine.zero.units
+    ]
+    return most, max(sizes), sum(sizes)
+
+
+def test_no_more_than_a_unit_is_gathered_at_once(tmp_path: Path) -> None:
+    lm = tiny_causal_lm("gptj", vocab_size=len(build_tokenizer()), n_layer=4)
+
+    for most, largest, whole in run_ranks(most_gathered, saved(lm, tmp_path)):
+        assert most == largest < whole

@@ -1,0 +1,310 @@
+"""At ZeRO stage 3 every process reads its own pieces of the weights, and gets the same bits."""
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
+from pipeline.data.batches import collate
+from pipeline.engine.engine import Engine
+from pipeline.engine.stored import StoredParameter, stored_like
+from pipeline.errors import ModelError
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import Policy, Scorer, base_model, score_head
+from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.models.stream import meta_model
+from pipeline.models.trained import trained_causal_lm, trained_classifier
+from tests.distributed import run_ranks
+from tests.families import random_rows, saved, tiny_causal_lm, tiny_classifier
+from tests.memory import live_bytes
+from tests.mixtures import tiny_mixture
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+TOKENIZER = build_tokenizer()
+VOCAB = len(TOKENIZER)
+LORA = LoraConfig(rank=4, alpha=8.0)
+FAMILIES = ("opt", "gpt2", "gpt_neox", "llama", "qwen3")
+BUILD: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], nn.Module]]] = {
+    "causal": (trained_causal_lm, Policy),
+    "classifier": (trained_classifier, Scorer),
+}
+
+
+def settings(path: str, **changes: Any) -> TrainedModelConfig:
+    return TrainedModelConfig(path=path, zero_stage=3, **changes)
+
+
+def engines(
+    config: TrainedModelConfig, task: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Engine, Engine]:
+    """The same sharded model, its weights read in pieces, and loaded whole at first."""
+    build, wrap = BUILD[task]
+    pieces = build(config, tokenizer, device=CPU, seed=5)
+    assert any(isinstance(param, StoredParameter) for param in pieces.parameters())
+    torch.rand(3)  # other random numbers were drawn before
+    whole = build(replace(config, zero_stage=0), tokenizer, device=CPU, seed=5)
+    assert not any(isinstance(param, StoredParameter) for param in whole.parameters())
+    return Engine(wrap(pieces), config, total_steps=1), Engine(wrap(whole), config, total_steps=1)
+
+
+def differences(first: Engine, second: Engine) -> list[str]:
+    """What isn't the same in two engines."""
+    plain, expected = (
+        base_model(cast("Policy | Scorer", each.model).model) for each in (first, second)
+    )
+    assert first.model.training == second.model.training
+    assert plain.config.to_dict() == expected.config.to_dict()
+    assert plain.name_or_path == expected.name_or_path
+    if expected.can_generate():
+        assert plain.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert len(first.masters()) == len(second.masters())
+    wrong = [
+        f"master {index}"
+        for index, (one, other) in enumerate(zip(first.masters(), second.masters(), strict=True))
+        if not torch.equal(one, other)
+    ]
+    buffers = dict(second.model.named_buffers())
+    assert dict(first.model.named_buffers()).keys() == buffers.keys()
+    wrong += [n for n, each in first.model.named_buffers() if not torch.equal(each, buffers[n])]
+    with first.gathered(), second.gathered():
+        params = dict(second.model.named_parameters(remove_duplicate=False))
+        found = dict(first.model.named_parameters(remove_duplicate=False))
+        assert found.keys() == params.keys()
+        for name, param in found.items():
+            other = params[name]
+            same = param.dtype == other.dtype and param.requires_grad == other.requires_grad
+            if type(param) is not nn.Parameter or not same or not torch.equal(param, other):
+                wrong.append(name)
+    return wrong
+
+
+def compare(cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]]) -> list[str]:
+    return [
+        f"{task} of {config.path}: {name}"
+        for config, task, tokenizer in cases
+        for name in differences(*engines(config, task, tokenizer))
+    ]
+
+
+def larger_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    return tokenizer
+
+
+def test_models_read_in_pieces_are_those_loaded_whole(tmp_path: Path) -> None:
+    cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]] = []
+    for family in FAMILIES:
+        untied, tied = (
+            saved(
+                tiny_causal_lm(family, vocab_size=VOCAB, tie_word_embeddings=tie),
+                tmp_path / f"{family} {tie}",
+            )
+            for tie in (False, True)
+        )
+        cases += [
+            (settings(untied), "causal", larger_tokenizer()),
+            (settings(untied, lora=LORA), "classifier", TOKENIZER),
+            (settings(tied), "causal", TOKENIZER),
+            (settings(tied, precision="bf16", lora=LORA), "causal", TOKENIZER),
+        ]
+    tied = str(tmp_path / "llama True")
+    cases.append((settings(tied, precision="bf16"), "causal", larger_tokenizer()))
+    reward = saved(tiny_classifier("llama", vocab_size=VOCAB), tmp_path / "reward")
+    cases += [
+        (settings(reward), "classifier", TOKENIZER),
+        (settings(reward, lora=LORA), "classifier", TOKENIZER),
+        (settings(reward), "classifier", larger_tokenizer()),
+    ]
+
+    for wrong in run_ranks(compare, cases):
+        assert not wrong
+
+
+def train(config: TrainedModelConfig, *, whole: bool) -> dict[str, Tensor]:
+    build = replace(config, zero_stage=0) if whole else config
+    model = trained_causal_lm(build, TOKENIZER, device=CPU, seed=5)
+    engine = Engine(Policy(model), config, total_steps=2)
+    for _ in range(2):
+        engine.backward(engine(collate(random_rows((9, 4, 7)))).logprobs.sum())
+        engine.step()
+    with engine.gathered():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_read_in_pieces_learns_like_one_loaded_whole(
+    checkpointing: bool, tmp_path: Path
+) -> None:
+    path = saved(tiny_causal_lm("llama", vocab_size=VOCAB), tmp_path)
+    config = settings(path, gradient_checkpointing=checkpointing)
+
+    got, expected = train(config, whole=False), train(config, whole=True)
+
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+def large_model(directory: Path) -> None:
+    """A model of 400 MB, of numbers that say where they stand."""
+    settings = AutoConfig.for_model(
+        "llama",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=7,
+        num_attention_heads=8,
+        vocab_size=VOCAB,
+    )
+    model = meta_model(lambda: AutoModelForCausalLM.from_config(settings, dtype=torch.float32))
+    model.to_empty(device="cpu")
+    for number, param in enumerate(model.parameters()):
+        nn.init.constant_(param, 1 + number)
+    model.save_pretrained(directory)
+
+
+def status(key: str) -> int:
+    """Bytes of a line of this process's status: VmRSS is memory now, VmHWM the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def memory_to_build(path: str) -> tuple[int, int]:
+    """How much more memory this process takes at most to build a model, and the model's size."""
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what it is now
+    before = status("VmRSS")
+    model = trained_causal_lm(settings(path), TOKENIZER, device=CPU, seed=0)
+    engine = Engine(Policy(model), settings(path), total_steps=1)
+    most = status("VmHWM") - before
+    filled = sum(master.count_nonzero().item() for master in engine.masters())
+    assert filled > 0.2 * sum(param.numel() for param in model.parameters())
+    return most, sum(param.numel() * param.element_size() for param in model.parameters())
+
+
+def test_none_of_four_processes_holds_the_whole_model_while_it_is_built(tmp_path: Path) -> None:
+    large_model(tmp_path)
+
+    for most, whole in run_ranks(memory_to_build, str(tmp_path), world_size=4):
+        assert whole > 3.5e8
+        assert most < 0.5 * whole
+
+
+def test_a_deferred_model_takes_no_memory_and_reads_as_nan(tmp_path: Path) -> None:
+    path = saved(tiny_causal_lm("llama", hidden_size=256), tmp_path)
+    before = live_bytes()
+
+    model = load_causal_lm(FrozenModelConfig(path=path), device=CPU, defer=True)
+
+    assert live_bytes() - before < 10_000
+    assert model.get_input_embeddings().weight.shape == (101, 256)
+    assert all(param.isnan().all() for param in model.parameters())
+
+
+def test_a_stored_parameter_is_copied_and_frozen_like_any_other() -> None:
+    numbers = torch.arange(6.0)
+    layer = nn.Linear(3, 2, bias=False)
+    layer.weight = stored = stored_like(layer.weight, lambda start, stop: numbers[start:stop])
+
+    twin = copy.deepcopy(layer).requires_grad_(False)
+
+    assert layer.weight is stored
+    assert stored.requires_grad
+    assert not twin.weight.requires_grad
+    assert isinstance(twin.weight, StoredParameter)
+    assert twin.weight.read(2, 5).tolist() == [2, 3, 4]
+
+
+def test_a_new_head_is_the_one_that_is_drawn_for_a_whole_model(tmp_path: Path) -> None:
+    config = FrozenModelConfig(path=saved(tiny_causal_lm("llama"), tmp_path))
+
+    whole, deferred = (
+        score_head(load_classifier(config, device=CPU, seed=3, defer=defer)).weight
+        for defer in (False, True)
+    )
+
+    assert torch.equal(deferred, whole)
+    assert not isinstance(deferred, StoredParameter)
+
+
+def loaded_whole(path: str, caplog: pytest.LogCaptureFixture) -> str:
+    """Defer a model that can't be; what the log says about it."""
+    with caplog.at_level(logging.INFO, logger="pipeline.models.load"):
+        model = load_causal_lm(FrozenModelConfig(path=path), device=CPU, defer=True)
+    assert not any(isinstance(param, StoredParameter) for param in model.parameters())
+    assert not any(param.isnan().any() for param in model.parameters())
+    (message,) = caplog.messages
+    return message
+
+
+def test_a_mixture_whose_experts_must_be_merged_is_loaded_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = saved(tiny_mixture("mixtral"), tmp_path)
+
+    assert loaded_whole(path, caplog) == (
+        f"every process loads {path} whole before it is sharded: its files hold other tensors than"
+        " the model has"
+    )
+
+
+def test_a_model_without_safetensors_is_loaded_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_causal_lm("llama")
+    path = saved(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    assert loaded_whole(path, caplog) == (
+        f"every process loads {path} whole before it is sharded: it holds no safetensors files"
+    )
+
+
+def test_a_model_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    lm = tiny_causal_lm("llama", num_hidden_layers=1)
+    path = saved(lm, tmp_path)
+    AutoConfig.from_pretrained(path, num_hidden_layers=2).save_pretrained(path)
+
+    with pytest.raises(ModelError, match=r"lacks 9 of the model's weights, model\.layers\.1\."):
+        load_causal_lm(FrozenModelConfig(path=path), device=CPU, defer=True)
+
+
+HUB_PROGRAM = """
+import torch
+from pipeline.config import FrozenModelConfig
+from pipeline.engine.stored import StoredParameter, stored_like
+from pipeline.models.load import load_causal_lm
+
+for path in ("someone/single", "someone/sharded"):
+    config = FrozenModelConfig(path=path)
+    model = load_causal_lm(config, device=torch.device("cpu"), defer=True)
+    whole = load_causal_lm(config, device=torch.device("cpu"))
+    for name, param in whole.named_parameters():
+        stored = model.get_parameter(name)
+        assert isinstance(stored, StoredParameter), name
+        assert torch.equal(stored.read(0, param.numel()), param.flatten()), name
+"""
+
+
+def test_models_of_the_hub_are_read_where_they_were_downloaded(tmp_path: Path) -> None:
+    for name, max_shard_size in (("single", "5GB"), ("sharded", "20KB")):
+        repository = tmp_path / "hub" / f"models--someone--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        snapshot = repository / "snapshots" / ("0" * 40)
+        tiny_causal_lm("llama").save_pretrained(snapshot, max_shard_size=max_shard_size)
+
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    subprocess.run([sys.executable, "-c", HUB_PROGRAM], env=environment, cwd=ROOT, check=True)
