@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -154,11 +154,12 @@ def initialize(
     engine = Engine(model, trained, total_steps=total_steps)
     loader = None
     if training_data is not None:
+        rows = cast("Dataset[Any]", training_data)
         sampler: DistributedSampler[Any] = DistributedSampler(
-            training_data, num_replicas=world_size(), rank=rank(), seed=seed, drop_last=True
+            rows, num_replicas=world_size(), rank=rank(), seed=seed, drop_last=True
         )
         loader = DataLoader(
-            training_data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=True
+            rows, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=True
         )
     return Initialized(
         LoopEngine(engine, accumulation=whole // (micro * world_size())),
