@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.distributed import local_device
+from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import make_collectives
-from pipeline.engine.gradients import BufferPool
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.setup import build_units, placement_of, store_on_disk

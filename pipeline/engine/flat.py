@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.comm import Collectives, Work
+from pipeline.engine.disk_weights import DiskPiece, WeightDisk
 from pipeline.engine.layout import padded_size
 from pipeline.engine.stored import StoredParameter, copy_elements
 
@@ -73,6 +74,7 @@ class FlatParams:
         settings: ParamSettings,
         comm: Collectives,
         placement: Placement,
+        disk: WeightDisk | None = None,
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
         self.params = dict(params)
@@ -84,9 +86,15 @@ class FlatParams:
         self.numel = padded_size(self.used, comm.world_size)
         self.shard_numel = self.numel // comm.world_size
         device = placement.device
+        self.disk: DiskPiece | None = None
+        if disk is not None:
+            name = next(iter(self.params), unit)  # of the first parameter: no other vector has it
+            self.disk = disk.piece(name, self.shard_numel, settings.dtype)
         if placement.shard_params:
             self.full = torch.empty(self.numel, dtype=settings.dtype, device=device)
-            self.shard = comm.empty(self.shard_numel, settings.dtype, placement.param_device)
+            # On a disk it has no memory of its own: see `_load` and `start_gather`.
+            size = self.shard_numel if self.disk is None else 0
+            self.shard = comm.empty(size, settings.dtype, placement.param_device)
         else:
             self.full = comm.empty(self.numel, settings.dtype, device)
             self.shard = comm.piece(self.full)
@@ -102,6 +110,8 @@ class FlatParams:
     def _load(self) -> None:
         """Take what this process keeps from the parameters, and show them the vector instead."""
         own = self.shard if self.placement.shard_params else self.full
+        if self.disk is not None:
+            own = torch.empty(self.shard_numel, dtype=self.settings.dtype)
         first = self.comm.rank * self.shard_numel if self.placement.shard_params else 0
         own.zero_()
         for name, param in self.params.items():
@@ -112,6 +122,8 @@ class FlatParams:
             param.data = self.views[name]
             if isinstance(param, StoredParameter):
                 param.settle()
+        if self.disk is not None:
+            self.disk.write(own)
         self.free()
 
     def cut(self, vector: Tensor) -> dict[str, Tensor]:
@@ -126,15 +138,27 @@ class FlatParams:
         if self.gathered or self._work is not None:
             return
         self.full.untyped_storage().resize_(self.numel * self.full.element_size())
-        self._work = self.comm.all_gather(self.full, self.shard, self.unit)
+        shard = self.shard if self.disk is None else self.disk.read()
+        self._work = self.comm.all_gather(self.full, shard, self.unit)
+
+    def start_read(self) -> None:
+        """Begin to bring the own piece to memory, where it is on a disk."""
+        if self.disk is not None and not self.gathered and self._work is None:
+            self.disk.start_read()
+
+    def _finish_gather(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self.disk is not None:
+            self.disk.give_back()
 
     def gather(self) -> None:
         """Have the whole vector here and the module's parameters show it."""
         self.start_gather()
         if self._work is None:
             return
-        self._work.wait()
-        self._work = None
+        self._finish_gather()
         self.show()
         self.gathered = True
 
@@ -152,9 +176,7 @@ class FlatParams:
         """Give the memory of the whole vector back; the own piece stays."""
         if not self.placement.shard_params:
             return
-        if self._work is not None:  # gathered ahead for a use that did not come
-            self._work.wait()
-            self._work = None
+        self._finish_gather()  # of what was gathered ahead for a use that did not come
         self.hide()  # first: reading memory that is gone would end the process
         if not self.full.untyped_storage().resizable():  # somebody has made a NumPy array of it
             self.full = torch.empty_like(self.full)

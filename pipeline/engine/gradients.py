@@ -1,51 +1,14 @@
 """Gradients on their way from autograd to the optimizer: buffers, and sums over micro-batches."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pipeline.engine.comm import Collectives, Work
+from pipeline.engine.buffers import BufferPool
+from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.units import ROOT
-
-
-class BufferPool:
-    """fp32 buffers for the gradients of whole units, used again as soon as nobody reads them."""
-
-    def __init__(self, comm: Collectives, device: torch.device) -> None:
-        self.comm = comm
-        self.device = device
-        self._free: dict[int, list[tuple[int, Tensor]]] = {}
-        self._made: Counter[int] = Counter()
-
-    def take(self, numel: int, *, at_most: int) -> Tensor:
-        """A buffer full of zeros; rather than make more than `at_most`, wait until one is read.
-
-        All processes take and give back in the same order.
-        """
-        free = self._free.setdefault(numel, [])
-        if free and self._made[numel] >= at_most and not self._read(free):
-            self.comm.meet()
-        for index, (released, buffer) in enumerate(free):
-            if self.comm.has_been_read(released):
-                del free[index]
-                return buffer.zero_()
-        self._made[numel] += 1
-        return self.comm.empty(numel, torch.float32, self.device).zero_()
-
-    def _read(self, free: list[tuple[int, Tensor]]) -> bool:
-        return any(self.comm.has_been_read(released) for released, _ in free)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """The buffer may be used again, once the other processes have read their pieces of it."""
-        self._free[buffer.numel()].append((self.comm.meeting, buffer))
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the buffers that lie here."""
-        return sum(buffer.nbytes for free in self._free.values() for _, buffer in free)
 
 
 @dataclass
@@ -165,7 +128,7 @@ class FlatGradients:
         else:
             # One block's buffer may be reduced while the next one's fills; there is but one root.
             at_most = 1 if self.flat.unit == ROOT else 2
-            self._buffer = self.pool.take(self.flat.numel, at_most=at_most)
+            self._buffer = self.pool.borrow(self.flat.numel, torch.float32, at_most=at_most).zero_()
         for name, view in self.flat.cut(self._buffer).items():
             self.flat.params[name].grad = view
 

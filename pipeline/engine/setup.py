@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from pipeline.config import TrainedModelConfig
+from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
+from pipeline.engine.disk_weights import WeightDisk
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
-from pipeline.engine.gradients import BufferPool
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
 from pipeline.engine.trained import TrainedParams
@@ -41,8 +42,12 @@ def build_units(
     placement: Placement,
 ) -> list[Unit]:
     """Lay out every parameter in flat vectors, unit by unit, the root last."""
+    disk = None
+    if config.zero.offload.params == "nvme":
+        assert config.zero.offload.nvme_path is not None  # as OffloadConfig checks
+        disk = WeightDisk(config.zero.offload.nvme_path, comm)
     return [
-        _build(unit, config, comm, pool, placement)
+        _build(unit, config, comm, pool, placement, disk)
         for unit in find_units(model, config.zero.unit_classes)
     ]
 
@@ -53,6 +58,7 @@ def _build(
     comm: Collectives,
     pool: BufferPool,
     placement: Placement,
+    disk: WeightDisk | None,
 ) -> Unit:
     kinds: dict[ParamSettings, dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
@@ -63,7 +69,7 @@ def _build(
     flats: list[FlatParams] = []
     trained: list[TrainedParams] = []
     for settings, params in kinds.items():
-        flat = FlatParams(unit.name, params, settings, comm, placement)
+        flat = FlatParams(unit.name, params, settings, comm, placement, disk)
         flats.append(flat)
         if settings.trained:
             trained.append(TrainedParams(flat, pool, config.optim))
@@ -85,7 +91,7 @@ def store_on_disk(
     store = TensorStore(offload.nvme_path, rank=rank)
     state = StreamedState(store, [group.grad.numel() for group in groups])
     for index, group in enumerate(groups):
-        master = group.own_weights.to("cpu", torch.float32, copy=True)
+        master = group.weights_in_fp32()
         state.put(index, (master, torch.zeros_like(master), torch.zeros_like(master)))
     return state
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
+from pipeline.engine.buffers import BufferPool
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.gradients import BufferPool, FlatGradients
+from pipeline.engine.gradients import FlatGradients
 from pipeline.engine.layout import num_chunks
 from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import build_optimizer
@@ -26,12 +27,12 @@ class TrainedParams:
         device = placement.optimizer_device
         if placement.optimizer_on_disk:
             self.master = nn.Parameter(torch.empty(0))
-        elif own.dtype == torch.float32 and own.device == device:
+        elif own.dtype == torch.float32 and own.device == device and flat.disk is None:
             self.master = nn.Parameter(own.data)
         else:
-            copy = placement.host_empty(own.numel(), torch.float32, device)
-            self.master = nn.Parameter(copy.copy_(own))
-        self.grad = self.comm.empty(own.numel(), torch.float32, placement.gradient_device)
+            self.master = nn.Parameter(self.weights_in_fp32())
+        size = flat.shard_numel if placement.shard_optimizer else flat.numel
+        self.grad = self.comm.empty(size, torch.float32, placement.gradient_device)
         total = self.grad if placement.shard_optimizer else self.comm.piece(self.grad)
         self.gradients = FlatGradients(flat, total, pool)
         settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
@@ -41,6 +42,16 @@ class TrainedParams:
     def own_weights(self) -> Tensor:
         """The weights whose masters this process keeps: its piece, or all at stage 0."""
         return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
+
+    def weights_in_fp32(self) -> Tensor:
+        """A copy of `own_weights` where the optimizer works, from the disk if they are there."""
+        disk = self.flat.disk
+        own = self.own_weights if disk is None else disk.read()
+        device = self.flat.placement.optimizer_device
+        copy = self.flat.placement.host_empty(own.numel(), torch.float32, device).copy_(own)
+        if disk is not None:
+            disk.give_back()
+        return copy
 
     def attach(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Have masters and moments that live on a disk here, until `detach`."""
@@ -103,6 +114,9 @@ class TrainedParams:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the weights, on all processes."""
+        if self.flat.disk is not None:
+            self.flat.disk.write(self.master.detach())
+            return
         own = self.own_weights
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master.detach())

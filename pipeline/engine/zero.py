@@ -38,6 +38,11 @@ class Unit:
         """Whether all its weights are here."""
         return all(flat.gathered for flat in self.flats)
 
+    def start_read(self) -> None:
+        """Begin to bring its own pieces from the disk, where they are there."""
+        for flat in self.flats:
+            flat.start_read()
+
     def start_gather(self) -> None:
         """Begin to collect its weights."""
         for flat in self.flats:
@@ -221,6 +226,8 @@ class ZeroModel:
 
     def _gather(self, unit: Unit, following: dict[Unit, Unit]) -> None:
         unit.start_gather()
+        if unit in following:
+            following[unit].start_read()
         ahead: Unit | None = unit
         for _ in range(self.prefetch_units):
             ahead = following.get(ahead) if ahead is not None else None

@@ -86,6 +86,10 @@ NVME = OffloadConfig(optimizer="nvme", nvme_path=Path(tempfile.gettempdir()))
 WAYS["optimizer on a disk"] = {"offload": NVME}
 AT_STAGE_3: dict[str, dict[str, Any]] = {
     "weights offloaded": {"offload": OffloadConfig(params="cpu")},
+    "weights on a disk": {"offload": OffloadConfig(params="nvme", nvme_path=NVME.nvme_path)},
+    "weights and optimizer on a disk": {
+        "offload": OffloadConfig(params="nvme", optimizer="nvme", nvme_path=NVME.nvme_path)
+    },
     "everything offloaded": {
         "offload": OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")
     },
