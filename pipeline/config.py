@@ -219,6 +219,9 @@ class TrainedModelConfig(FrozenModelConfig):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
+    checkpoint_every: int = 1
+    """With gradient_checkpointing, recompute every so-many-th block only, and keep the others."""
+
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
 
@@ -228,6 +231,10 @@ class TrainedModelConfig(FrozenModelConfig):
 
     def __post_init__(self) -> None:
         self.zero.offload.check(self.zero_stage)
+        require(
+            self.checkpoint_every > 0,
+            f"checkpoint_every must be above 0, got {self.checkpoint_every}",
+        )
         plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
         require(
             self.zero.offload.optimizer != "nvme" or plain_adam,

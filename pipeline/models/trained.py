@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.errors import ConfigError
@@ -90,6 +91,9 @@ def _prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
         # Its name before transformers 5.23 was gradient_checkpointing_enable.
         enable = getattr(plain, "activation_checkpointing_enable", None)
         (enable or plain.gradient_checkpointing_enable)({"use_reentrant": False})
+        blocks = [each for each in plain.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for number, block in enumerate(blocks):
+            block.gradient_checkpointing = number % config.checkpoint_every == 0
     plain.config.use_cache = True  # said of the exported model; training passes its own flag
     return model.train()
 
