@@ -10,6 +10,9 @@ and each round visits every system once, so that a slow minute of the machine hi
 second are those of the median step, of the median round; a ratio is taken within each round, and
 its median is shown.
 
+CPU ms is processor time of one process in a step, of all its threads, waiting aside: what is left
+to compare where others load the machine.
+
 Bytes are of the tensors on the process that has most: live ones between steps, and at the highest
 moment of a step (`benchmarks/memory.py` says how they are counted). Peers keep their defaults where
 `benchmarks/engine_systems.py` doesn't say otherwise: in bf16 DDP, FSDP2 and DeepSpeed exchange
@@ -27,7 +30,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.engine_systems import DDP, DEEPSPEED, FSDP2, OURS
+from benchmarks.engine_systems import DDP, DEEPSPEED, FSDP2, OURS, SYSTEMS
 
 Rounds = dict[str, list[dict[str, float]]]
 """By system: the figures of every round."""
@@ -113,7 +116,7 @@ def show(values: list[float]) -> str:
 def table(rounds: Rounds) -> str:
     """Markdown: one row for each system; the ratios are the system's tokens/s to the peer's."""
     same = "DeepSpeed's stage"
-    columns = ["system", "tokens/s", "range", "MiB live", "MiB peak", "MiB RSS peak"]
+    columns = ["system", "tokens/s", "range", "CPU ms", "MiB live", "MiB peak", "MiB RSS peak"]
     columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [f"x {same}", f"bytes / {same}"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for system, figures in rounds.items():
@@ -123,7 +126,9 @@ def table(rounds: Rounds) -> str:
             for key in ("bytes", "peak_bytes", "peak_rss")
         ]
         row = [system, f"{statistics.median(tokens):,.0f}"]
-        row += [f"{min(tokens):,.0f} to {max(tokens):,.0f}", *(f"{each:,.0f}" for each in weights)]
+        row.append(f"{min(tokens):,.0f} to {max(tokens):,.0f}")
+        row.append(f"{1e3 * statistics.median(each['cpu_seconds'] for each in figures):,.0f}")
+        row += [*(f"{each:,.0f}" for each in weights)]
         row += [show(ratios(rounds, system, peer)) for peer in (*DDP, *FSDP2)]
         peer = system.replace("ours", "deepspeed") if system in OURS else ""
         row.append(show(ratios(rounds, system, peer)))
@@ -161,7 +166,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
     parser.add_argument("--deepspeed-adam", choices=["deepspeed", "torch"], help="default: builds?")
-    parser.add_argument("--systems", nargs="+", choices=[*OURS, *DDP, *FSDP2, *DEEPSPEED])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
     parser.add_argument("--precisions", nargs="+", choices=["bf16", "fp32"], default=["bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -177,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
         args.rounds, args.steps = 1, 5
     if args.profile is not None:
         args.profile.mkdir(parents=True, exist_ok=True)
-    wanted = args.systems or [*OURS, *DDP, *FSDP2, *DEEPSPEED]
+    wanted = list(args.systems or SYSTEMS)
     found = find_deepspeed(args.deepspeed_python) if set(wanted) & set(DEEPSPEED) else None
     adam = args.deepspeed_adam or (found[1] if found else "torch")
     if found is None:

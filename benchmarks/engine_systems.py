@@ -27,6 +27,12 @@ OURS = tuple(f"ours-{stage}" for stage in range(4))
 DDP = ("ddp", "ddp-bf16")
 FSDP2 = ("fsdp2-keep", "fsdp2-reshard")
 DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in range(4))
+SYSTEMS = tuple(
+    system
+    for stage, other in enumerate((*DDP, *FSDP2))
+    for system in (f"ours-{stage}", other, f"deepspeed-{stage}")
+)
+"""In the order of a round: what is compared runs close together."""
 
 
 def build_model(*, tiny: bool) -> nn.Module:
@@ -86,14 +92,12 @@ def _ours(model: nn.Module, precision: Precision, *, stage: int) -> Step:
 
 
 def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
-    from torch.nn.parallel import DistributedDataParallel
-
     if precision == "fp32" or not masters:
         return _ddp_alone(model, precision)
     copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
     model.to(torch.bfloat16)
     params = list(model.parameters())
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped = _wrap(model)
     optimizer = torch.optim.AdamW(copies, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
     def step(ids: Tensor) -> None:
@@ -111,12 +115,17 @@ def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
     return step
 
 
-def _ddp_alone(model: nn.Module, precision: Precision) -> Step:
+def _wrap(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
+    # The model's only buffers are constants of rotary embeddings: to send them is for nothing.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def _ddp_alone(model: nn.Module, precision: Precision) -> Step:
     if precision == "bf16":
         model.to(torch.bfloat16)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped = _wrap(model)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
@@ -159,7 +168,7 @@ def _deepspeed(model: nn.Module, precision: Precision, *, stage: int, adam: str)
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # of its own count alone: the batch is ours to cut
+        "train_micro_batch_size_per_gpu": 1,  # for its logs alone
         "gradient_accumulation_steps": 1,
         "gradient_clipping": MAX_NORM,
         "zero_allow_untested_optimizer": True,

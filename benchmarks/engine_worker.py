@@ -35,10 +35,12 @@ def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
         step(batch)
     reset_peak_rss()
     seconds: list[float] = []
+    processor: list[float] = []
     for batch in ids[WARM_UP:-2]:
         dist.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         step(batch)
+        processor.append(time.process_time() - used)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     rss = peak_rss()
@@ -47,6 +49,7 @@ def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
     peak = peak_bytes_of(lambda: step(ids[-1]))
     return {
         "seconds": statistics.median(seconds),
+        "cpu_seconds": statistics.median(processor),
         "bytes": after,
         "peak_bytes": peak,
         "peak_rss": rss,

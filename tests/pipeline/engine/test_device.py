@@ -30,7 +30,9 @@ def settings(stage: int, *, reduction: str = "fast", **offload: Any) -> TrainedM
 
 def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[str, torch.Tensor]]:
     device = local_device()
-    model = tiny_causal_lm("opt", dropout=0.0).train().to(device=device, dtype=dtype)
+    # Fused attention adds its gradients on a GPU in an order that is another in every run.
+    model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
+    model.train().to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue]
     engine = Engine(model, config, total_steps=STEPS)
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -43,15 +45,6 @@ def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[
     with engine.gathered():
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     return engine, weights
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Kernels that give the same bits in every run."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
