@@ -10,8 +10,8 @@ and each round visits every system once, so that a slow minute of the machine hi
 second are those of the median step, of the median round; a ratio is taken within each round, and
 its median is shown.
 
-CPU ms is processor time of one process in a step, of all its threads, waiting aside: what is left
-to compare where others load the machine.
+CPU ms is processor time of one process in a step, of all its threads, polling included: what is
+left to compare where others load the machine.
 
 Bytes are of the tensors on the process that has most: live ones between steps, and at the highest
 moment of a step (`benchmarks/memory.py` says how they are counted). Peers keep their defaults where
