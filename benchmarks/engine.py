@@ -1,0 +1,212 @@
+"""The training engine against DDP, FSDP2 and DeepSpeed ZeRO: speed and memory, side by side.
+
+    pip install deepspeed           # in an environment of its own, with the same torch
+    python -m benchmarks.engine --deepspeed-python PATH [--precisions bf16 fp32] [--rounds 3]
+    python -m benchmarks.engine --quick
+
+Two gloo processes of one thread each train a Llama of 25.3M parameters on the same token ids, one
+micro-batch of 4 sequences of 256 tokens each to a step. Every system runs in processes of its own,
+and each round visits every system once, so that a slow minute of the machine hits all. Tokens per
+second are those of the median step, of the median round; a ratio is taken within each round, and
+its median is shown.
+
+CPU ms is processor time of one process in a step, of all its threads, polling included: what is
+left to compare where others load the machine.
+
+Bytes are of the tensors on the process that has most: live ones between steps, and at the highest
+moment of a step (`benchmarks/memory.py` says how they are counted). Peers keep their defaults where
+`benchmarks/engine_systems.py` doesn't say otherwise: in bf16 DDP, FSDP2 and DeepSpeed exchange
+gradients in bf16, the engine in fp32.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.engine_systems import DDP, DEEPSPEED, FSDP2, OURS, SYSTEMS
+
+Rounds = dict[str, list[dict[str, float]]]
+"""By system: the figures of every round."""
+
+MIB = 2**20
+
+TRY_DEEPSPEED = "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"
+TRY_ADAM = "from deepspeed.ops.adam import DeepSpeedCPUAdam as Adam; import torch;" + (
+    "Adam([torch.nn.Parameter(torch.zeros(8))])"
+)
+
+
+def find_deepspeed(python: str | None) -> tuple[str, str] | None:
+    """Versions, and which Adam to use: DeepSpeed's own, if it can be built there."""
+    if python is None:
+        print("DeepSpeed is skipped: --deepspeed-python names no interpreter that has it")
+        return None
+    found = call([python, "-c", TRY_DEEPSPEED])
+    if found.returncode != 0:
+        print(f"DeepSpeed is skipped: {python} can't import it ({last_line(found.stderr)})")
+        return None
+    versions = "DeepSpeed {} with torch {}".format(*found.stdout.split()[-2:])
+    built = call([python, "-c", TRY_ADAM])
+    if built.returncode != 0:
+        print(f"DeepSpeedCPUAdam can't be built ({last_line(built.stderr)}); torch's fused AdamW")
+        return versions, "torch"
+    return versions, "deepspeed"
+
+
+def call(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run to the end, in the same surroundings each time: other ones have DeepSpeed build again."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    # DeepSpeed builds with the ninja of the interpreter's environment.
+    environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    return (text.strip().splitlines() or ["no output"])[-1]
+
+
+def run(
+    args: argparse.Namespace, system: str, precision: str, adam: str
+) -> dict[str, float] | None:
+    """Run one system once; None, with a sentence, where it fails."""
+    python = args.deepspeed_python if system in DEEPSPEED else sys.executable
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
+        command = [python, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(args.processes), "-m", "benchmarks.engine_worker"]
+        command += ["--system", system, "--precision", precision, "--adam", adam]
+        command += ["--steps", str(args.steps), "--micro-batch", str(args.micro_batch)]
+        command += ["--sequence", str(args.sequence), "--result", str(result)]
+        command += ["--tiny"] if args.tiny else []
+        if args.profile is not None:
+            command += ["--profile", str(args.profile.absolute() / f"{system}-{precision}.txt")]
+        done = call(command)
+        if done.returncode != 0:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            log = args.output.with_name(f"{system}-{precision}.log")
+            log.write_text(done.stdout + done.stderr)
+            print(f"{system} is left out in {precision}: it failed, see {log}", flush=True)
+            return None
+        return json.loads(result.read_text()) if args.profile is None else {}
+
+
+def ratios(rounds: Rounds, system: str, peer: str, *, of: str = "tokens") -> list[float]:
+    """How many times the peer's figure, round by round."""
+    pairs = zip(rounds.get(system, []), rounds.get(peer, []), strict=False)
+    return [ours[of] / theirs[of] for ours, theirs in pairs]
+
+
+def show(values: list[float]) -> str:
+    """Median and range."""
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def table(rounds: Rounds) -> str:
+    """Markdown: one row for each system; the ratios are the system's tokens/s to the peer's."""
+    same = "DeepSpeed's stage"
+    columns = ["system", "tokens/s", "range", "CPU ms", "MiB live", "MiB peak", "MiB RSS peak"]
+    columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [f"x {same}", f"bytes / {same}"]
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for system, figures in rounds.items():
+        tokens = [each["tokens"] for each in figures]
+        weights = [
+            statistics.median(each[key] for each in figures) / MIB
+            for key in ("bytes", "peak_bytes", "peak_rss")
+        ]
+        row = [system, f"{statistics.median(tokens):,.0f}"]
+        row.append(f"{min(tokens):,.0f} to {max(tokens):,.0f}")
+        row.append(f"{1e3 * statistics.median(each['cpu_seconds'] for each in figures):,.0f}")
+        row += [*(f"{each:,.0f}" for each in weights)]
+        row += [show(ratios(rounds, system, peer)) for peer in (*DDP, *FSDP2)]
+        peer = system.replace("ours", "deepspeed") if system in OURS else ""
+        row.append(show(ratios(rounds, system, peer)))
+        row.append(show(ratios(rounds, system, peer, of="bytes")))
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def compare(args: argparse.Namespace, precision: str, adam: str, systems: list[str]) -> Rounds:
+    """Visit every system once a round."""
+    rounds: Rounds = {system: [] for system in systems}
+    for number in range(args.rounds):
+        for system in list(rounds):
+            load = os.getloadavg()[0]
+            figures = run(args, system, precision, adam)
+            if figures is None:
+                del rounds[system]
+                continue
+            rounds[system].append({**figures, "load": load})
+            if args.profile is None:
+                print(
+                    f"round {number + 1}, {precision}, {system}: {figures['tokens']:,.0f} tokens/s,"
+                    f" {figures['bytes'] / MIB:.0f} MiB, load before {load:.2f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return rounds
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read the options, run, print the tables and write everything."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed")
+    parser.add_argument("--deepspeed-adam", choices=["deepspeed", "torch"], help="default: builds?")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
+    parser.add_argument("--precisions", nargs="+", choices=["bf16", "fp32"], default=["bf16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.1M parameters")
+    parser.add_argument("--quick", action="store_true", help="one round of five steps")
+    parser.add_argument("--profile", type=Path, help="write profiles there instead of measuring")
+    parser.add_argument("--output", type=Path, default=Path("output/engine.json"))
+    args = parser.parse_args(argv)
+    if args.quick or args.profile is not None:
+        args.rounds, args.steps = 1, 5
+    if args.profile is not None:
+        args.profile.mkdir(parents=True, exist_ok=True)
+    wanted = list(args.systems or SYSTEMS)
+    found = find_deepspeed(args.deepspeed_python) if set(wanted) & set(DEEPSPEED) else None
+    adam = args.deepspeed_adam or (found[1] if found else "torch")
+    if found is None:
+        wanted = [system for system in wanted if system not in DEEPSPEED]
+    else:
+        print(f"{found[0]}, Adam of {adam}")
+    results: dict[str, Rounds] = {}
+    for precision in args.precisions:
+        # Without masters of their own, fp32 weights make the two the same.
+        systems = [each for each in wanted if precision == "bf16" or each != "ddp-bf16"]
+        results[precision] = compare(args, precision, adam, systems)
+        if args.profile is None:
+            print(f"\n{precision}\n\n{table(results[precision])}\n", flush=True)
+    if args.profile is None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        settings = {key: str(value) for key, value in vars(args).items()}
+        report = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": settings,
+            "deepspeed": found,
+            "rounds": results,
+        }
+        args.output.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,198 @@
+"""The systems that `benchmarks.engine` compares, each as one function that trains one step.
+
+All compute one micro-batch of one loss, sum its gradient over processes, clip its norm to 1 and run
+AdamW. In bf16 all have fp32 masters and moments, except `ddp-bf16`, which updates bf16 weights
+with bf16 moments: less memory and less work, and not the same training.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Precision = Literal["bf16", "fp32"]
+Step = Callable[[Tensor], None]
+
+LR = 1e-4
+BETAS = (0.9, 0.95)
+MAX_NORM = 1.0
+BUCKET_ELEMENTS = 12_500_000
+"""Of DeepSpeed's buckets: 25 MB in bf16, as DDP has them. Its own default, 1 GB, is many times the
+model."""
+
+OURS = tuple(f"ours-{stage}" for stage in range(4))
+DDP = ("ddp", "ddp-bf16")
+FSDP2 = ("fsdp2-keep", "fsdp2-reshard")
+DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in range(4))
+SYSTEMS = tuple(
+    system
+    for stage, other in enumerate((*DDP, *FSDP2))
+    for system in (f"ours-{stage}", other, f"deepspeed-{stage}")
+)
+"""In the order of a round: what is compared runs close together."""
+
+
+def build_model(*, tiny: bool) -> nn.Module:
+    """A Llama of 25.3M fp32 parameters: hidden 512, 6 layers, vocabulary 12,288, tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512 if tiny else 12_288,
+        hidden_size=64 if tiny else 512,
+        intermediate_size=128 if tiny else 1376,
+        num_hidden_layers=2 if tiny else 6,
+        num_attention_heads=2 if tiny else 8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def loss_of(model: Callable[..., Any], ids: Tensor) -> Tensor:
+    """Mean loss of the next tokens."""
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits.float(), ids[:, 1:].flatten())
+
+
+def make_step(system: str, model: nn.Module, precision: Precision, adam: str) -> Step:
+    """What trains `model` by one step in the named system."""
+    name, _, variant = system.partition("-")
+    if name == "ours":
+        return _ours(model, precision, stage=int(variant))
+    if name == "ddp":
+        return _ddp(model, precision, masters=variant != "bf16")
+    if name == "fsdp2":
+        return _fsdp2(model, precision, reshard=variant == "reshard")
+    return _deepspeed(model, precision, stage=int(variant), adam=adam)
+
+
+def _ours(model: nn.Module, precision: Precision, *, stage: int) -> Step:
+    from pipeline.config import OptimConfig, TrainedModelConfig
+    from pipeline.engine.engine import Engine
+
+    optim = OptimConfig(
+        lr=LR, betas=BETAS, max_grad_norm=MAX_NORM, schedule="constant", warmup_ratio=0.0
+    )
+    config = TrainedModelConfig(zero_stage=stage, optim=optim)  # pyright: ignore[reportArgumentType]
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    engine = Engine(model, config, total_steps=1000)
+    share = 1 / dist.get_world_size()  # of the mean loss: the engine sums over processes
+
+    def step(ids: Tensor) -> None:
+        engine.backward(loss_of(engine, ids) * share)
+        engine.step()
+
+    return step
+
+
+def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
+    if precision == "fp32" or not masters:
+        return _ddp_alone(model, precision)
+    copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    model.to(torch.bfloat16)
+    params = list(model.parameters())
+    wrapped = _wrap(model)
+    optimizer = torch.optim.AdamW(copies, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
+
+    def step(ids: Tensor) -> None:
+        loss_of(wrapped, ids).backward()
+        for copy, param in zip(copies, params, strict=True):
+            assert param.grad is not None
+            copy.grad = param.grad.float()
+        nn.utils.clip_grad_norm_(copies, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        wrapped.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(params, copies)
+
+    return step
+
+
+def _wrap(model: nn.Module) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    # The model's only buffers are constants of rotary embeddings: to send them is for nothing.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def _ddp_alone(model: nn.Module, precision: Precision) -> Step:
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    wrapped = _wrap(model)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
+
+    def step(ids: Tensor) -> None:
+        loss_of(wrapped, ids).backward()
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _fsdp2(model: Any, precision: Precision, *, reshard: bool) -> Step:  # noqa: ANN401
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": reshard,
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
+
+    def step(ids: Tensor) -> None:
+        loss_of(model, ids).backward()
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _deepspeed(model: nn.Module, precision: Precision, *, stage: int, adam: str) -> Step:
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # for its logs alone
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": MAX_NORM,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+        },
+        "bf16": {"enabled": precision == "bf16"},
+        "steps_per_print": 10**9,
+    }
+    settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": 0.0}
+    if adam == "deepspeed":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
+
+        optimizer: Any = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **settings)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(ids: Tensor) -> None:
+        engine.backward(loss_of(engine, ids))
+        engine.step()
+
+    return step

@@ -1,0 +1,96 @@
+"""What the tensors of a process weigh, counted from outside of the system that made them."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def live_bytes() -> float:
+    """Bytes of the tensors that are alive now on this process, each storage once.
+
+    Garbage collection finds the tensors, and their gradients. Memory that processes share as files
+    counts by the pages that were written, once for all processes and divided among them.
+    """
+    gc.collect()
+    shared = _shared_ranges()
+    sizes: dict[int, int] = {}
+    for each in gc.get_objects():
+        if not issubclass(type(each), Tensor) or hasattr(each, "_local_tensor"):
+            continue  # a DTensor's local part is a tensor of its own
+        tensors = [each, each.grad] if each.is_leaf else [each]
+        for tensor in tensors:
+            if tensor is None or hasattr(tensor, "_local_tensor"):
+                continue
+            storage = tensor.untyped_storage()
+            if not any(start <= storage.data_ptr() < end for start, end in shared):
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values()) + _shared_bytes()
+
+
+def peak_bytes_of(step: Callable[[], None]) -> float:
+    """Most bytes that tensors take at any moment of one step: what lives, and what it allocates.
+
+    The profiler reports each allocation and release. Memory that a collective's library takes for
+    itself is not seen; the peak of the resident set has it.
+    """
+    before = live_bytes()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events = profile.profiler.kineto_results.events()
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
+    held = highest = 0
+    for _, change in changes:
+        held += change
+        highest = max(highest, held)
+    return before + highest
+
+
+def reset_peak_rss() -> None:
+    """Forget the peak so far."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Most bytes of memory that the process had since the reset, pages shared with others too."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def _shared_ranges() -> list[tuple[int, int]]:
+    """Addresses at which files that live in memory alone are mapped."""
+    ranges: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            start, end = line.split(maxsplit=1)[0].split("-")
+            ranges.append((int(start, 16), int(end, 16)))
+    return ranges
+
+
+def _shared_bytes() -> float:
+    """This process's share of the pages of those files."""
+    own: dict[int, int] = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if str(link.readlink()).startswith("/memfd:"):
+                status = link.stat()
+                own[status.st_ino] = status.st_blocks * 512
+        except FileNotFoundError:  # the descriptor by which the directory itself was read
+            continue
+    if not dist.is_initialized():
+        return sum(own.values())
+    everyone: list[dict[int, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    union = {inode: size for each in everyone for inode, size in each.items()}
+    return sum(union.values()) / len(everyone)

@@ -1,0 +1,112 @@
+"""The engine on the device there is, in one process: a GPU where one is found.
+
+What differs from the tests of the stages: the reference is the engine itself at stage 0, because a
+GPU's own kernels round unlike the CPU's.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.distributed import local_device
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.engine.engine import Engine
+from tests.families import VOCAB, tiny_causal_lm
+
+STEPS = 3
+MICRO_BATCHES = 2
+
+
+def settings(stage: int, *, reduction: str = "fast", **offload: Any) -> TrainedModelConfig:
+    return TrainedModelConfig(
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero=ZeroConfig(offload=OffloadConfig(**offload), reduction=reduction),  # pyright: ignore[reportArgumentType]
+        optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0, weight_decay=0.1),
+    )
+
+
+def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[str, torch.Tensor]]:
+    device = local_device()
+    # Fused attention adds its gradients on a GPU in an order that is another in every run.
+    model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
+    model.train().to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue]
+    engine = Engine(model, config, total_steps=STEPS)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        for _ in range(MICRO_BATCHES):
+            ids = torch.randint(0, VOCAB, (2, 9), generator=generator).to(device)
+            logits = engine(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+            engine.backward(loss / MICRO_BATCHES)
+        assert not engine.step().skipped
+    with engine.gathered():
+        weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    return engine, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"gradients": "cpu"}),
+        (3, {"gradients": "cpu"}),
+        (3, {"params": "cpu"}),
+        (3, {"params": "cpu", "pin_memory": False}),
+        (3, {"params": "cpu", "gradients": "cpu"}),
+    ],
+)
+def test_every_stage_and_offload_gives_the_bits_of_stage_0(
+    stage: int, offload: dict[str, Any], dtype: torch.dtype
+) -> None:
+    _, expected = train(settings(0), dtype)
+
+    _, got = train(settings(stage, **offload), dtype)
+
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "params"), [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")]
+)
+def test_an_optimizer_on_the_host_trains_alike(stage: int, params: str) -> None:
+    _, expected = train(settings(0), torch.float32)
+
+    engine, got = train(settings(stage, optimizer="cpu", params=params), torch.float32)
+
+    assert {group.master.device.type for group in engine.groups} == {"cpu"}
+    for name, weight in expected.items():
+        # The CPU's AdamW and the GPU's round differently: to the bit where they are one.
+        exact = local_device().type == "cpu"
+        torch.testing.assert_close(
+            got[name], weight, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5, msg=name
+        )
+
+
+def test_a_deterministic_reduction_gives_the_same_bits_at_every_stage() -> None:
+    runs = [train(settings(s, reduction="deterministic"), torch.bfloat16)[1] for s in (0, 3)]
+
+    assert [name for name in runs[0] if not torch.equal(runs[0][name], runs[1][name])] == []
+
+
+def test_between_steps_stage_3_keeps_the_weights_where_it_was_told() -> None:
+    engine, _ = train(settings(3, params="cpu"), torch.bfloat16)
+
+    flats = [flat for unit in engine.zero.units for flat in unit.flats]
+
+    assert {flat.shard.device.type for flat in flats} == {"cpu"}
+    assert not any(flat.held for flat in flats)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloaded_vectors_are_pinned() -> None:
+    engine, _ = train(settings(3, params="cpu", gradients="cpu", optimizer="cpu"), torch.bfloat16)
+
+    assert all(flat.shard.is_pinned() for unit in engine.zero.units for flat in unit.flats)
+    assert all(group.master.is_pinned() and group.grad.is_pinned() for group in engine.groups)
