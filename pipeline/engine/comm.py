@@ -122,6 +122,13 @@ class Collectives:
         """Whether the others are done with what was reduced or gathered before that moment."""
         return True
 
+    starts_zero = False
+    """Whether what `empty` makes is zero, and `release` makes it zero again."""
+
+    def release(self, buffer: Tensor) -> bool:  # noqa: ARG002
+        """Give a buffer's memory back until it is written again; False where that can't be done."""
+        return False
+
     def meet(self) -> None:
         """Come to a moment after which all before it has been read; all processes call it."""
 

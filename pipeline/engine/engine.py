@@ -64,8 +64,8 @@ class Engine:
         self.skipped_in_a_row = 0
         device = local_device()
         self.comm = make_collectives(device, config.zero)
-        pool = BufferPool(self.comm, device)
-        units = build_units(model, config, self.comm, pool, placement_of(config, device))
+        self.pool = BufferPool(self.comm, device)
+        units = build_units(model, config, self.comm, self.pool, placement_of(config, device))
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
@@ -122,6 +122,7 @@ class Engine:
         self.scaler.update(finite=finite)
         for group in self.groups:
             group.gradients.clear()
+        self.pool.release()
         self._stop_if_hopeless(finite=finite, worst=worst)
         return StepResult(grad_norm=grad_norm, lr=self.optim.lr * factor, skipped=not finite)
 

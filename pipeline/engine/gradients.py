@@ -1,7 +1,5 @@
 """Gradients on their way from autograd to the optimizer: buffers, and sums over micro-batches."""
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
@@ -11,12 +9,23 @@ from pipeline.engine.flat import FlatParams
 from pipeline.engine.units import ROOT
 
 
-@dataclass
 class RunningSum:
-    """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ..."""
+    """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
 
-    total: Tensor
-    empty: bool = field(default=True, init=False)
+    It has memory from the first gradient of a step until the step is over.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel, self.device = numel, device
+        self._total: Tensor | None = None
+        self.empty = True
+
+    @property
+    def total(self) -> Tensor:
+        """The sum; undefined while `empty`."""
+        if self._total is None:
+            self._total = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+        return self._total
 
     @property
     def direct(self) -> Tensor | None:
@@ -24,11 +33,14 @@ class RunningSum:
         return self.total if self.empty else None
 
     def add(self, gradient: Tensor) -> None:
-        """Add what a backward pass found; `gradient` may be overwritten afterwards."""
+        """Add what a backward pass found; `gradient` may be overwritten afterwards.
+
+        Between devices it waits for the copy: the host would go on with numbers still on their way.
+        """
         if self.empty:
-            self.total.copy_(gradient, non_blocking=True)
+            self.total.copy_(gradient)
         else:
-            self.total.add_(gradient.to(self.total.device, non_blocking=True))
+            self.total.add_(gradient.to(self.device))
         self.empty = False
 
     def end_micro_batch(self) -> None:
@@ -38,15 +50,17 @@ class RunningSum:
         """The sum over all micro-batches; zeros where there was none."""
         if self.empty:
             self.total.zero_()
+            self.empty = False
         return self.total
 
     def clear(self) -> None:
         """Forget everything."""
+        self._total = None
         self.empty = True
 
     def tensors(self) -> list[Tensor]:
-        """What is held between backward passes."""
-        return [self.total]
+        """What takes memory now."""
+        return [] if self._total is None else [self._total]
 
 
 class TreeSum:
@@ -57,9 +71,10 @@ class TreeSum:
     same for every W that is a power of two. It holds at most log2(micro-batches) + 1 sums.
     """
 
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-        self._current = RunningSum(torch.empty_like(total))
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.device = device
+        self._numel = numel
+        self._current = RunningSum(numel, device)
         self._levels: list[tuple[int, Tensor]] = []
 
     direct = None
@@ -72,7 +87,7 @@ class TreeSum:
         """Add the micro-batch to the sums of as many others."""
         if self._current.empty:
             return
-        level, value = 0, self._current.total.clone()
+        level, value = 0, self._current.total
         self._current.clear()
         while self._levels and self._levels[-1][0] == level:
             value = self._levels.pop()[1] + value
@@ -82,13 +97,13 @@ class TreeSum:
     def finish(self) -> Tensor:
         """The sum over all micro-batches, the smallest sums first; zeros where there was none."""
         self.end_micro_batch()
-        self.total.zero_()
-        if self._levels:
-            value = self._levels[-1][1]
-            for _, larger in reversed(self._levels[:-1]):
-                value = larger + value
-            self.total.copy_(value)
-        return self.total
+        if not self._levels:
+            self._levels = [(0, torch.zeros(self._numel, device=self.device))]
+        while len(self._levels) > 1:
+            _, smaller = self._levels.pop()
+            level, larger = self._levels.pop()
+            self._levels.append((level, larger + smaller))
+        return self._levels[0][1]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -96,8 +111,8 @@ class TreeSum:
         self._levels.clear()
 
     def tensors(self) -> list[Tensor]:
-        """What is held between backward passes."""
-        return [self.total, self._current.total, *(value for _, value in self._levels)]
+        """What takes memory now."""
+        return [*self._current.tensors(), *(value for _, value in self._levels)]
 
 
 class FlatGradients:
@@ -107,10 +122,10 @@ class FlatGradients:
     finished buffer is reduced as a whole, into the sum of the process whose piece it is.
     """
 
-    def __init__(self, flat: FlatParams, total: Tensor, pool: BufferPool) -> None:
+    def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
         self.flat, self.pool, self.comm = flat, pool, flat.comm
-        deterministic = flat.placement.deterministic
-        self.sum: TreeSum | RunningSum = TreeSum(total) if deterministic else RunningSum(total)
+        kind = TreeSum if flat.placement.deterministic else RunningSum
+        self.sum: TreeSum | RunningSum = kind(flat.shard_numel, flat.placement.gradient_device)
         self._buffer: Tensor | None = None
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
         for param in flat.params.values():
@@ -122,15 +137,19 @@ class FlatGradients:
         if self._buffer is not None:
             return
         self.settle()
-        direct = self._direct()
-        if direct is not None and self.comm.world_size == 1:
+        direct = self._direct() if self.comm.world_size == 1 else None
+        if direct is not None:
             self._buffer = direct.zero_()
         else:
-            # One block's buffer may be reduced while the next one's fills; there is but one root.
-            at_most = 1 if self.flat.unit == ROOT else 2
-            self._buffer = self.pool.borrow(self.flat.numel, torch.float32, at_most=at_most).zero_()
+            self._buffer = self.borrow(zero=True)
         for name, view in self.flat.cut(self._buffer).items():
             self.flat.params[name].grad = view
+
+    def borrow(self, *, zero: bool = False) -> Tensor:
+        """A buffer of the whole vector's length, from the pool."""
+        # One block's buffer may be reduced while the next one's fills; there is but one root.
+        at_most = 1 if self.flat.unit == ROOT else 2
+        return self.pool.borrow(self.flat.numel, torch.float32, at_most=at_most, zero=zero)
 
     def start_reduction(self) -> None:
         """Begin to sum the buffer over processes."""
@@ -155,7 +174,7 @@ class FlatGradients:
             self.sum.empty = False
         else:
             self.sum.add(out)
-        if buffer is not self.sum.total:
+        if buffer is not out:
             self.pool.give_back(buffer)
 
     def clear(self) -> None:
@@ -164,13 +183,11 @@ class FlatGradients:
         if self._buffer is not None:
             for param in self.flat.params.values():
                 param.grad = None
-            if self._buffer is not self.sum.total:
+            if self._buffer is not self.sum.direct:
                 self.pool.give_back(self._buffer)
             self._buffer = None
         self.sum.clear()
 
     def _direct(self) -> Tensor | None:
-        direct = self.sum.direct
-        return (
-            direct if direct is not None and direct.device == self.flat.placement.device else None
-        )
+        offloaded = self.sum.device != self.flat.placement.device
+        return None if offloaded else self.sum.direct

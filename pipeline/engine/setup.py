@@ -89,7 +89,7 @@ def store_on_disk(
         return None
     assert offload.nvme_path is not None  # as OffloadConfig checks
     store = TensorStore(offload.nvme_path, rank=rank)
-    state = StreamedState(store, [group.grad.numel() for group in groups])
+    state = StreamedState(store, [group.master_numel for group in groups])
     for index, group in enumerate(groups):
         master = group.weights_in_fp32()
         state.put(index, (master, torch.zeros_like(master), torch.zeros_like(master)))

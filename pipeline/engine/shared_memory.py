@@ -28,6 +28,9 @@ CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""
 
 CACHE_LINE = 64
+RELEASED_BYTES = 2**16
+"""Vectors from this size on have pages of their own, which can be given back."""
+
 MAILBOX_VALUES = 16384
 LABEL_BYTES = 160
 ROW_BYTES = 8 + 2 * LABEL_BYTES
@@ -92,6 +95,12 @@ class SharedMemoryCollectives(Collectives):
         """What a process read at one meeting it is done with when it comes to the next."""
         return self._meetings.number > meeting
 
+    starts_zero = True
+
+    def release(self, buffer: Tensor) -> bool:
+        """Give a buffer's pages back to the system, which makes them zero; small ones stay."""
+        return self._memory.release(buffer)
+
     def meet(self) -> None:
         """Wait for the others, who are done then with what they read before."""
         self._meetings.attend("a pause between two uses of a buffer")
@@ -105,7 +114,7 @@ class SharedMemoryCollectives(Collectives):
 class _Chunk:
     """A piece of shared memory."""
 
-    fd: int
+    mapped: mmap.mmap
     bytes: Tensor
 
 
@@ -129,17 +138,32 @@ class _SharedMemory:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A vector of `numel` elements, zero at first."""
         num_bytes = numel * dtype.itemsize
-        self._used = -(-self._used // CACHE_LINE) * CACHE_LINE
-        if not self._chunks or self._used + num_bytes > len(self._chunks[-1].bytes):
-            self._grow(max(num_bytes, CHUNK_BYTES))
-        start, self._used = self._used, self._used + num_bytes
+        alignment = mmap.PAGESIZE if num_bytes >= RELEASED_BYTES else CACHE_LINE
+        self._used = -(-self._used // alignment) * alignment
+        if not self._chunks or self._used + num_bytes > len(self._chunks[-1].bytes) - mmap.PAGESIZE:
+            self._grow(max(num_bytes + mmap.PAGESIZE, CHUNK_BYTES))
+        start = self._used
+        self._used += -(-num_bytes // alignment) * alignment
         return self._chunks[-1].bytes[start : start + num_bytes].view(dtype)
+
+    def release(self, own: Tensor) -> bool:
+        """Punch a hole where a vector of whole pages lies."""
+        if own.nbytes < RELEASED_BYTES:
+            return False
+        chunk = self._chunks[self._index_of(own)]
+        start = own.data_ptr() - chunk.bytes.data_ptr()
+        pages = -(-own.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        chunk.mapped.madvise(mmap.MADV_REMOVE, start, pages)
+        return True
+
+    def _index_of(self, own: Tensor) -> int:
+        base = own.untyped_storage().data_ptr()
+        return next(n for n, each in enumerate(self._chunks) if each.bytes.data_ptr() == base)
 
     def of_rank(self, other: int, own: Tensor, *, shift: int = 0) -> Tensor:
         """The counterpart of our vector `own` in another process, `shift` elements further."""
-        base = own.untyped_storage().data_ptr()
-        index = next(n for n, each in enumerate(self._chunks) if each.bytes.data_ptr() == base)
-        start = own.data_ptr() - base + shift * own.element_size()
+        index = self._index_of(own)
+        start = own.data_ptr() - self._chunks[index].bytes.data_ptr() + shift * own.element_size()
         return self._chunk_of(other, index)[start : start + own.nbytes].view(own.dtype)
 
     def _chunk_of(self, other: int, index: int) -> Tensor:
@@ -148,7 +172,9 @@ class _SharedMemory:
         if (other, index) not in self._peers:
             fd = self._table.fd_of(other, index)
             size = len(self._chunks[index].bytes)
-            self._peers[other, index] = _map(_open(self.pids[other], fd), size, close=True)
+            opened = _open(self.pids[other], fd)
+            self._peers[other, index] = torch.frombuffer(mmap.mmap(opened, size), dtype=torch.uint8)
+            os.close(opened)
         return self._peers[other, index]
 
     def _grow(self, num_bytes: int) -> None:
@@ -156,7 +182,8 @@ class _SharedMemory:
         fd = _create(size)
         self._fds.append(fd)
         self._table.publish(self.rank, len(self._chunks), fd)
-        self._chunks.append(_Chunk(fd, _map(fd, size)))
+        mapped = mmap.mmap(fd, size)
+        self._chunks.append(_Chunk(mapped, torch.frombuffer(mapped, dtype=torch.uint8)))
         self._used = 0
 
 
@@ -314,13 +341,6 @@ def _create(num_bytes: int) -> int:
 
 def _open(pid: int, fd: int) -> int:
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-
-
-def _map(fd: int, num_bytes: int, *, close: bool = False) -> Tensor:
-    mapped = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-    if close:
-        os.close(fd)
-    return mapped
 
 
 def _close(fds: list[int]) -> None:

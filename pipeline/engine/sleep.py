@@ -66,4 +66,3 @@ class Sleep:
                 yield from group.moments()
             if "gradients" in kinds:
                 yield from group.gradients.sum.tensors()
-                yield group.grad

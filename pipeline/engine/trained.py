@@ -31,10 +31,7 @@ class TrainedParams:
             self.master = nn.Parameter(own.data)
         else:
             self.master = nn.Parameter(self.weights_in_fp32())
-        size = flat.shard_numel if placement.shard_optimizer else flat.numel
-        self.grad = self.comm.empty(size, torch.float32, placement.gradient_device)
-        total = self.grad if placement.shard_optimizer else self.comm.piece(self.grad)
-        self.gradients = FlatGradients(flat, total, pool)
+        self.gradients = FlatGradients(flat, pool)
         settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
         self.optimizer = build_optimizer([{"params": [self.master], **settings}], optim)
 
@@ -66,14 +63,27 @@ class TrainedParams:
         for name in ("exp_avg", "exp_avg_sq"):
             self.optimizer.state[self.master][name] = torch.empty(0)
 
+    @property
+    def master_numel(self) -> int:
+        """Elements of the masters, wherever they are."""
+        flat = self.flat
+        return flat.shard_numel if flat.placement.shard_optimizer else flat.numel
+
     def full_gradients(self) -> dict[str, Tensor]:
         """The reduced gradient of each parameter, whole, by name; all processes call it."""
+        full = self._gathered_gradient()
+        whole = {name: view.clone() for name, view in self.flat.cut(full).items()}
+        self.gradients.pool.give_back(full)
+        return whole
+
+    def _gathered_gradient(self) -> Tensor:
+        """The whole reduced gradient, in a buffer of the pool."""
         self.gradients.settle()
-        shard = self.gradients.sum.finish()
-        whole = not self.flat.placement.shard_optimizer
-        full = self.grad if whole else self.grad.new_empty(self.flat.numel)
-        self.comm.all_gather(full, shard, self.flat.unit).wait()
-        return self.flat.cut(full.clone() if whole else full)
+        full = self.gradients.borrow()
+        piece = self.comm.piece(full)
+        piece.copy_(self.gradients.sum.finish())
+        self.comm.all_gather(full, piece, self.flat.unit).wait()
+        return full
 
     def squared_norms(self) -> Tensor:
         """Sums of squares of the reduced gradient by stretches, of all processes' pieces.
@@ -92,18 +102,21 @@ class TrainedParams:
 
         `momentum` replaces the optimizer's beta1 where a schedule cycles it.
         """
-        shard = self.gradients.sum.total
+        gradient = self.gradients.sum.finish()
         if multiplier != 1.0:
-            shard.mul_(multiplier)
+            gradient.mul_(multiplier)
         if not self.flat.placement.shard_optimizer:
-            self.comm.all_gather(self.grad, shard, self.flat.unit).wait()
-        self.master.grad = self.grad.to(self.master.device)
+            gradient = self._gathered_gradient()
+        self.master.grad = gradient.to(self.master.device)
         for settings in self.optimizer.param_groups:
             settings["lr"] = lr
             if momentum is not None and "betas" in settings:
                 settings["betas"] = (momentum, settings["betas"][1])
         self.optimizer.step()
         self.master.grad = None
+        if not self.flat.placement.shard_optimizer:
+            self.gradients.pool.give_back(gradient)
+        self.gradients.clear()
         self.publish()
 
     def moments(self) -> list[Tensor]:
@@ -135,10 +148,5 @@ def trained_bytes(groups: Sequence[TrainedParams]) -> dict[str, int]:
         )
     )
     moments = sum(each.nbytes for group in groups for each in group.moments())
-    gradients = sum(
-        each.nbytes
-        for group in groups
-        # The first is the own piece of `grad`, which stage 0 has whole.
-        for each in (group.grad, *group.gradients.sum.tensors()[1:])
-    )
+    gradients = sum(each.nbytes for group in groups for each in group.gradients.sum.tensors())
     return {"masters": masters, "gradients": gradients, "moments": moments}
