@@ -18,11 +18,11 @@ from pipeline.engine.optim import build_optimizer
 from pipeline.engine.setup import param_settings, placement_of
 from pipeline.engine.units import UnitParams, find_units
 
-HELD = ("weights", "masters", "gradients", "moments")
+HELD = ("weights", "masters", "moments")
 """What lies there between steps."""
 
-IN_FLIGHT = ("gradient_buffers", "gathered")
-"""The peak of what comes and goes."""
+IN_FLIGHT = ("gradients", "gradient_buffers", "gathered")
+"""The peak of what comes and goes in a step."""
 
 KINDS = (*HELD, *IN_FLIGHT)
 
@@ -66,9 +66,9 @@ def predict(
     Returns:
         `weights`: as the model has them, at stage 3 the own piece; `masters`: fp32 copies of
         trained weights that are below fp32 or live elsewhere, from stage 1 the own piece;
-        `gradients`: their fp32 sum over micro-batches, from stage 1 the own piece - stages 1 and 2
-        are the same here, for each micro-batch is reduced as it is found - and in the deterministic
-        mode the partial sums as well; `moments`: the optimizer's state after its first step;
+        `moments`: the optimizer's state after its first step; `gradients`: the own piece of their
+        fp32 sum over micro-batches, at every stage, for each micro-batch is reduced as it is found,
+        and in the deterministic mode all partial sums, from the first backward pass to the step;
         `gradient_buffers`: fp32 gradients of whole units, the root's all through a backward pass
         and two blocks', of which one is being reduced; `gathered`: at stage 3, the whole weights of
         the root, of the block at work and of those gathered ahead, or all of them to generate.
@@ -81,15 +81,12 @@ def predict(
     in_optimizer = world if placement.shard_optimizer else 1
     updated = sum(vector.numel for vector in trained) // in_optimizer
     copied = [vector for vector in trained if _has_master(vector, placement)]
-    partial_sums = 0
-    if placement.deterministic:
-        # The present micro-batch, and as many sums as a binary counter has digits set at most.
-        levels = (micro_batches + 1).bit_length() - 1
-        partial_sums = (1 + levels) * sum(vector.numel for vector in trained) // world
+    # As many partial sums as a binary counter has digits set at most.
+    sums = (micro_batches + 1).bit_length() - 1 if placement.deterministic else 1
     return {
         "weights": sum(vector.num_bytes for vector in vectors) // in_weights,
         "masters": 4 * sum(vector.numel for vector in copied) // in_optimizer,
-        "gradients": 4 * (updated + partial_sums),
+        "gradients": 4 * sums * sum(vector.numel for vector in trained) // world,
         "moments": 4 * updated * state_vectors(config.optim),
         "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches),
         "gathered": _gathered(units, config, placement, world, generates=generates),
