@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -69,16 +69,19 @@ class CommLog:
 class Collectives:
     """The collectives of a single process, and what all kinds share."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         self.rank, self.world_size = rank(), world_size()
         self.log = CommLog()
-
-    asynchronous = False
-    """Whether a collective runs beside the computation, so that starting it early pays."""
+        on_gpu = device.type == "cuda"
+        self.pin_memory = pin_memory and on_gpu
+        self.asynchronous = on_gpu
+        """Whether a collective runs beside the computation, so that starting it early pays."""
+        self._copies = torch.cuda.Stream(device) if on_gpu else None
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector that collectives read or write; all processes call it in step."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        pinned = self.pin_memory and device.type == "cpu"
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
 
     def piece(self, full: Tensor) -> Tensor:
         """This process's piece of a vector."""
@@ -92,9 +95,24 @@ class Collectives:
         """
         self.log.add("all_gather", unit, full.nbytes)
         piece = self.piece(full)
+        if self._copies is not None and shard.device != full.device:
+            return self._gather_from_host(full, shard, unit)
         if piece.data_ptr() != shard.data_ptr():
-            piece.copy_(shard, non_blocking=True)
+            piece.copy_(shard)
         return self._all_gather(full, shard, unit)
+
+    def _gather_from_host(self, full: Tensor, shard: Tensor, unit: str) -> Work:
+        """Copy the shard to the GPU beside the computation, then gather.
+
+        Allocation and release of `full` belong to the computing stream: the copy begins after what
+        that stream did before, and it goes on after the copy.
+        """
+        assert self._copies is not None
+        self._copies.wait_stream(torch.cuda.current_stream(full.device))
+        with torch.cuda.stream(self._copies):
+            self.piece(full).copy_(shard, non_blocking=True)
+            work = self._all_gather(full, shard, unit)
+            return _AfterCopy(work, self._copies.record_event())
 
     def reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         """Write the sum over processes of the own piece of `full` to `out`.
@@ -122,6 +140,11 @@ class Collectives:
         """Whether the others are done with what was reduced or gathered before that moment."""
         return True
 
+    def synchronize(self) -> None:
+        """Wait until no copy from main memory to the GPU is under way."""
+        if self._copies is not None:
+            self._copies.synchronize()
+
     starts_zero = False
     """Whether what `empty` makes is zero, and `release` makes it zero again."""
 
@@ -146,10 +169,11 @@ class Collectives:
 class GroupCollectives(Collectives):
     """Collectives through the default process group: NCCL, or gloo between machines."""
 
-    asynchronous = True
-
-    def __init__(self, *, deterministic: bool) -> None:
-        super().__init__()
+    def __init__(
+        self, device: torch.device, *, deterministic: bool, pin_memory: bool = True
+    ) -> None:
+        super().__init__(device, pin_memory=pin_memory)
+        self.asynchronous = True
         # gloo's own reduce-scatter is a fraction as fast as an exchange and a local sum.
         self.exchanges = deterministic or dist.get_backend() == "gloo"
 
@@ -166,6 +190,19 @@ class GroupCollectives(Collectives):
 
     def _all_reduce(self, values: Tensor) -> None:
         dist.all_reduce(values)
+
+
+@dataclass(frozen=True)
+class _AfterCopy:
+    """A gather whose own part comes from main memory."""
+
+    work: Work
+    copied: Any
+    """A CUDA event."""
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.copied)
+        self.work.wait()
 
 
 @dataclass
@@ -223,11 +260,13 @@ def _reduce_scatter_single(shard: Tensor, full: Tensor) -> Work:
 
 def make_collectives(device: torch.device, zero: ZeroConfig) -> Collectives:
     """The fastest collectives between the processes there are; all of them call it in step."""
+    pin_memory = zero.offload.pin_memory
     if world_size() == 1:
-        return Collectives()
+        return Collectives(device, pin_memory=pin_memory)
     if device.type == "cpu" and zero.shared_memory:
         from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
 
         if on_one_machine():
             return SharedMemoryCollectives()
-    return GroupCollectives(deterministic=zero.reduction == "deterministic")
+    deterministic = zero.reduction == "deterministic"
+    return GroupCollectives(device, deterministic=deterministic, pin_memory=pin_memory)

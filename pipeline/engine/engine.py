@@ -1,7 +1,7 @@
 """The training engine: a model, its optimizer and the collectives between processes."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,12 +91,12 @@ class Engine:
         One reduction then serves many micro-batches, at the cost of a whole fp32 gradient on every
         process; sums are rounded in another order than with a reduction for each.
         """
-        self.zero.reducing = False
+        before, self.zero.reducing = self.zero.reducing, False
         try:
             yield
         finally:
             self.zero.flush()
-            self.zero.reducing = True
+            self.zero.reducing = before
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -111,6 +111,7 @@ class Engine:
         Raises:
             NonFiniteGradientError: no gradient was finite for `zero.max_skipped_steps` in a row.
         """
+        self.zero.check_ready()
         self.zero.flush()
         self.zero.reduce()
         grad_norm, worst = self._grad_norm()
@@ -119,6 +120,7 @@ class Engine:
         if finite:
             self._update(grad_norm, factor)
             self.steps += 1
+            self.zero.updates += 1
         self.scaler.update(finite=finite)
         for group in self.groups:
             group.gradients.clear()
@@ -148,6 +150,7 @@ class Engine:
 
         All processes call it in step.
         """
+        self.zero.check_ready()
         self.zero.reduce()
         return {
             name: gradient
@@ -160,6 +163,7 @@ class Engine:
 
         They change with the next step, but for copies of what lives on a disk.
         """
+        self.zero.check_ready()
         if self.disk is None:
             return [group.master.detach() for group in self.groups]
         return [group.master.detach().clone() for group in self._visit()]
@@ -167,8 +171,31 @@ class Engine:
     @torch.no_grad()
     def load_masters(self, masters: list[Tensor]) -> None:
         """Set the weights to what `masters` returned earlier, or an average of it."""
+        self.zero.check_ready()
+        self.comm.meet()  # another process may still read the weights as they are
+        self.zero.updates += 1
         for group, master in zip(self._visit(), masters, strict=True):
             group.master.copy_(master)
+            group.publish()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set trained weights by name to whole tensors, which every process has; moments stay.
+
+        Raises:
+            KeyError: a name is not that of a trained parameter.
+        """
+        known = {name for group in self.groups for name in group.flat.params}
+        unknown = sorted(weights.keys() - known)
+        if unknown:
+            raise KeyError(f"{unknown[0]} is no trained parameter of the model")
+        self.zero.check_ready()
+        self.comm.meet()
+        self.zero.updates += 1
+        for group in self._visit():
+            for name, piece, elements in group.pieces():
+                if name in weights:
+                    piece.copy_(weights[name].reshape(-1)[elements])
             group.publish()
 
     def _visit(self) -> Iterator[TrainedParams]:
@@ -203,7 +230,10 @@ class Engine:
             group.step(multiplier=multiplier, lr=lr, momentum=beta1)
 
     def _stop_if_hopeless(self, *, finite: bool, worst: str) -> None:
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if finite or self.scaler.searching:
+            self.skipped_in_a_row = 0  # on its way down the scale is expected to overflow
+        else:
+            self.skipped_in_a_row += 1
         if self.scaler.exhausted:
             raise NonFiniteGradientError(
                 f"the gradient of {worst} overflows fp16 even at the smallest loss scale,"

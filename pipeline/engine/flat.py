@@ -101,7 +101,8 @@ class FlatParams:
         # Views of `.data`: they have version counters of their own, so that filling the vector
         # again between forward and backward doesn't look like a change to what autograd saved.
         self.views = self.cut(self.full.data)
-        hidden = torch.full((), float("nan"), dtype=settings.dtype, device=device)
+        nothing = float("nan") if settings.dtype.is_floating_point else 0
+        hidden = torch.full((), nothing, dtype=settings.dtype, device=device)
         self.hidden = {name: hidden.expand(param.shape) for name, param in self.params.items()}
         self.gathered = True
         self._work: Work | None = None
@@ -151,6 +152,7 @@ class FlatParams:
             self._work.wait()
             self._work = None
         if self.disk is not None:
+            self.comm.synchronize()
             self.disk.give_back()
 
     def gather(self) -> None:
@@ -190,9 +192,14 @@ class FlatParams:
         return self.full.untyped_storage().nbytes() > 0
 
     def publish(self) -> None:
-        """Have every process see changed pieces: at stages 1 and 2 in the weights themselves."""
+        """Have every process see changed pieces wherever the weights are whole now."""
         if not self.placement.shard_params and self.placement.shard_optimizer:
             self.comm.all_gather(self.full, self.shard, self.unit).wait()
+        elif self.placement.shard_params and self.gathered:
+            # Into the memory that the parameters show.
+            shard = self.shard if self.disk is None else self.disk.read()
+            self._work = self.comm.all_gather(self.full, shard, self.unit)
+            self._finish_gather()
 
     @property
     def bytes_of_weights(self) -> int:

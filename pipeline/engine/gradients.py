@@ -1,5 +1,7 @@
 """Gradients on their way from autograd to the optimizer: buffers, and sums over micro-batches."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,8 @@ class RunningSum:
     It has memory from the first gradient of a step until the step is over.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self.numel, self.device = numel, device
+    def __init__(self, empty: Callable[[], Tensor]) -> None:
+        self._empty = empty
         self._total: Tensor | None = None
         self.empty = True
 
@@ -24,7 +26,7 @@ class RunningSum:
     def total(self) -> Tensor:
         """The sum; undefined while `empty`."""
         if self._total is None:
-            self._total = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+            self._total = self._empty()
         return self._total
 
     @property
@@ -40,7 +42,7 @@ class RunningSum:
         if self.empty:
             self.total.copy_(gradient)
         else:
-            self.total.add_(gradient.to(self.device))
+            self.total.add_(gradient.to(self.total.device))
         self.empty = False
 
     def end_micro_batch(self) -> None:
@@ -71,10 +73,9 @@ class TreeSum:
     same for every W that is a power of two. It holds at most log2(micro-batches) + 1 sums.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self.device = device
-        self._numel = numel
-        self._current = RunningSum(numel, device)
+    def __init__(self, empty: Callable[[], Tensor]) -> None:
+        self._empty = empty
+        self._current = RunningSum(empty)
         self._levels: list[tuple[int, Tensor]] = []
 
     direct = None
@@ -98,12 +99,11 @@ class TreeSum:
         """The sum over all micro-batches, the smallest sums first; zeros where there was none."""
         self.end_micro_batch()
         if not self._levels:
-            self._levels = [(0, torch.zeros(self._numel, device=self.device))]
-        while len(self._levels) > 1:
-            _, smaller = self._levels.pop()
-            level, larger = self._levels.pop()
-            self._levels.append((level, larger + smaller))
-        return self._levels[0][1]
+            return self._empty().zero_()
+        value = self._levels[-1][1]
+        for _, larger in reversed(self._levels[:-1]):
+            value = larger + value
+        return value
 
     def clear(self) -> None:
         """Forget everything."""
@@ -124,8 +124,11 @@ class FlatGradients:
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
         self.flat, self.pool, self.comm = flat, pool, flat.comm
-        kind = TreeSum if flat.placement.deterministic else RunningSum
-        self.sum: TreeSum | RunningSum = kind(flat.shard_numel, flat.placement.gradient_device)
+        placement = flat.placement
+        kind = TreeSum if placement.deterministic else RunningSum
+        self.sum: TreeSum | RunningSum = kind(
+            lambda: placement.host_empty(flat.shard_numel, torch.float32, placement.gradient_device)
+        )
         self._buffer: Tensor | None = None
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
         for param in flat.params.values():
@@ -152,7 +155,12 @@ class FlatGradients:
         return self.pool.borrow(self.flat.numel, torch.float32, at_most=at_most, zero=zero)
 
     def start_reduction(self) -> None:
-        """Begin to sum the buffer over processes."""
+        """Begin to sum the buffer over processes.
+
+        Raises:
+            RuntimeError: gradients went elsewhere than into the buffer, as after `zero_grad()`.
+        """
+        self._check_taken()
         if self._buffer is None:
             return
         self.settle()
@@ -163,6 +171,19 @@ class FlatGradients:
         out = self.comm.piece(buffer) if direct is None else direct
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, out)
+
+    def _check_taken(self) -> None:
+        views = {} if self._buffer is None else self.flat.cut(self._buffer)
+        for name, param in self.flat.params.items():
+            grad = param.grad
+            there = None if grad is None else grad.data_ptr()
+            expected = views[name].data_ptr() if name in views else None
+            if there != expected:
+                raise RuntimeError(
+                    f"the gradient of {name} is not where the engine put it: leave `.grad` to the"
+                    " engine (no zero_grad(), no create_graph), and don't change a view that a"
+                    " module returns in place"
+                )
 
     def settle(self) -> None:
         """Wait for the reduction under way and add its result to the sum."""
@@ -189,5 +210,6 @@ class FlatGradients:
         self.sum.clear()
 
     def _direct(self) -> Tensor | None:
-        offloaded = self.sum.device != self.flat.placement.device
+        placement = self.flat.placement
+        offloaded = placement.gradient_device != placement.device
         return None if offloaded else self.sum.direct

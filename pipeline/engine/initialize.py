@@ -11,6 +11,7 @@ engine.step()
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,8 +28,12 @@ from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.deepspeed.read import read_deepspeed_config
 from pipeline.engine.engine import Engine, StepResult
 from pipeline.engine.lr import lr_factor
+from pipeline.errors import require
 
 logger = logging.getLogger(__name__)
+
+ENDLESS = ("constant", "constant_with_warmup", "warmup", "lr_range_test", "one_cycle", "noam")
+"""Schedules that don't ask how long the run is."""
 
 WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,14 +79,31 @@ class LoopEngine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` would update the weights now."""
-        return self.micro_steps > 0 and self.micro_steps % self.accumulation == 0
+        return self.micro_steps == self.accumulation
 
     def step(self) -> StepResult | None:
         """Update the weights if the last micro-batch of a step is in; None where it is not."""
         if not self.is_gradient_accumulation_boundary():
             return None
         self.last = self.engine.step()
+        self.micro_steps = 0
         return self.last
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As `Engine.no_sync`."""
+        return self.engine.no_sync()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """As `Engine.gathered`."""
+        return self.engine.gathered()
+
+    def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's signature
+        """Set the model to training mode."""
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        """Set the model to evaluation mode."""
+        self.module.eval()
 
 
 @dataclass(frozen=True)
@@ -124,7 +146,7 @@ def initialize(
     config: Mapping[str, Any] | str | Path,
     training_data: Dataset[Any] | Sequence[Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    total_steps: int = 1,
+    total_steps: int | None = None,
     seed: int = 0,
 ) -> Initialized:
     """Take a model into the engine.
@@ -136,22 +158,28 @@ def initialize(
             becomes of each key.
         training_data: rows that the loader hands out in micro-batches, each process its share.
         collate_fn: makes a micro-batch of rows.
-        total_steps: optimizer steps of the run, which the schedule is stretched over.
+        total_steps: optimizer steps of the run, where the schedule is stretched over it.
         seed: of the order of the rows.
 
     Raises:
         ConfigError: a wrong key or value in `config`.
     """
-    settings = read_deepspeed_config(config, world=world_size(), given={"total_steps": total_steps})
+    given = {} if total_steps is None else {"total_steps": total_steps}
+    settings = read_deepspeed_config(config, world=world_size(), given=given)
     notice = settings.notice()
     if notice and rank() == 0:
         logger.info("%s", notice)
-    trained = model_config(settings.model)
-    precision = WEIGHTS.get(trained.precision)
-    nn.Module.to(model, device=local_device(), dtype=precision)
+    # Without a scheduler in the file the rate stays what it is, as in DeepSpeed.
+    constant = {"optim.schedule": "constant", "optim.warmup_steps": 0}
+    trained = model_config(constant | dict(settings.model))
+    require(
+        total_steps is not None or trained.optim.schedule in ENDLESS,
+        f"the schedule {trained.optim.schedule} is stretched over the run: give total_steps",
+    )
+    _convert(model, WEIGHTS.get(trained.precision))
     micro = settings.step.get("micro_batch_size", 1)
     whole = settings.step.get("batch_size", micro * world_size())
-    engine = Engine(model, trained, total_steps=total_steps)
+    engine = Engine(model, trained, total_steps=total_steps or 1)
     loader = None
     if training_data is not None:
         rows = cast("Dataset[Any]", training_data)
@@ -167,6 +195,20 @@ def initialize(
         loader,
         ScheduleView(engine),
     )
+
+
+def _convert(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Parameters to `dtype`, buffers to the device.
+
+    Buffers keep their type: rotary frequencies in bf16 would turn long contexts by wrong angles.
+    The engine itself brings weights to the device, as much of them as a process keeps.
+    """
+    for param in model.parameters():
+        if dtype is not None and param.is_floating_point():
+            param.data = param.data.to(dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(local_device()))
 
 
 def model_config(dotted: Mapping[str, Any]) -> TrainedModelConfig:

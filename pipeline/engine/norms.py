@@ -12,7 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 BLOCK = 65536
-"""Elements that are squared and summed at once: in fp64 they fit into a core's cache."""
+"""Elements that are brought to fp64 at once: they fit into a core's cache."""
+
+RUN = 4096
+"""Elements that are squared and summed at once: too few for a library to share among threads, which
+would add in another order for each number of threads."""
 
 
 def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows"]:
@@ -29,5 +33,5 @@ def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> 
     sums: list[float] = []
     for part in values.split(len(block)):
         wide = block[: len(part)].copy_(part)
-        sums.append(torch.dot(wide, wide).item())
+        sums += [torch.dot(run, run).item() for run in wide.split(RUN)]
     return math.fsum(sums)

@@ -32,6 +32,11 @@ class LossScaler:
         self.scale = self.config.initial_scale if self.enabled else 1.0
         self.tokens = self.config.hysteresis
 
+    @property
+    def searching(self) -> bool:
+        """Whether an overflow leads to a smaller scale, so that the next step may be better."""
+        return self.enabled and not self.config.loss_scale and not self.exhausted
+
     def update(self, *, finite: bool) -> None:
         """Record whether the step's gradients were finite."""
         if not self.enabled or self.config.loss_scale:

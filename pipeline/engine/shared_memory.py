@@ -45,7 +45,7 @@ class SharedMemoryCollectives(Collectives):
     """Collectives over memory that all processes of the machine map."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self._memory = _SharedMemory()
         self._meetings = _Meetings(self._memory)
         self._mailbox = self.empty(2 * MAILBOX_VALUES, torch.float64, torch.device("cpu"))
@@ -204,6 +204,7 @@ class _Table:
 
     def publish(self, owner: int, index: int, fd: int) -> None:
         """Tell the others under which descriptor chunk `index` of `owner` can be opened."""
+        assert index < self.MAX_CHUNKS  # of 64 MiB or a whole vector each
         self._fds[owner * self.MAX_CHUNKS + index] = fd + 1
 
     def fd_of(self, owner: int, index: int) -> int:
@@ -326,10 +327,10 @@ def _can_map() -> bool:
 def _map_table(first_pid: int, own_rank: int) -> _Table:
     fd = _create(_Table.size()) if own_rank == 0 else -1
     theirs = gather_objects(fd)[0]
-    mapped = mmap.mmap(fd if own_rank == 0 else _open(first_pid, theirs), _Table.size())
+    opened = fd if own_rank == 0 else _open(first_pid, theirs)
+    mapped = mmap.mmap(opened, _Table.size())
     dist.barrier()
-    if own_rank == 0:
-        os.close(fd)
+    os.close(opened)
     return _Table(mapped)
 
 

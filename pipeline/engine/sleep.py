@@ -41,6 +41,7 @@ class Sleep:
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             copy.untyped_storage().copy_(storage)
             self._asleep.append((storage, copy.untyped_storage()))
+        self.zero.asleep = True
         if "weights" in kinds:
             self.zero.hide()
         for storage, _ in self._asleep:

@@ -1,6 +1,6 @@
 """A flat vector of weights that learn: masters, gradients and their optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,18 @@ class TrainedParams:
         self.master.data = torch.empty(0)
         for name in ("exp_avg", "exp_avg_sq"):
             self.optimizer.state[self.master][name] = torch.empty(0)
+
+    def pieces(self) -> Iterator[tuple[str, Tensor, slice]]:
+        """Of each parameter the part in these masters, and which of its elements that is."""
+        flat = self.flat
+        first = flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
+        for name, param in flat.params.items():
+            offset = flat.offsets[name]
+            start = max(offset, first)
+            stop = min(offset + param.numel(), first + self.master_numel)
+            if start < stop:
+                piece = self.master.detach()[start - first : stop - first]
+                yield name, piece, slice(start - offset, stop - offset)
 
     @property
     def master_numel(self) -> int:
@@ -129,7 +141,9 @@ class TrainedParams:
         """Round the masters into the weights, on all processes."""
         if self.flat.disk is not None:
             self.flat.disk.write(self.master.detach())
+            self.flat.publish()
             return
+        self.comm.synchronize()
         own = self.own_weights
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master.detach())

@@ -4,7 +4,6 @@ A unit is a transformer block; what lies outside the blocks - embeddings, final 
 root unit.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,20 +31,30 @@ def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams
 
     Blocks are the modules of the named classes; without names the layers that `transformers` itself
     can checkpoint, else the entries of the longest `nn.ModuleList` of one class. Blocks don't nest:
-    the outermost counts. A parameter that two blocks share belongs to the root.
+    the outermost counts. A parameter that a block shares with anything outside belongs to the root.
 
     Raises:
         ConfigError: the model has no module of a named class.
     """
     blocks = _outermost(model, _blocks(model, classes))
-    owners = Counter(param for block in blocks.values() for param in set(block.parameters()))
+    # By all their names: what is reached from outside of a block as well can't be freed with it.
+    of_block = {id(block): name for name, block in blocks.items()}
+    prefixes = {
+        f"{name}.": of_block[id(module)]
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in of_block
+    }
+    places: dict[nn.Parameter, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        inside = [block for prefix, block in prefixes.items() if name.startswith(prefix)]
+        places.setdefault(param, set()).add(inside[0] if inside else ROOT)
     units: list[UnitParams] = []
     owned: set[nn.Parameter] = set()
     for name, block in blocks.items():
         params = {
             f"{name}.{leaf}": param
             for leaf, param in block.named_parameters()
-            if owners[param] == 1
+            if places[param] == {name}
         }
         if params:
             units.append(UnitParams(name, block, params))

@@ -72,12 +72,21 @@ class ZeroModel:
         self.reducing = True
         """False inside `no_sync`: gradients stay where they were found."""
         self.asleep = False
+        self.broken = False
+        """True after a backward pass that raised, until `discard`."""
+        self.updates = 0
+        """How often the weights have changed; a graph from before can't be gone back through."""
         self._pinned = 0
         self._settling: Unit | None = None
         self._visited: list[Unit] = []
         self._next: dict[Unit, Unit] = {}
         self._previous: dict[Unit, Unit] = {}
         self._root_was_gathered = True
+        if getattr(model, "_engine", None) is not None:
+            raise ConfigError("an engine has taken this model already; build the model anew")
+        object.__setattr__(model, "_engine", self)
+        model.register_state_dict_pre_hook(self._before_state_dict)
+        model.register_load_state_dict_pre_hook(self._before_load_state_dict)
         model.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True)
         for unit in self.blocks:
@@ -96,7 +105,7 @@ class ZeroModel:
     # Forward
 
     def _before_model(self, _module: nn.Module, _args: object, _kwargs: object) -> None:
-        self._check_awake()
+        self.check_ready()
         self.flush()
         self._check_unchanged()
         self._root_was_gathered = self.root.gathered
@@ -112,14 +121,15 @@ class ZeroModel:
             self._previous = {second: first for first, second in pairs}
         for unit in self.blocks:  # of a pass that raised, or gathered ahead for nothing
             self._free(unit)
-        if not torch.is_grad_enabled():
+        waiting = [each for each in tensors_in(output) if each.requires_grad]
+        if not torch.is_grad_enabled() or output is None:
             if not self._root_was_gathered:
                 self._free(self.root)
             return
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                self.root.expects_backward = True
-                tensor.register_hook(lambda _grad: self._begin_root())
+        updates = self.updates
+        for tensor in waiting:
+            self.root.expects_backward = True
+            tensor.register_hook(lambda _grad: self._begin_root(updates))
 
     def _before_unit(self, unit: Unit) -> None:
         if in_backward():  # a recomputation inside of the backward pass of the unit itself
@@ -137,10 +147,11 @@ class ZeroModel:
         if in_backward():
             return
         if torch.is_grad_enabled():
+            updates = self.updates
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     unit.expects_backward = True
-                    tensor.register_hook(lambda _grad: self._before_backward(unit))
+                    tensor.register_hook(lambda _grad: self._before_backward(unit, updates))
         self._free(unit)
 
     # Backward
@@ -150,13 +161,18 @@ class ZeroModel:
 
         A loss without a graph takes part in the collectives of the others with zeros.
         """
+        self.check_ready()
         self._begin_root()
-        if loss.requires_grad:
-            loss.backward()
-        else:
-            for unit in reversed(self.blocks):
-                if unit.expects_backward:
-                    self._before_backward(unit)
+        try:
+            if loss.requires_grad:
+                loss.backward()
+            else:
+                for unit in reversed(self.blocks):
+                    if unit.expects_backward:
+                        self._before_backward(unit)
+        except BaseException:
+            self.broken = True
+            raise
         self.flush()
 
     def flush(self) -> None:
@@ -186,19 +202,22 @@ class ZeroModel:
     def discard(self) -> None:
         """Forget all gradients, and a pass that was broken off."""
         self._settling = None
+        self.broken = False
         for unit in self.units:
             unit.in_backward = unit.expects_backward = False
             for each in unit.trained:
                 each.gradients.clear()
             self._free(unit)
 
-    def _begin_root(self) -> None:
+    def _begin_root(self, updates: int | None = None) -> None:
+        self._check_current(updates)
         self.root.gather()
         self.root.in_backward = True
         for each in self.root.trained:
             each.gradients.begin()
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, updates: int | None = None) -> None:
+        self._check_current(updates)
         if not self.root.in_backward:
             self._begin_root()
         for other in self.blocks:  # whose part is over: autograd goes back in the order of creation
@@ -242,7 +261,7 @@ class ZeroModel:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """All weights in place, for as long as it lasts; all processes enter it in step."""
-        self._check_awake()
+        self.check_ready()
         self._pinned += 1
         try:
             for unit in self.units:
@@ -259,7 +278,7 @@ class ZeroModel:
 
         All processes go through it in step.
         """
-        self._check_awake()
+        self.check_ready()
         self.flush()
         for unit in self.units:
             stays = unit.gathered
@@ -272,7 +291,6 @@ class ZeroModel:
 
     def hide(self) -> None:
         """Have no parameter show memory, for as long as that may be gone."""
-        self.asleep = True
         for unit in self.units:
             for flat in unit.flats:
                 flat.hide()
@@ -295,9 +313,37 @@ class ZeroModel:
             if flat.placement.shard_params
         )
 
-    def _check_awake(self) -> None:
+    def check_ready(self) -> None:
+        """Raise a sentence where the engine can't go on as it is."""
         if self.asleep:
-            raise RuntimeError("the weights are off the device: call reload_states() first")
+            raise RuntimeError(
+                "tensors of the engine are off the device: call reload_states() first"
+            )
+        if self.broken:
+            raise RuntimeError(
+                "a backward pass failed and left part of a gradient: call discard(), then repeat"
+                " the step's micro-batches"
+            )
+
+    def _check_current(self, updates: int | None) -> None:
+        if updates is not None and updates != self.updates:
+            raise RuntimeError(
+                "the weights were updated between a forward pass and its backward pass; call step()"
+                " after the backward passes of all its micro-batches"
+            )
+
+    def _before_state_dict(self, *_: object) -> None:
+        if not all(unit.gathered for unit in self.units):
+            raise RuntimeError(
+                "the weights are sharded among processes: call state_dict() under"
+                " `with engine.gathered():`, on all of them"
+            )
+
+    def _before_load_state_dict(self, *_: object) -> None:
+        raise RuntimeError(
+            "the engine's masters would overwrite what load_state_dict() sets: call"
+            " engine.load_weights(state_dict), or load before the engine takes the model"
+        )
 
     def _check_unchanged(self) -> None:
         for unit in self.units:

@@ -21,7 +21,8 @@ def test_names_shapes_and_types_stay_true_and_elements_are_nan_and_cant_be_chang
     model, engine = sharded()
 
     assert list(dict(model.named_parameters())) == list(plain)
-    assert list(model.state_dict()) == list(build("llama", "bf16").state_dict())
+    with pytest.raises(RuntimeError, match=r"call state_dict\(\) under `with engine.gathered"):
+        model.state_dict()
     for name, param in model.named_parameters():
         assert (param.shape, param.dtype, param.device) == (
             plain[name].shape,
@@ -33,6 +34,7 @@ def test_names_shapes_and_types_stay_true_and_elements_are_nan_and_cant_be_chang
             param.add_(1)
     assert engine.zero.gathered_bytes == 0
     with engine.gathered():
+        assert list(model.state_dict()) == list(build("llama", "bf16").state_dict())
         assert all(torch.equal(param, plain[name]) for name, param in model.named_parameters())
     assert engine.zero.gathered_bytes == 0
 
@@ -173,3 +175,117 @@ def test_odd_sizes_train_alike_at_every_stage(world: int) -> None:
         assert all(torch.equal(weights[name], ended[0][name]) for name in start)
     changed = {name for name in start if not torch.equal(ended[0][name], start[name])}
     assert changed == {"scalar", "one", "three", "turned", "low"}
+
+
+def test_weights_are_loaded_through_the_engine_masters_and_all() -> None:
+    other = {name: each.float() for name, each in build("llama", "bf16").state_dict().items()}
+    model, engine = sharded()
+    new = {name: each + 1 / 3 for name, each in other.items()}
+
+    with pytest.raises(RuntimeError, match=r"call engine.load_weights\(state_dict\)"):
+        model.load_state_dict(other)
+    with engine.gathered():
+        engine.load_weights(new)
+        assert torch.equal(model.lm_head.weight, new["lm_head.weight"].bfloat16())
+    engine.backward(loss_of(engine, 0, 0, 0) * 0.0)
+    engine.step()  # the masters are what was loaded: without a gradient they stay, but for decay
+
+    with engine.gathered():
+        norm = dict(model.named_parameters())["model.norm.weight"]
+        assert torch.equal(norm, new["model.norm.weight"].bfloat16())
+    with pytest.raises(KeyError, match="head is no trained parameter"):
+        engine.load_weights({"head": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_whose_loss_is_not_used_changes_nothing(stage: int) -> None:
+    ended = []
+    for measured in (False, True):
+        model = build("llama", "bf16")
+        engine = Engine(model, settings(stage, max_norm=None), total_steps=4)
+        for step in range(3):
+            engine.backward(loss_of(engine, step, 0, 0))
+            if measured:
+                loss_of(engine, step, 1, 0)  # leaves the root gathered at stage 3
+            engine.step()
+        ended.append(torch.cat([master.clone() for master in engine.masters()]))
+
+    assert torch.equal(*ended)
+
+
+def test_an_update_between_forward_and_backward_is_refused() -> None:
+    _, engine = sharded()
+    loss = loss_of(engine, 0, 0, 0)
+    engine.backward(loss_of(engine, 0, 1, 0))
+    engine.step()
+
+    with pytest.raises(RuntimeError, match="updated between a forward pass and its backward"):
+        engine.backward(loss)
+
+
+def test_after_a_backward_pass_that_failed_nothing_goes_on_before_discard() -> None:
+    model, engine = sharded()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    loss = loss_of(engine, 0, 0, 0)
+    handle = model.model.layers[0].mlp.up_proj.weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        engine.backward(loss)
+    handle.remove()
+
+    for use in (engine.step, lambda: loss_of(engine, 0, 0, 0), engine.masters):
+        with pytest.raises(RuntimeError, match=r"call discard\(\), then repeat"):
+            use()
+    engine.discard()
+    engine.backward(loss_of(engine, 0, 0, 0))
+    assert not engine.step().skipped
+
+
+def test_a_model_is_taken_once() -> None:
+    model, _ = sharded()
+
+    with pytest.raises(ConfigError, match="has taken this model already"):
+        Engine(model, settings(3, max_norm=None), total_steps=1)
+
+
+class Viewed(nn.Module):
+    """A block that returns a view, which its caller changes in place: hooks on it are lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)) for _ in "ab"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[:].view(-1, 4)
+            x += 1
+        return x
+
+
+def test_gradients_that_go_elsewhere_are_noticed_by_name() -> None:
+    model = build("llama", "fp32")
+    engine = Engine(model, settings(2, max_norm=None), total_steps=1)
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 0, 0, 0))
+        model.zero_grad()
+
+        with pytest.raises(RuntimeError, match=r"the gradient of .* is not where the engine put"):
+            engine.step()
+
+
+def unshared(stage: int) -> float:
+    """The loss of a model whose head is a block's own weight."""
+    torch.manual_seed(0)
+    model = Viewed()
+    model.head = nn.Linear(4, 4)
+    model.head.weight = model.layers[0][0].weight
+    model.register_forward_hook(lambda module, _, x: module.head(x.clone()).sum())
+    engine = Engine(model, settings(stage, max_norm=None), total_steps=1)
+    with torch.no_grad():
+        return engine(torch.ones(1, 4)).item()
+
+
+def test_a_weight_that_a_block_shares_with_the_outside_stays_whole() -> None:
+    assert unshared(3) == unshared(0)
