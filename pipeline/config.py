@@ -225,12 +225,19 @@ class TrainedModelConfig(FrozenModelConfig):
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
 
+    head_lr: float | None = None
+    """Learning rate of a score head, which step 2 draws anew; null uses `optim.lr`."""
+
     fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
 
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
         self.zero.offload.check(self.zero_stage)
+        require(
+            self.head_lr is None or self.head_lr > 0,
+            f"head_lr must be above 0 or null, got {self.head_lr}",
+        )
         require(
             self.checkpoint_every > 0,
             f"checkpoint_every must be above 0, got {self.checkpoint_every}",

@@ -103,8 +103,11 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
     """
     if not param.requires_grad:
         return ParamSettings(param.dtype, trained=False, lr=0.0, weight_decay=0.0)
-    lora = config.lora
-    lr = lora.lr if lora is not None and lora.lr is not None and ".lora_" in name else None
+    lr = None
+    if ".lora_" in name:
+        lr = config.lora.lr if config.lora is not None else None
+    elif "score" in name.split("."):
+        lr = config.head_lr
     return ParamSettings(
         param.dtype,
         trained=True,

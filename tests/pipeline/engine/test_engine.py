@@ -11,9 +11,9 @@ from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine, NonFiniteGradientError
 from pipeline.errors import ConfigError
-from pipeline.models.forward import Policy
+from pipeline.models.forward import Policy, Scorer
 from pipeline.models.lora import add_lora
-from tests.families import random_rows, tiny_causal_lm
+from tests.families import random_rows, tiny_causal_lm, tiny_classifier
 
 
 def settings(**optim: object) -> TrainedModelConfig:
@@ -290,6 +290,27 @@ def test_adapters_have_their_own_learning_rate() -> None:
     for group in engine.groups:
         sizes[group.flat.settings.lr] += len(group.flat.params)
     assert sizes == {1e-3: 1, 1e-2: 2 * 2 * 7}  # A and B of seven linear layers in two blocks
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_score_head_has_its_own_learning_rate(*, adapted: bool) -> None:
+    model = tiny_classifier("llama")
+    lora = LoraConfig(rank=2) if adapted else None
+    optim = OptimConfig(lr=1e-3, schedule="constant")
+    if lora is not None:
+        model = add_lora(model, lora, task="classifier", seed=0)
+    config = TrainedModelConfig(optim=optim, head_lr=1e-2, lora=lora)
+
+    engine = Engine(Scorer(model), config, total_steps=1)
+
+    faster = [
+        name
+        for group in engine.groups
+        for name in group.flat.params
+        if group.flat.settings.lr == 1e-2
+    ]
+    assert len(faster) == 1
+    assert ".score." in faster[0]
 
 
 def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches() -> None:

@@ -1,0 +1,117 @@
+"""Passes that are not one forward and one backward through every block, alike at every stage."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import OptimConfig
+from pipeline.distributed import rank
+from pipeline.engine.engine import Engine
+from tests.distributed import run_ranks
+from tests.pipeline.engine.test_stages import settings
+
+
+class Block(nn.Module):
+    """A layer with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Network(nn.Module):
+    """Three blocks in an order of their own."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x.square().mean()
+
+
+def inputs(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank()))
+
+
+def learned(order: tuple[int, ...], stage: int) -> dict[str, Tensor]:
+    model = Network(order)
+    engine = Engine(model, settings(stage, max_norm=None), total_steps=3)
+    for step in range(3):
+        engine.backward(engine(inputs(step)))
+        engine.step()
+    with engine.gathered():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def plainly(order: tuple[int, ...], world_size: int) -> dict[str, Tensor]:
+    """By autograd and AdamW alone."""
+    model = Network(order)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=OptimConfig().betas,
+        fused=True,
+    )
+    for step in range(3):
+        parts: list[list[Tensor]] = []
+        for each in range(world_size):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + each))
+            model(x).backward()
+            parts.append(
+                [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+            )
+            model.zero_grad()
+        for param, first, second in zip(model.parameters(), *parts, strict=True):
+            param.grad = first + second
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 0, 2, 1), (2, 0), (1, 1, 1)], ids=str)
+def test_blocks_that_run_twice_in_another_order_or_not_at_all(
+    order: tuple[int, ...], stage: int
+) -> None:
+    expected = plainly(order, 2)
+
+    for got in run_ranks(learned, order, stage):
+        for name, weight in expected.items():
+            torch.testing.assert_close(got[name], weight, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def backward_twice(stage: int) -> list[Tensor]:
+    """Gradients of one forward and two backward passes, and of one with twice the loss."""
+    found: list[dict[str, Any]] = []
+    for passes in (2, 1):
+        engine = Engine(Network((0, 1, 2)), settings(stage, max_norm=None), total_steps=1)
+        loss = engine(inputs(0))
+        if passes == 2:
+            loss.backward(retain_graph=True)
+            engine.zero.flush()
+            engine.backward(loss)
+        else:
+            engine.backward(2 * loss)
+        found.append(engine.gradients())
+    return [found[0][name] - found[1][name] for name in found[0]]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_graph_may_be_gone_back_through_twice(stage: int) -> None:
+    for differences in run_ranks(backward_twice, stage):
+        assert all(each.abs().max() < 1e-6 for each in differences)
