@@ -31,7 +31,7 @@ CACHE_LINE = 64
 RELEASED_BYTES = 2**16
 """Vectors from this size on have pages of their own, which can be given back."""
 
-MAILBOX_VALUES = 16384
+MAILBOX_VALUES = 2048
 LABEL_BYTES = 160
 ROW_BYTES = 8 + 2 * LABEL_BYTES
 """Of a process in the control block: how many meetings it has come to; the labels of two."""
