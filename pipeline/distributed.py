@@ -29,6 +29,7 @@ def process_group(timeout_seconds: float = 1800) -> Iterator[None]:
     )
     try:
         yield
+        dist.barrier()  # gloo's threads abort where a process leaves while another still sends
     finally:
         dist.destroy_process_group()
 
