@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.engine.comm import Collectives
 from pipeline.engine.flat import FlatParams
@@ -96,9 +96,9 @@ class ZeroModel:
             unit.module.register_forward_hook(self._hook(self._after_unit, unit), with_kwargs=True)
 
     @staticmethod
-    def _hook(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
-        def run(_module: nn.Module, _args: object, _kwargs: object, *output: object) -> None:
-            method(unit, *output)
+    def _hook(method: Callable[..., object], unit: Unit) -> Callable[..., object]:
+        def run(_module: nn.Module, _args: object, _kwargs: object, *output: object) -> object:
+            return method(unit, *output)
 
         return run
 
@@ -114,22 +114,23 @@ class ZeroModel:
 
     def _after_model(
         self, _module: nn.Module, _args: object, _kwargs: object, output: object
-    ) -> None:
+    ) -> object:
         if self._visited:
             pairs = list(zip(self._visited, self._visited[1:], strict=False))
             self._next = dict(pairs)
             self._previous = {second: first for first, second in pairs}
         for unit in self.blocks:  # of a pass that raised, or gathered ahead for nothing
             self._free(unit)
-        waiting = [each for each in tensors_in(output) if each.requires_grad]
         if not torch.is_grad_enabled() or output is None:
             if not self._root_was_gathered:
                 self._free(self.root)
-            return
-        updates = self.updates
-        for tensor in waiting:
-            self.root.expects_backward = True
-            tensor.register_hook(lambda _grad: self._begin_root(updates))
+            return output
+        output, updates = without_views(output), self.updates
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                self.root.expects_backward = True
+                tensor.register_hook(lambda _grad: self._begin_root(updates))
+        return output
 
     def _before_unit(self, unit: Unit) -> None:
         if in_backward():  # a recomputation inside of the backward pass of the unit itself
@@ -143,16 +144,17 @@ class ZeroModel:
         self._visited.append(unit)
         self._gather(unit, self._next)
 
-    def _after_unit(self, unit: Unit, output: object) -> None:
+    def _after_unit(self, unit: Unit, output: object) -> object:
         if in_backward():
-            return
+            return output
         if torch.is_grad_enabled():
-            updates = self.updates
+            output, updates = without_views(output), self.updates
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     unit.expects_backward = True
                     tensor.register_hook(lambda _grad: self._before_backward(unit, updates))
         self._free(unit)
+        return output
 
     # Backward
 
@@ -372,6 +374,19 @@ def tensors_in(output: object) -> Iterator[Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for each in dataclasses.fields(leaf):
                 yield from tensors_in(getattr(leaf, each.name))
+
+
+def without_views(output: object) -> object:
+    """A module's output with copies in place of views that autograd goes back through.
+
+    A hook on a view is lost when the view is changed in place.
+    """
+
+    def copied(leaf: object) -> object:
+        is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view()  # noqa: SLF001
+        return leaf.clone() if is_view else leaf
+
+    return tree_map(copied, output)
 
 
 def in_backward() -> bool:

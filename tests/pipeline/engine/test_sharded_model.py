@@ -250,18 +250,46 @@ def test_a_model_is_taken_once() -> None:
         Engine(model, settings(3, max_norm=None), total_steps=1)
 
 
-class Viewed(nn.Module):
-    """A block that returns a view, which its caller changes in place: hooks on it are lost."""
+class View(nn.Module):
+    """A block that returns a view."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)) for _ in "ab"])
+        self.inner = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)[:].view(-1, 4)
+        return self.inner(x).view(-1, 4)
+
+
+class Viewed(nn.Module):
+    """Blocks whose outputs are changed in place: a hook on the view itself would be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([View(), View()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
             x += 1
-        return x
+        return x[:1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_views_that_are_changed_in_place_get_their_gradients(stage: int) -> None:
+    torch.manual_seed(0)
+    model, plain = Viewed(), Viewed()
+    plain.load_state_dict(model.state_dict())
+    engine = Engine(model, settings(stage, max_norm=None), total_steps=1)
+
+    said = engine(torch.ones(2, 4))
+    said *= 2
+    said.sum().backward()
+    (2 * plain(torch.ones(2, 4))).sum().backward()
+    gradients = engine.gradients()
+
+    for name, param in plain.named_parameters():
+        assert torch.equal(gradients[name], param.grad), name
 
 
 def test_gradients_that_go_elsewhere_are_noticed_by_name() -> None:
@@ -280,7 +308,7 @@ def unshared(stage: int) -> float:
     torch.manual_seed(0)
     model = Viewed()
     model.head = nn.Linear(4, 4)
-    model.head.weight = model.layers[0][0].weight
+    model.head.weight = model.blocks[0].inner.weight
     model.register_forward_hook(lambda module, _, x: module.head(x.clone()).sum())
     engine = Engine(model, settings(stage, max_norm=None), total_steps=1)
     with torch.no_grad():
