@@ -126,16 +126,7 @@ def _ddp_alone(model: nn.Module, precision: Precision) -> Step:
     if precision == "bf16":
         model.to(torch.bfloat16)
     wrapped = _wrap(model)
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
-
-    def step(ids: Tensor) -> None:
-        loss_of(wrapped, ids).backward()
-        nn.utils.clip_grad_norm_(params, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return _plain_step(wrapped)
 
 
 def _fsdp2(model: Any, precision: Precision, *, reshard: bool) -> Step:  # noqa: ANN401
@@ -152,6 +143,11 @@ def _fsdp2(model: Any, precision: Precision, *, reshard: bool) -> Step:  # noqa:
     for layer in model.model.layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
+    return _plain_step(model)
+
+
+def _plain_step(model: nn.Module) -> Step:
+    """Backward, clip, fused AdamW on the model's own parameters."""
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 

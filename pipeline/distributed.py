@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -83,13 +82,6 @@ def global_max(value: int | float) -> float:
     largest = torch.tensor(value, dtype=torch.float64, device=local_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
-
-
-def all_reduce_(tensor: Tensor) -> Tensor:
-    """Sum `tensor` over all processes, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
 
 
 def gather_objects(value: T) -> list[T]:

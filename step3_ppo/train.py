@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from pipeline.cli import parse_step, run_main
+from pipeline.clock import Clock
 from pipeline.data.batches import RowStream, num_steps
 from pipeline.distributed import is_main, process_group, rank, share_of_rank, world_size
 from pipeline.errors import ConfigError
-from pipeline.metrics import Clock
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.run import Run, configure_logging

@@ -37,11 +37,10 @@ class Finished:
 
 
 class CommLog:
-    """Bytes and calls of each kind of collective, counted as the size of the whole vector."""
+    """Bytes of each kind of collective, counted as the size of the whole vector."""
 
     def __init__(self) -> None:
         self.num_bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
         self.order: list[tuple[str, str]] = []
         """Kind and unit of every call since `recording` began."""
         self._recording = False
@@ -49,7 +48,6 @@ class CommLog:
     def add(self, kind: str, unit: str, num_bytes: int) -> None:
         """Count one collective."""
         self.num_bytes[kind] += num_bytes
-        self.calls[kind] += 1
         if self._recording:
             self.order.append((kind, unit))
 
@@ -57,7 +55,6 @@ class CommLog:
     def recording(self) -> Iterator["CommLog"]:
         """Start from zero and keep the order of the calls as well."""
         self.num_bytes.clear()
-        self.calls.clear()
         self.order.clear()
         self._recording = True
         try:

@@ -9,7 +9,11 @@ from pipeline.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What leaves the device between uses. It changes memory and speed, not a bit of the result."""
+    """What leaves the device between uses: memory against speed.
+
+    On CPUs it changes no bit of the result. On a GPU an offloaded optimizer runs on the host, whose
+    kernel rounds otherwise; gradients and weights come back as they went.
+    """
 
     optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where master weights and moments live and are updated (offload_optimizer): none is the

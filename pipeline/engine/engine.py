@@ -50,8 +50,9 @@ class Engine:
     tokens (or pairs) of the whole optimizer step, so that every token weighs the same however the
     step was cut. Weights below fp32 have fp32 masters; gradients always accumulate in fp32.
 
-    What a process keeps is `config.zero_stage`'s choice: 0 everything, 1 its piece of the masters
-    and moments, 2 also of the gradients, 3 also of the weights. The result is the same to the bit.
+    What a process keeps between uses is `config.zero_stage`'s choice: 0 everything, 1 and 2 its
+    piece of masters, moments and summed gradients, 3 also its piece alone of the weights. The
+    result is the same to the bit.
     """
 
     def __init__(self, model: nn.Module, config: TrainedModelConfig, *, total_steps: int) -> None:

@@ -200,8 +200,3 @@ class FlatParams:
             shard = self.shard if self.disk is None else self.disk.read()
             self._work = self.comm.all_gather(self.full, shard, self.unit)
             self._finish_gather()
-
-    @property
-    def bytes_of_weights(self) -> int:
-        """Memory of the weights between uses."""
-        return self.shard.nbytes if self.placement.shard_params else self.full.nbytes

@@ -1,6 +1,6 @@
 """A flat vector of weights that learn: masters, gradients and their optimizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -148,19 +148,3 @@ class TrainedParams:
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master.detach())
         self.flat.publish()
-
-
-def trained_bytes(groups: Sequence[TrainedParams]) -> dict[str, int]:
-    """Bytes of this process's masters that aren't the weights themselves, gradients and moments."""
-    masters = sum(
-        group.master.nbytes
-        for group in groups
-        if group.master.untyped_storage().data_ptr()
-        not in (
-            group.flat.full.untyped_storage().data_ptr(),
-            group.flat.shard.untyped_storage().data_ptr(),
-        )
-    )
-    moments = sum(each.nbytes for group in groups for each in group.moments())
-    gradients = sum(each.nbytes for group in groups for each in group.gradients.sum.tensors())
-    return {"masters": masters, "gradients": gradients, "moments": moments}

@@ -383,8 +383,9 @@ def without_views(output: object) -> object:
     """
 
     def copied(leaf: object) -> object:
-        is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view()  # noqa: SLF001
-        return leaf.clone() if is_view else leaf
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view():  # noqa: SLF001
+            return leaf.clone()
+        return leaf
 
     return tree_map(copied, output)
 

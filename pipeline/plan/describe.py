@@ -12,7 +12,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
 
 ROW = "{:<10} {:<28} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}"
-IN_FLIGHT = ("gradient_buffers", "gathered")
+WORKING = ("gradient_buffers", "gathered")
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
@@ -119,7 +119,7 @@ def _row(row: Row, unit: str, *, offload: bool) -> str:
     path = row.path if len(row.path) <= 28 else "..." + row.path[-25:]
     if row.parameters is None:
         return f"{row.role:<10} {path:<28} unknown (not downloaded)"
-    kinds = (("weights",), ("masters",), ("gradients",), ("moments",), IN_FLIGHT)
+    kinds = (("weights",), ("masters",), ("gradients",), ("moments",), WORKING)
     sizes = [*(row.sum(*each) for each in kinds), row.on_device]
     cells = [f"{size / UNITS[unit]:.1f}" for size in sizes]
     line = ROW.format(row.role, path, f"{row.parameters / 1e6:,.1f}M", *cells)

@@ -1,6 +1,5 @@
 """Optimizer from a DeepSpeed file."""
 
-import difflib
 from typing import Any
 
 from pipeline.engine.deepspeed.schedule import schedule_settings
@@ -101,14 +100,7 @@ def _optimizer_name(values: Values, given: str) -> str:
     for name, reason in REFUSED_OPTIMIZERS.items():
         if given.lower() == name.lower():
             raise values.error("optimizer.type", f"is {given}, which {reason}")
-    names = {name.lower(): name for name in OPTIMIZERS}
-    if given.lower() not in names:
-        meant = difflib.get_close_matches(given.lower(), names, 1)
-        hint = (
-            f"did you mean {names[meant[0]]}?" if meant else f"use one of {', '.join(OPTIMIZERS)}"
-        )
-        raise values.error("optimizer.type", f"is {given}, which is not an optimizer here; {hint}")
-    name = names[given.lower()]
+    name = values.one_of("optimizer.type", given, OPTIMIZERS, "an optimizer")
     decoupled = values.flag("optimizer.params.adam_w_mode") is not False
     return "AdamW" if name == "Adam" and decoupled else name
 
@@ -124,9 +116,7 @@ def _check_fixed(values: Values, key: str, param: str, name: str) -> None:
         return
     if param not in _FIXED_PARAMS:
         known = ("lr", "weight_decay", "max_grad_norm", *OPTIMIZERS[name])
-        meant = difflib.get_close_matches(param, known, 1)
-        hint = f"did you mean {meant[0]}?" if meant else f"it has {', '.join(known)}"
-        raise values.error(key, f"is not a parameter of {name}; {hint}")
+        raise values.not_a_parameter(key, name, known)
     fixed = _FIXED_PARAMS[param]
     if fixed is not None and values.flag(key) is not fixed:
         raise values.error(key, f"can only be {str(fixed).lower()} here; remove it")

@@ -3,7 +3,6 @@
 DeepSpeed's schedules name rates; ours name one, the peak `optim.lr`, and shares of it.
 """
 
-import difflib
 from typing import Any
 
 from pipeline.engine.deepspeed.values import Values
@@ -102,12 +101,7 @@ def schedule_settings(values: Values, *, lr: float | None) -> dict[str, Any]:
 
 def _schedule_name(values: Values, given: str) -> str:
     known = [*DEEPSPEED_SCHEDULES, *OWN_SCHEDULES]
-    lowered = {name.lower(): name for name in known}
-    if given.lower() in lowered:
-        return lowered[given.lower()]
-    meant = difflib.get_close_matches(given.lower(), lowered, 1, 0.7)
-    hint = f"did you mean {lowered[meant[0]]}?" if meant else f"use one of {', '.join(known)}"
-    raise values.error("scheduler.type", f"is {given}, which is not a schedule here; {hint}")
+    return values.one_of("scheduler.type", given, known, "a schedule")
 
 
 def _check_params(values: Values, name: str) -> None:
@@ -118,9 +112,7 @@ def _check_params(values: Values, name: str) -> None:
             if values.raw(key) != -1:
                 raise values.error(key, "can only be -1: a resumed run knows its step; remove it")
         elif param not in known:
-            meant = difflib.get_close_matches(param, known, 1)
-            hint = f"did you mean {meant[0]}?" if meant else f"it has {', '.join(known)}"
-            raise values.error(key, f"is not a parameter of {name}; {hint}")
+            raise values.not_a_parameter(key, name, known)
         elif not values.is_auto(key) and isinstance(values.raw(key), list | dict):
             raise values.error(
                 key, f"must be one value for all parameters, got {values.raw(key)!r}"

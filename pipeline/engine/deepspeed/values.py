@@ -1,7 +1,8 @@
 """Typed access to the values of a DeepSpeed configuration file."""
 
+import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.errors import ConfigError
@@ -90,6 +91,24 @@ class Values:
             return plain
         return self._refuse(key, f"one of {', '.join(map(str, choices))}")
 
+    def one_of(self, key: str, name: str, names: Iterable[str], kind: str) -> str:
+        """The text `name` that `key` has, as `names` spell it; upper and lower case are the same.
+
+        Raises:
+            ConfigError: none of them is meant; `kind` says what they are.
+        """
+        spelled = {each.lower(): each for each in names}
+        if name.lower() in spelled:
+            return spelled[name.lower()]
+        hint = _meant(name.lower(), spelled) or f"use one of {', '.join(spelled.values())}"
+        raise self.error(key, f"is {name}, which is not {kind} here; {hint}")
+
+    def not_a_parameter(self, key: str, owner: str, known: Sequence[str]) -> ConfigError:
+        """The error of a key that is none of the `known` parameters of `owner`."""
+        name = key.rpartition(".")[2]
+        hint = _meant(name, {each: each for each in known}) or f"it has {', '.join(known)}"
+        return self.error(key, f"is not a parameter of {owner}; {hint}")
+
     def error(self, key: str, sentence: str) -> ConfigError:
         """An error whose sentence starts with the key and the file."""
         return ConfigError(f"{key} in {self.origin} {sentence}")
@@ -98,6 +117,11 @@ class Values:
         shown = self._leaves[key]
         expected = "true or false" if kind == "a switch" else kind
         raise self.error(key, f"must be {expected}, got {shown!r}")
+
+
+def _meant(name: str, spelled: Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(name, spelled, 1, 0.7)
+    return f"did you mean {spelled[close[0]]}?" if close else ""
 
 
 def _is_number(value: object) -> bool:

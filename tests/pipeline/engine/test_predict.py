@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
+from pipeline.engine.flat import FlatParams
 from pipeline.engine.predict import HELD, KINDS, offloaded, predict, state_vectors
-from pipeline.engine.trained import trained_bytes
+from pipeline.engine.trained import TrainedParams
 from pipeline.models.lora import add_lora
 from tests.distributed import run_ranks
 from tests.families import VOCAB, tiny_causal_lm, tiny_config
@@ -50,6 +51,27 @@ def adapters(dtype: torch.dtype) -> nn.Module:
 MODELS: tuple[Callable[[torch.dtype], nn.Module], ...] = (full, tied, adapters)
 
 
+def bytes_of_weights(flat: FlatParams) -> int:
+    """Memory of the weights between uses."""
+    return flat.shard.nbytes if flat.placement.shard_params else flat.full.nbytes
+
+
+def trained_bytes(groups: list[TrainedParams]) -> dict[str, int]:
+    """Bytes of this process's masters that aren't the weights themselves, gradients and moments."""
+    masters = sum(
+        group.master.nbytes
+        for group in groups
+        if group.master.untyped_storage().data_ptr()
+        not in (
+            group.flat.full.untyped_storage().data_ptr(),
+            group.flat.shard.untyped_storage().data_ptr(),
+        )
+    )
+    moments = sum(each.nbytes for group in groups for each in group.moments())
+    gradients = sum(each.nbytes for group in groups for each in group.gradients.sum.tensors())
+    return {"masters": masters, "gradients": gradients, "moments": moments}
+
+
 def one_step(engine: Engine, *, micro_batches: int = 1) -> dict[str, int]:
     """Bytes that the engine's own vectors have, by kind: some before, the others after the step."""
     for micro_batch in range(micro_batches):
@@ -63,7 +85,7 @@ def one_step(engine: Engine, *, micro_batches: int = 1) -> dict[str, int]:
     after = trained_bytes(engine.groups)
     assert after.pop("gradients") == 0
     flats = [flat for unit in engine.zero.units for flat in unit.flats]
-    return {**before, **after, "weights": sum(flat.bytes_of_weights for flat in flats)}
+    return {**before, **after, "weights": sum(map(bytes_of_weights, flats))}
 
 
 def wrong_predictions() -> list[str]:
