@@ -4,7 +4,9 @@ One frozen dataclass per concern. A field's docstring is its `--help` text and i
 """
 
 import math
+import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
@@ -299,6 +301,33 @@ class DataConfig:
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
 
 
+@dataclass(frozen=True)
+class SaveInterval:
+    """How often a step's state is saved: every so many steps, or seconds."""
+
+    steps: int | None = None
+    seconds: int = 0
+
+    @classmethod
+    def parse(cls, text: int | str) -> "SaveInterval":
+        """Of `100` (steps), `90s`, `15m` or `2h`.
+
+        Raises:
+            ConfigError: it is none of them.
+        """
+        said = re.fullmatch(r"(\d+)([smh]?)", str(text).strip())
+        require(
+            said is not None and int(said[1]) > 0,
+            f"save_every takes a number of steps, as 100, or a time, as 90s, 15m or 2h, got {text}",
+        )
+        assert said is not None
+        number, unit = int(said[1]), said[2]
+        return cls(number) if not unit else cls(None, number * SECONDS[unit])
+
+
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """What every step needs."""
@@ -333,6 +362,16 @@ class StepConfig:
     trackers: tuple[Tracker, ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
+    save_every: int | str | None = "15m"
+    """Time between checkpoints, as 90s, 15m or 2h, or a number of steps (save_steps); null saves
+    only when a scheduler ends the run."""
+
+    keep_last: int = 2
+    """Checkpoints that are kept (save_total_limit); at least 2, so that one may be damaged."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint in `output_dir` that verifies; without one, begin."""
+
     def __post_init__(self) -> None:
         positive = {
             name: getattr(self, name)
@@ -341,3 +380,24 @@ class StepConfig:
         for name, value in positive.items():
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")
+        require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
+        if self.save_every is not None:
+            SaveInterval.parse(self.save_every)
+
+    @property
+    def save_interval(self) -> SaveInterval | None:
+        """`save_every`, read."""
+        return None if self.save_every is None else SaveInterval.parse(self.save_every)
+
+
+FREE_SETTINGS = (
+    *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
+    *("micro_batch_size", "generation_batch_size"),
+    *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every"),
+)
+"""What may change while a run is interrupted: where it lies, memory and speed."""
+
+
+def binds(name: str) -> bool:
+    """Whether the setting of this dotted name decides what a run results in."""
+    return not any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)

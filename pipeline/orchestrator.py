@@ -13,7 +13,9 @@ from pipeline.plan.output import (
     REPORT,
     SUMMARY,
     add_to_summary,
+    can_go_on,
     clear_step,
+    files_of_others,
     read_summary,
     record_step,
 )
@@ -21,6 +23,7 @@ from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.request import Stage
 from pipeline.report.findings import findings
 from pipeline.report.results import read_results
+from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 FAILED = 1
 
@@ -29,7 +32,8 @@ def run_plan(plan: Plan) -> None:
     """Run the steps one after the other, each in processes of its own.
 
     Raises:
-        SystemExit: a step failed; 2 where it found wrong input, else 1.
+        SystemExit: a step failed; 2 where it found wrong input, 75 where a scheduler stopped it,
+            else 1.
         KeyboardInterrupt: the run was told to stop; its message says how to go on.
     """
     out = plan.request.output_dir
@@ -39,14 +43,16 @@ def run_plan(plan: Plan) -> None:
             say(f"step {stage.number} is finished, skipped")
             add_to_summary(out, stage.name)
             continue
+        goes_on = plan.request.resume and can_go_on(out, stage.name)
         try:
-            others = clear_step(out, stage.name)
+            others = files_of_others(out, stage.name) if goes_on else clear_step(out, stage.name)
             write_config(plan.configs[stage.name], plan.config_file(stage))
         except OSError as error:
             raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
-        say(f"step {stage.number}: {stage.name}")
+        say(f"step {stage.number}: {stage.name}{', from its checkpoint' if goes_on else ''}")
+        command = [*plan.command(stage), *(["--resume"] if goes_on else [])]
         try:
-            ending = run_child(plan.command(stage), environment)
+            ending = run_child(command, environment)
         finally:
             record_step(out, stage.name, others=others)
         _stop_unless_done(plan, stage, ending)
@@ -70,9 +76,12 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
 def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
     out = plan.request.output_dir
-    if ending.interrupted or ending.code == EXIT_INTERRUPTED:
+    if ending.code == EXIT_REQUEUE or ending.told in STOP_SIGNALS:
+        complain(f"told to stop in step {stage.number}; the same command with --resume goes on")
+        raise SystemExit(EXIT_REQUEUE)
+    if ending.told is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
-            f"interrupted in step {stage.number}; {out} keeps the finished steps, and the same"
+            f"interrupted in step {stage.number}; {out} keeps what is finished, and the same"
             " command with --resume goes on"
         )
     if ending.code == 0:

@@ -3,12 +3,14 @@
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import transformers
 
@@ -27,8 +29,9 @@ STALE = ("result.json", "samples.json")
 class Run:
     """Context manager around a step's loop; rank 0 alone writes, on the others all is silent.
 
-    On entry: makes the directory, writes the resolved settings to `config.yaml`, starts a fresh
-    `metrics.jsonl`, removes the results of an earlier run. On exit, also by Ctrl-C: every file
+    On entry: makes the directory, writes the resolved settings to `config.yaml`, removes the
+    results of an earlier run, and starts a fresh `metrics.jsonl` unless the run is to go on: then
+    `load_state_dict` cuts off what came after the checkpoint. On exit, also by Ctrl-C: every file
     holds whole lines only.
     """
 
@@ -46,7 +49,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._start = self._step_end = time.perf_counter()
-        self._seconds_trained = 0.0
+        self._seconds_before = self._seconds_trained = 0.0
         self._logged_at = (0, 0.0)
         if self.is_main:
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
@@ -56,11 +59,12 @@ class Run:
                 run_name=self.name,
                 settings=plain(self.config),
             )
-            write_config(self.config, self.path("config.yaml"))
+            write_config(replace(self.config, resume=False), self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)
             # Unbuffered: a line is one write, so that a killed run leaves whole lines.
-            self._metrics = self.path("metrics.jsonl").open("wb", buffering=0)
+            mode = "ab" if self.config.resume else "wb"
+            self._metrics = self.path("metrics.jsonl").open(mode, buffering=0)
             self._progress.start()
         return self
 
@@ -86,8 +90,8 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since entry."""
-        return time.perf_counter() - self._start
+        """Since entry, and before it in the runs that this one goes on with."""
+        return self._seconds_before + time.perf_counter() - self._start
 
     def path(self, name: str) -> Path:
         """`<output_dir>/<name>`."""
@@ -146,6 +150,36 @@ class Run:
         temporary = self.path("result.json.tmp")
         temporary.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
         temporary.replace(self.path("result.json"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a new start goes on with; of the main process, which writes."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "seconds_trained": self._seconds_trained,
+            "logged_at": self._logged_at,
+            "metrics_bytes": self._metrics_bytes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run stood; what it logged after that will be logged again."""
+        self.step, self.tokens = state["step"], state["tokens"]
+        self._seconds_before = state["seconds"] - (time.perf_counter() - self._start)
+        self._seconds_trained = state["seconds_trained"]
+        tokens, seconds = state["logged_at"]
+        self._logged_at = (tokens, seconds)
+        if self._metrics is not None:
+            self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
+
+    def begin(self) -> None:
+        """Forget what an earlier run logged: there is nothing to go on with."""
+        if self._metrics is not None:
+            self._metrics.truncate(0)
+
+    @property
+    def _metrics_bytes(self) -> int:
+        return 0 if self._metrics is None else os.fstat(self._metrics.fileno()).st_size
 
     def _write(self, step: int, metrics: Mapping[str, int | float]) -> None:
         assert self._metrics is not None

@@ -160,6 +160,22 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's settings by dotted name, with paths beside its directory written relative to it.
+
+    So a run that was moved, or is now named by another path, is still the same run.
+    """
+    root = Path(str(settings.get("output_dir", ""))).parent
+
+    def relative(name: str, value: object) -> object:
+        inside = name.endswith(".path") and isinstance(value, str) and Path(value).parent == root
+        return f"OUT/{Path(str(value)).name}" if inside else value
+
+    flat = flatten(settings)
+    flat.pop("output_dir", None)
+    return {name: relative(name, value) for name, value in flat.items()}
+
+
 def did_you_mean(settings: Sequence[Setting], name: str) -> list[str]:
     """Up to two settings with the same last word, or of that name elsewhere, or a close one."""
     names = [setting.name for setting in settings]
@@ -183,10 +199,11 @@ def section_class(kind: object) -> type | None:
 
 def without_none(kind: object) -> object:
     """`X` for `X | None`; every other type as it is."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        inner = [part for part in typing.get_args(kind) if part is not types.NoneType]
-        return inner[0] if len(inner) == 1 else kind
-    return kind
+    parts = typing.get_args(kind)
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    if not is_union or types.NoneType not in parts:
+        return kind
+    return typing.Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
 
 
 @functools.cache

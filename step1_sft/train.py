@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
+from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches, num_steps
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
+from pipeline.data.fingerprint import fingerprint
 from pipeline.data.stages import load_examples
 from pipeline.distributed import (
     global_sum,
@@ -53,10 +55,19 @@ def train(config: SFTConfig) -> Path:
         config = within_context(config, model)
         held_out = encode(data.eval, chat, config)
         best = BestWeights(engine)
-        before = perplexity(engine, held_out, config)
-        run.evaluated(0, perplexity=before)
+        checkpoints = Checkpoints(
+            run,
+            engines={"model": engine},
+            parts={"stream": stream, "best": best},
+            data=fingerprint(data.train),
+        )
+        before = checkpoints.once("before", lambda: perplexity(engine, held_out, config))
+        if checkpoints.done == 0:
+            run.evaluated(0, perplexity=before)
 
-        for step in range(1, total_steps + 1):
+        for step in checkpoints.steps():
+            if best.worse_in_a_row == config.patience:
+                break
             rows = encode([data.train[row] for row in next(stream)], chat, config)
             num_targets = max(1, sum(row.num_targets for row in rows))
             nll = 0.0
@@ -76,8 +87,6 @@ def train(config: SFTConfig) -> Path:
             if step == total_steps or step % (config.eval_every or total_steps) == 0:
                 best.update(perplexity(engine, held_out, config), step=step)
                 run.evaluated(step, perplexity=best.last)
-                if best.worse_in_a_row == config.patience:
-                    break
 
         best.restore()
         set_stop_tokens(model, chat.stop_ids)

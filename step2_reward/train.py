@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.data.batches import RowStream, TokenBatch, collate, micro_batches, num_steps
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
+from pipeline.data.fingerprint import fingerprint
 from pipeline.data.stages import load_examples
 from pipeline.distributed import (
     global_sums,
@@ -86,11 +88,17 @@ def train(config: RewardConfig) -> Path:
         engine = Engine(scorer, config.model, total_steps=total_steps)
         config = within_context(config, model)
         held_out = encode(data.eval, chat, config)
-        before = evaluate(scorer, held_out, config)
-        run.evaluated(0, **before)
-        after = before
+        checkpoints = Checkpoints(
+            run,
+            engines={"model": engine},
+            parts={"stream": stream},
+            data=fingerprint(data.train),
+        )
+        before = checkpoints.once("before", lambda: evaluate(scorer, held_out, config))
+        if checkpoints.done == 0:
+            run.evaluated(0, **before)
 
-        for step in range(1, total_steps + 1):
+        for step in checkpoints.steps():
             pairs = encode([data.train[row] for row in next(stream)], chat, config)
             totals = [0.0, 0.0]
             for batch in cut(pairs, config):
@@ -116,10 +124,11 @@ def train(config: RewardConfig) -> Path:
                 grad_norm=result.grad_norm,
                 skipped=int(result.skipped),
             )
-            if step == total_steps or step % (config.eval_every or total_steps) == 0:
-                after = evaluate(scorer, held_out, config)
-                run.evaluated(step, **after)
+            if config.eval_every and step % config.eval_every == 0 and step < total_steps:
+                run.evaluated(step, **evaluate(scorer, held_out, config))
 
+        after = evaluate(scorer, held_out, config)
+        run.evaluated(total_steps, **after)
         export(model, tokenizer, config.output_dir, engine=engine)
         mean, std = measure_scores(scorer, chat, data.train, config)
         write_normalization(model, config.output_dir, mean=mean, std=std)

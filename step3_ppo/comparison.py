@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ class Answers:
     sampled: list[Answer]
     kl: float
     """Nats per sampled response to the reference."""
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> "Answers":
+        """From what `dataclasses.asdict` makes of it."""
+        return cls(
+            greedy=[Answer(**answer) for answer in plain["greedy"]],
+            sampled=[Answer(**answer) for answer in plain["sampled"]],
+            kl=plain["kl"],
+        )
 
 
 def answer_all(held_out: HeldOut) -> Answers:

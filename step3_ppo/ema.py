@@ -17,12 +17,12 @@ class Ema:
     def __init__(self, engine: Engine, *, decay: float) -> None:
         self.engine = engine
         self.decay = decay
-        self.shadow = [master.clone() for master in engine.masters()]
+        self.weights = [master.clone() for master in engine.masters()]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the average toward the present weights."""
-        for average, master in zip(self.shadow, self.engine.masters(), strict=True):
+        for average, master in zip(self.weights, self.engine.masters(), strict=True):
             average.lerp_(master, 1 - self.decay)
 
     @contextmanager
@@ -30,7 +30,7 @@ class Ema:
         """The model with the averaged weights; its own come back at the end, to the bit."""
         own = [master.clone() for master in self.engine.masters()]
         try:
-            self.engine.load_masters(self.shadow)
+            self.engine.load_masters(self.weights)
             yield
         finally:
             self.engine.load_masters(own)

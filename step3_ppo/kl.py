@@ -1,5 +1,6 @@
 """The weight of the KL penalty over a run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_ERROR = 0.2
@@ -17,6 +18,14 @@ class KLController:
     coef: float
     target: float | None
     horizon: int
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient that has been reached."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from another's coefficient."""
+        self.coef = state["coef"]
 
     def update(self, kl: float, *, responses: int) -> None:
         """Record the mean KL of a rollout of so many responses."""

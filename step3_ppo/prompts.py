@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
+from pipeline.data.fingerprint import fingerprint
 from pipeline.data.stages import load_examples
 from pipeline.errors import DataError
 from step3_ppo.config import PPOConfig
@@ -28,6 +29,8 @@ class Prompts:
 
     train: list[Prompt]
     held_out: list[Prompt]
+    fingerprint: str
+    """Of the rows that the training prompts come from."""
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
@@ -55,7 +58,7 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
             len(train),
             config.max_prompt_length,
         )
-    return Prompts(train=short, held_out=held_out)
+    return Prompts(train=short, held_out=held_out, fingerprint=fingerprint(data.train))
 
 
 def _encode(examples: Sequence[Example], chat: ChatFormat) -> list[Prompt]:

@@ -25,6 +25,14 @@ class PtxStream:
             num_rows=len(self.examples), batch_size=config.batch_size, seed=config.seed
         )
 
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands."""
+        return self.rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where another stood."""
+        self.rows.load_state_dict(state)
+
     def __next__(self) -> tuple[list[TokenBatch], int]:
         """This process's micro-batches, and the targets of all processes."""
         data = self.config.data

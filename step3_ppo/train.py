@@ -6,10 +6,12 @@ torchrun --nproc_per_node 2 -m step3_ppo.train ...
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.clock import Clock
 from pipeline.data.batches import RowStream, num_steps
@@ -19,6 +21,7 @@ from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.run import Run, configure_logging
 from step3_ppo.comparison import (
+    Answers,
     answer_all,
     answers_of_base,
     judged_rates,
@@ -67,10 +70,17 @@ def train(config: PPOConfig) -> Path:
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
         ptx = PtxStream(chat, config) if config.ptx_coef > 0 else None
-        before = answer_all(held_out)
-        run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))
+        checkpoints = Checkpoints(
+            run,
+            engines={"actor": models.actor, "critic": models.critic},
+            parts={"stream": stream, "controller": controller, "ema": ema, "ptx": ptx},
+            data=prompts.fingerprint,
+        )
+        before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
+        if checkpoints.done == 0:
+            run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))
 
-        for step in range(1, total_steps + 1):
+        for step in checkpoints.steps():
             clock = Clock()
             rows = share_of_rank(next(stream))
             inputs = [prompts.train[row].input_ids for row in rows]
@@ -109,12 +119,7 @@ def train(config: PPOConfig) -> Path:
         after = answer_all(held_out)
         evaluation = summarize(before, after)
         run.evaluated(total_steps, **evaluation)
-        set_stop_tokens(models.policy, chat.stop_ids)
-        export(models.policy, tokenizer, run.path("actor"), engine=models.actor)
-        export(models.value_model, tokenizer, run.path("critic"), engine=models.critic)
-        if ema is not None:
-            with ema.applied():
-                export(models.policy, tokenizer, run.path("ema"), engine=models.actor)
+        export_models(models, ema, run)
         sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
         base = answers_of_base(held_out, config.base)
         if base is not None:
@@ -165,6 +170,16 @@ def learn(
             if ema is not None:
                 ema.update()
     return updates
+
+
+def export_models(models: Models, ema: Ema | None, run: Run) -> None:
+    """Write the directories of actor and critic, and of the averaged actor if there is one."""
+    set_stop_tokens(models.policy, models.chat.stop_ids)
+    export(models.policy, models.tokenizer, run.path("actor"), engine=models.actor)
+    export(models.value_model, models.tokenizer, run.path("critic"), engine=models.critic)
+    if ema is not None:
+        with ema.applied():
+            export(models.policy, models.tokenizer, run.path("ema"), engine=models.actor)
 
 
 def main(argv: Sequence[str]) -> None:

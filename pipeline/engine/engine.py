@@ -167,7 +167,7 @@ class Engine:
         self.zero.check_ready()
         if self.disk is None:
             return [group.master.detach() for group in self.groups]
-        return [group.master.detach().clone() for group in self._visit()]
+        return [group.master.detach().clone() for group in self.visit()]
 
     @torch.no_grad()
     def load_masters(self, masters: list[Tensor]) -> None:
@@ -175,7 +175,7 @@ class Engine:
         self.zero.check_ready()
         self.comm.meet()  # another process may still read the weights as they are
         self.zero.updates += 1
-        for group, master in zip(self._visit(), masters, strict=True):
+        for group, master in zip(self.visit(), masters, strict=True):
             group.master.copy_(master)
             group.publish()
 
@@ -193,13 +193,13 @@ class Engine:
         self.zero.check_ready()
         self.comm.meet()
         self.zero.updates += 1
-        for group in self._visit():
-            for name, piece, elements in group.pieces():
+        for group in self.visit():
+            for name, place, elements in group.spans():
                 if name in weights:
-                    piece.copy_(weights[name].reshape(-1)[elements])
+                    group.master.data[place] = weights[name].reshape(-1)[elements]
             group.publish()
 
-    def _visit(self) -> Iterator[TrainedParams]:
+    def visit(self) -> Iterator[TrainedParams]:
         """Each group, with masters and moments in memory while it is visited."""
         if self.disk is None:
             yield from self.groups
@@ -226,7 +226,7 @@ class Engine:
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
         beta1 = momentum(self.steps, optim=self.optim)
-        for group in self._visit():
+        for group in self.visit():
             lr = group.flat.settings.lr * lr_share
             group.step(multiplier=multiplier, lr=lr, momentum=beta1)
 

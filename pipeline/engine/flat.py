@@ -5,7 +5,7 @@ a process keeps between uses: everything, or its piece alone. Rajbhandari et al.
 flat vector for each block as in BMTrain and FSDP.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -110,22 +110,27 @@ class FlatParams:
 
     def _load(self) -> None:
         """Take what this process keeps from the parameters, and show them the vector instead."""
+        self.fill(lambda name, start, out: copy_elements(self.params[name], start, out))
+        for name, param in self.params.items():
+            param.data = self.views[name]
+            if isinstance(param, StoredParameter):
+                param.settle()
+        self.free()
+
+    def fill(self, read: Callable[[str, int, Tensor], None]) -> None:
+        """Have `read(name, start, out)` give what this process keeps of each parameter.
+
+        `out` gets the elements of the flattened parameter from `start` on.
+        """
         own = self.shard if self.placement.shard_params else self.full
         if self.disk is not None:
             own = torch.empty(self.shard_numel, dtype=self.settings.dtype)
         first = self.comm.rank * self.shard_numel if self.placement.shard_params else 0
         own.zero_()
-        for name, param in self.params.items():
-            offset = self.offsets[name]
-            start, stop = max(offset, first), min(offset + param.numel(), first + own.numel())
-            if start < stop:
-                copy_elements(param, start - offset, own[start - first : stop - first])
-            param.data = self.views[name]
-            if isinstance(param, StoredParameter):
-                param.settle()
+        for name, start, stop in self.stretches(first, first + own.numel()):
+            read(name, start - self.offsets[name], own[start - first : stop - first])
         if self.disk is not None:
             self.disk.write(own)
-        self.free()
 
     def cut(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of a vector of this layout, one for each parameter, in its shape."""
@@ -133,6 +138,14 @@ class FlatParams:
             name: vector[self.offsets[name] : self.offsets[name] + param.numel()].view(param.shape)
             for name, param in self.params.items()
         }
+
+    def stretches(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
+        """Each parameter with elements between two places of the vector: from where to where."""
+        for name, param in self.params.items():
+            offset = self.offsets[name]
+            start, stop = max(offset, low), min(offset + param.numel(), high)
+            if start < stop:
+                yield name, start, stop
 
     def start_gather(self) -> None:
         """Begin to collect the pieces, if that is needed."""

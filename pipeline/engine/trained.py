@@ -63,17 +63,21 @@ class TrainedParams:
         for name in ("exp_avg", "exp_avg_sq"):
             self.optimizer.state[self.master][name] = torch.empty(0)
 
-    def pieces(self) -> Iterator[tuple[str, Tensor, slice]]:
-        """Of each parameter the part in these masters, and which of its elements that is."""
+    def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
+        """Of each parameter that has elements in these masters: where they lie, and which they are.
+
+        With `own` only those of this process's piece, so that processes that all keep everything
+        share the vector out among them.
+        """
         flat = self.flat
         first = flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
-        for name, param in flat.params.items():
+        low, high = first, first + self.master_numel
+        if own:
+            low = flat.comm.rank * flat.shard_numel
+            high = low + flat.shard_numel
+        for name, start, stop in flat.stretches(low, high):
             offset = flat.offsets[name]
-            start = max(offset, first)
-            stop = min(offset + param.numel(), first + self.master_numel)
-            if start < stop:
-                piece = self.master.detach()[start - first : stop - first]
-                yield name, piece, slice(start - offset, stop - offset)
+            yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
 
     @property
     def master_numel(self) -> int:

@@ -5,7 +5,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from pipeline.signals import STOP_SIGNALS
+
+SIGNALS = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -15,26 +17,26 @@ class Ending:
     code: int
     """Its exit code; -n where signal n ended it."""
 
-    interrupted: bool
-    """Whether this process was told to stop meanwhile: Ctrl-C, SIGTERM or a closed terminal."""
+    told: signal.Signals | None = None
+    """What told this process to stop meanwhile: Ctrl-C, a closed terminal, a scheduler."""
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
     """Run a command to its end; its output goes where ours goes.
 
-    The child has a process group of its own and hears of every interruption from us, as SIGINT: so
-    Ctrl-C in a terminal and SIGTERM from a scheduler reach it alike, once, and it closes its files
-    before we go on.
+    The child has a process group of its own and hears of every interruption from us, once: of
+    Ctrl-C and of a closed terminal as SIGINT, and it closes its files; of a scheduler's signals as
+    they are, and it saves its state.
     Standard input is closed to it, for it would stop a group in the background.
     """
     child: subprocess.Popen[bytes] | None = None
-    interrupted = False
+    told: signal.Signals | None = None
 
-    def pass_on(_number: int, _frame: object) -> None:
-        nonlocal interrupted
-        interrupted = True
+    def pass_on(number: int, _frame: object) -> None:
+        nonlocal told
+        told = signal.Signals(number)
         if child is not None and child.poll() is None:
-            child.send_signal(signal.SIGINT)
+            child.send_signal(number if number in STOP_SIGNALS else signal.SIGINT)
 
     # What our own caller has us ignore, as nohup does with SIGHUP, stays ignored.
     heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -43,9 +45,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
         child = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, process_group=0
         )
-        if interrupted:
-            child.send_signal(signal.SIGINT)
-        return Ending(child.wait(), interrupted)
+        if told is not None:
+            child.send_signal(told if told in STOP_SIGNALS else signal.SIGINT)
+        return Ending(child.wait(), told)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -13,13 +13,14 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import StepConfig
+from pipeline.config import StepConfig, binds
 from pipeline.errors import ConfigError
 from pipeline.plan.request import Request, Stage
-from pipeline.settings import flatten, plain
+from pipeline.settings import plain, portable
 
 MARK = "config.yaml"
 RESULT = "result.json"
+CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FILES = "run.json"
@@ -29,7 +30,7 @@ MADE = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "actor/*", "critic/*", "ema/*", "adapter/*"),
-    *("tensorboard/*", "wandb/*", ".writing-*/*"),
+    *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*"),
 )
 """Names of the files that steps make, for a step that ended before its files were recorded."""
 
@@ -86,6 +87,18 @@ def clear_step(out: Path, name: str) -> set[str]:
         _write_summary(out, {step: each for step, each in summary["steps"].items() if step != name})
     _record_files(out, name, None)
     return set(_files(directory))
+
+
+def can_go_on(out: Path, name: str) -> bool:
+    """Whether the step was cut off and has left a checkpoint, whole or not."""
+    directory = out / name
+    return not (directory / RESULT).exists() and any((directory / CHECKPOINTS).glob("step_*"))
+
+
+def files_of_others(out: Path, name: str) -> set[str]:
+    """Files in the step's directory that no run made."""
+    directory = out / name
+    return {file for file in _files(directory) if not _looks_made(file)}
 
 
 def record_step(out: Path, name: str, *, others: Collection[str] = ()) -> None:
@@ -171,7 +184,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
     elif chosen:
         raise ConfigError(
             f"step {stage.number} in {directory} is {'' if finished else 'begun but not '}finished;"
-            f" --resume {'skips it' if finished else 'begins it again'}, --overwrite replaces it"
+            f" --resume {'skips it' if finished else 'goes on with it'}, --overwrite replaces it"
         )
 
 
@@ -192,13 +205,13 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
     Of a step that is not to run only the settings count that all steps share.
     """
     recorded = _recorded(directory)
-    wanted = _portable(plain(config))
+    wanted = portable(plain(config))
     for name in sorted(recorded.keys() | wanted.keys()):
         shared = name in SHARED or (stage.section, name) == ("sft", "model.path")
         if stage.number not in request.step and not shared:
             continue
         there, here = recorded.get(name), wanted.get(name)
-        if there != here:
+        if there != here and binds(name):
             return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
     return ""
 
@@ -211,23 +224,7 @@ def _recorded(directory: Path) -> dict[str, Any]:
         settings = None
     if not isinstance(settings, dict):
         raise ConfigError(f"{directory / MARK} can't be read; choose another --output-dir")
-    return _portable(settings)
-
-
-def _portable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name, with paths in the output directory written relative to it.
-
-    So a run that was moved, or is now named by another path, is still the same run.
-    """
-    root = Path(str(settings.get("output_dir", ""))).parent
-
-    def relative(name: str, value: object) -> object:
-        inside = name.endswith(".path") and isinstance(value, str) and Path(value).parent == root
-        return f"OUT/{Path(str(value)).name}" if inside else value
-
-    flat = flatten(settings)
-    flat.pop("output_dir", None)
-    return {name: relative(name, value) for name, value in flat.items()}
+    return portable(settings)
 
 
 def _shown(value: object) -> str:

@@ -96,13 +96,14 @@ class Request:
     """Print the plan, the launch commands and the memory table; run nothing."""
 
     resume: bool = False
-    """Continue where the last run of the output directory stopped: finished steps are skipped."""
+    """Continue where the last run of the output directory stopped: finished steps are skipped, and
+    a step that was cut off goes on from its newest checkpoint."""
 
     overwrite: bool = False
     """Replace what an earlier run left in the output directory; other files stay."""
 
-    save_every: int | None = None
-    """Steps between checkpoints; not available in this version."""
+    save_every: int | str | None = None
+    """Steps between checkpoints, or a time as 15m; without it every 15 minutes."""
 
     def __post_init__(self) -> None:
         require(bool(self.step), "--step names no step; give some of 1 2 3")
@@ -110,11 +111,6 @@ class Request:
             self.deployment_type != "multi_node" and self.hostfile is None,
             "--deployment-type multi_node and --hostfile are not available in this version;"
             " single_node runs one process per GPU of this machine",
-        )
-        require(
-            self.save_every is None,
-            "--save-every is not available in this version: a step writes its model when it ends,"
-            " and --resume skips finished steps",
         )
         require(
             self.num_processes is None or self.deployment_type == "single_node",

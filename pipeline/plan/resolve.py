@@ -127,7 +127,8 @@ def _options(stage: Stage, request: Request) -> Layer:
             "critic": {"zero_stage": request.reward_zero_stage},
         },
     }[stage.section]
-    return Layer(_given({"data": data, "seed": request.seed, **models}), "the command line")
+    own = {"seed": request.seed, "save_every": request.save_every}
+    return Layer(_given({"data": data, **own, **models}), "the command line")
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def test_the_average_moves_by_one_minus_decay_of_the_way() -> None:
     for value in (2.0, 2.0, -1.0):
         fill(engine, value)
         ema.update()
-        averages.append(ema.shadow[0][0].item())
+        averages.append(ema.weights[0][0].item())
 
     # 1 + 0.25, then 1.25 + 0.25 * 0.75, then 1.4375 - 0.25 * 2.4375
     assert averages == [1.25, 1.4375, 0.828125]
@@ -43,7 +43,7 @@ def test_the_models_own_weights_come_back_to_the_bit_also_after_an_error() -> No
 
     def interrupted() -> None:
         with ema.applied():
-            shown = engine.groups[0].flat.cut(ema.shadow[0])["weight"].bfloat16()
+            shown = engine.groups[0].flat.cut(ema.weights[0])["weight"].bfloat16()
             assert torch.equal(model.weight, shown)
             assert not torch.equal(model.weight, own["weight"])
             raise KeyboardInterrupt
@@ -63,7 +63,7 @@ def test_updates_too_small_for_bf16_count_in_the_average() -> None:
 
     ema.update()
 
-    assert ema.shadow[0][0].item() == pytest.approx(1.00005, rel=1e-6)
+    assert ema.weights[0][0].item() == pytest.approx(1.00005, rel=1e-6)
 
 
 def test_frozen_weights_are_not_averaged() -> None:
@@ -71,5 +71,5 @@ def test_frozen_weights_are_not_averaged() -> None:
     model.bias.requires_grad_(False)
     engine = engine_of(model)
 
-    assert len(Ema(engine, decay=0.9).shadow) == 1
+    assert len(Ema(engine, decay=0.9).weights) == 1
     assert list(engine.groups[0].flat.params) == ["weight"]

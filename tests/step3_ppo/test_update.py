@@ -233,7 +233,7 @@ def test_the_moving_average_follows_every_update(toy: Path) -> None:
     learn(models, rollout, toy_config(toy), step=1, ema=ema, ptx=None)
 
     now = torch.cat(models.actor.masters())
-    torch.testing.assert_close(torch.cat(ema.shadow), 0.75 * start + 0.25 * now)
+    torch.testing.assert_close(torch.cat(ema.weights), 0.75 * start + 0.25 * now)
 
 
 def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: Path) -> None:

@@ -1,0 +1,260 @@
+"""The resumable state of a step: what it holds, when it is saved, where a new start goes on."""
+
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pipeline.config import binds
+from pipeline.distributed import barrier, gather_objects, global_sums, rank, world_size
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.find import candidates
+from pipeline.engine.checkpoint.layout import Fragment
+from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.engine.engine import Engine
+from pipeline.engine.state import (
+    describe,
+    frozen_fragments,
+    load,
+    read_weights,
+    trained_fragments,
+    weights_fragments,
+)
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.random_state import random_state, set_random_state
+from pipeline.run import Run
+from pipeline.settings import plain, portable
+from pipeline.signals import EXIT_REQUEUE, StopSignals
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DIRECTORY = "checkpoints"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something whose state is a few numbers, the same on every process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as JSON has it."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401
+        """Take it up."""
+        ...
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """Something that keeps vectors laid out as an engine's masters, or an empty list."""
+
+    engine: Engine
+    weights: list[Tensor]
+
+
+class Checkpoints:
+    """Saves a step's state while it runs, and goes on from the newest one that verifies.
+
+    `engines` and `parts` are everything that a step changes as it goes. A process contributes its
+    own pieces, and its random number generators; the rest is the same on all.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        engines: Mapping[str, Engine],
+        parts: Mapping[str, Stateful | KeepsWeights | None],
+        data: str,
+    ) -> None:
+        config = self.config = run.config
+        self.run, self.data = run, data
+        self.root = run.path(DIRECTORY)
+        self.engines = engines
+        self.parts = {
+            "run": run,
+            **{name: part for name, part in parts.items() if part is not None},
+        }
+        self.done = 0
+        """Steps behind us."""
+        self._once: dict[str, Any] = {}
+        self._base: str | None = None
+        job = gather_objects(uuid.uuid4().hex[:12])[0]
+        if config.resume:
+            self._resume()
+        elif rank() == 0:
+            shutil.rmtree(self.root, ignore_errors=True)
+        barrier()
+        self._writer = CheckpointWriter(
+            self.root, job=job, rank=rank(), world_size=world_size(), keep_last=config.keep_last
+        )
+        self._base = self._base or (f"base-{job}" if self._has_frozen() else None)
+        self._base_is_saved = False
+        self._saved_at = time.monotonic()
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """What `compute` gave when the run began: something that JSON has."""
+        if name not in self._once:
+            self._once[name] = compute()
+        return self._once[name]
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to do; after each the state is saved if that is due.
+
+        Raises:
+            SystemExit: a scheduler told the run to stop; the state is saved.
+        """
+        try:
+            with StopSignals() as signals:
+                for step in range(self.done + 1, self.run.total_steps + 1):
+                    yield step
+                    told, due = global_sums([signals.received is not None, self._is_due(step)])
+                    if told or due:
+                        self.save(step)
+                    if told:
+                        self._leave(step)
+        finally:
+            self._writer.close()
+
+    def save(self, step: int) -> None:
+        """Write the state after so many steps; training goes on while the files are written."""
+        if self._base is not None and not self._base_is_saved:
+            frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
+            self._writer.save_base(self._base, chain(*frozen))
+            self._base_is_saved = True
+        blocked = self._writer.save(step, self._fragments(), self._document(), base=self._base)
+        self._saved_at = time.monotonic()
+        logger.info("%s checkpoint of step %d, %.2f s", self.run.name, step, blocked)
+
+    def _is_due(self, step: int) -> bool:
+        every = self.config.save_interval
+        if every is None:
+            return False
+        if every.steps is not None:
+            return step % every.steps == 0
+        # The first process's clock decides for all.
+        return rank() == 0 and time.monotonic() - self._saved_at >= every.seconds
+
+    def _leave(self, step: int) -> None:
+        self._writer.wait()
+        logger.info(
+            "%s was told to stop after step %d of %d and has saved its state; --resume goes on",
+            self.run.name,
+            step,
+            self.run.total_steps,
+        )
+        raise SystemExit(EXIT_REQUEUE)
+
+    def _fragments(self) -> Iterator[Fragment]:
+        for name, engine in self.engines.items():
+            yield from trained_fragments(engine, name)
+        for name, part in self._keeping_weights():
+            yield from weights_fragments(part.engine, name, part.weights)
+        for name, tensor in random_state().items():
+            yield Fragment(f"random/{rank()}/{name}", 0, tensor)
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "name": self.run.name,
+            "total_steps": self.run.total_steps,
+            "data": self.data,
+            "settings": self._settings(),
+            "engines": {name: describe(each) for name, each in self.engines.items()},
+            "parts": {
+                name: part.state_dict()
+                for name, part in self.parts.items()
+                if isinstance(part, Stateful)
+            },
+            "weights": [name for name, _ in self._keeping_weights()],
+            "once": self._once,
+        }
+
+    def _keeping_weights(self) -> Iterator[tuple[str, KeepsWeights]]:
+        for name, part in self.parts.items():
+            if isinstance(part, KeepsWeights) and part.weights:
+                yield name, part
+
+    def _has_frozen(self) -> bool:
+        return any(describe(each)["frozen"] for each in self.engines.values())
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings that must stay as they are, by dotted name."""
+        flat = portable(plain(self.config))
+        return {name: value for name, value in flat.items() if binds(name)}
+
+    def _resume(self) -> None:
+        for path in gather_objects(candidates(self.root))[0]:
+            checkpoint, problem = _opened(path)
+            problems = [each for each in gather_objects(problem) if each]
+            if checkpoint is None or problems:
+                logger.warning("%s; trying the one before", problems[0])
+                continue
+            self._check(checkpoint)
+            self._load(checkpoint)
+            return
+        logger.info("%s has no checkpoint to go on from in %s", self.run.name, self.root)
+        self.run.begin()
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Raise where the run would not go on as if nothing had happened."""
+        state, settings = checkpoint.state, self._settings()
+        theirs = state["settings"]
+        for name in sorted(theirs.keys() | settings.keys()):
+            there, here = theirs.get(name), settings.get(name)
+            if there != here:
+                raise ConfigError(
+                    f"{checkpoint.path} was made with {name} {there}, and this run has {here};"
+                    " keep that setting, or say --overwrite to begin again"
+                )
+        if state["data"] != self.data:
+            raise ConfigError(
+                f"the training rows are not those of {checkpoint.path}: the data has changed; bring"
+                " it back, or say --overwrite to begin again"
+            )
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        for name, engine in self.engines.items():
+            load(engine, name, checkpoint, state["engines"][name])
+        for name, part in self.parts.items():
+            if isinstance(part, Stateful):
+                part.load_state_dict(state["parts"][name])
+            if isinstance(part, KeepsWeights) and name in state["weights"]:
+                if not part.weights:
+                    part.weights = [torch.zeros(group.master_numel) for group in part.engine.groups]
+                read_weights(part.engine, name, checkpoint, part.weights)
+        self._once = dict(state["once"])
+        self._base = checkpoint.base.path.name if checkpoint.base is not None else None
+        self._load_random_state(checkpoint)
+        self.done = checkpoint.step
+        logger.info("%s goes on after step %d", self.run.name, self.done)
+
+    def _load_random_state(self, checkpoint: Checkpoint) -> None:
+        """This rank's generators; where there are more processes now, the new ones keep theirs."""
+        prefix = f"random/{rank()}/"
+        found: dict[str, Tensor] = {}
+        for key in sorted(checkpoint.keys()):
+            if key.startswith(prefix):
+                out = torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key))
+                checkpoint.read(key, 0, out)
+                found[key.removeprefix(prefix)] = out
+        if found:
+            set_random_state(found)
+
+
+def _opened(path: Any) -> tuple[Checkpoint | None, str]:  # noqa: ANN401
+    """A checkpoint whose files, this process's share of them, are what they were when written."""
+    try:
+        checkpoint = Checkpoint.open(path)
+        checkpoint.verify(share=rank(), shares=world_size())
+    except CheckpointError as error:
+        return None, str(error)
+    return checkpoint, ""

@@ -1,0 +1,200 @@
+"""An engine's state as fragments of named tensors, and back into an engine that is cut otherwise.
+
+A fragment names the parameter and the elements, not the process: so another ZeRO stage, another
+number of processes and other units take up the same state. Each process contributes the fragments
+of its own piece of every flat vector, at stage 0 as well.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.layout import Fragment
+from pipeline.engine.engine import Engine
+from pipeline.engine.trained import TrainedParams
+from pipeline.errors import CheckpointError
+
+
+def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
+    """Masters and moments of this process's pieces, and the model's own buffers.
+
+    Each is to be copied before the next is asked for: what lives on a disk leaves memory again.
+    """
+    engine.zero.check_ready()
+    for group in engine.visit():
+        vectors = {"weights": group.master.detach(), **_moments(group)}
+        for kind, vector in vectors.items():
+            for name, place, elements in group.spans(own=True):
+                yield Fragment(f"{prefix}/{kind}/{name}", elements.start, vector[place])
+    if engine.comm.rank == 0:
+        for name, buffer in _buffers(engine).items():
+            yield Fragment(f"{prefix}/buffers/{name}", 0, buffer.detach().reshape(-1))
+
+
+def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
+    """This process's pieces of the weights that don't learn."""
+    for unit in engine.zero.units:
+        for flat in unit.flats:
+            if flat.settings.trained:
+                continue
+            piece = flat.shard if flat.disk is None else flat.disk.read()
+            first = engine.comm.rank * flat.shard_numel
+            for name, start, stop in flat.stretches(first, first + flat.shard_numel):
+                own = piece[start - first : stop - first]
+                own = own if flat.disk is None else own.clone()  # its place is for the next one
+                yield Fragment(f"{prefix}/frozen/{name}", start - flat.offsets[name], own)
+            if flat.disk is not None:
+                flat.disk.give_back()
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """What the fragments don't say, as JSON: the same on every process."""
+    return {
+        "steps": engine.steps,
+        "skipped_in_a_row": engine.skipped_in_a_row,
+        "scaler": engine.scaler.state_dict(),
+        "optimizer": engine.optim.name,
+        "moments": sorted({kind for group in engine.groups for kind in _moments(group)}),
+        "counters": {
+            name: _counters(group) for group in engine.groups for name in group.flat.params
+        },
+        "trained": _shapes(engine, trained=True),
+        "frozen": _shapes(engine, trained=False),
+        "buffers": sorted(_buffers(engine)),
+    }
+
+
+@torch.no_grad()
+def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]) -> None:
+    """Have the engine go on where the one that `described` itself stood. All processes call it.
+
+    Raises:
+        CheckpointError: it trains another model, or with another optimizer.
+    """
+    _check(engine, described, checkpoint)
+    engine.zero.check_ready()
+    engine.comm.meet()  # another process may still read the weights as they are
+    engine.zero.updates += 1
+    engine.steps = int(described["steps"])
+    engine.skipped_in_a_row = int(described["skipped_in_a_row"])
+    engine.scaler.load_state_dict(described["scaler"])
+    for unit in engine.zero.units:
+        for flat in unit.flats:
+            if not flat.settings.trained:
+                flat.fill(
+                    lambda name, start, out: checkpoint.read(f"{prefix}/frozen/{name}", start, out)
+                )
+                flat.publish()
+    for group in engine.visit():
+        _load_group(group, prefix, checkpoint, described)
+        group.publish()
+    for name, buffer in _buffers(engine).items():
+        flat = torch.empty_like(buffer).reshape(-1)
+        checkpoint.read(f"{prefix}/buffers/{name}", 0, flat)
+        buffer.copy_(flat.view(buffer.shape))
+
+
+def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) -> Iterator[Fragment]:
+    """Of vectors laid out as `engine.masters()`: an average of them, or the best so far."""
+    for group, vector in zip(engine.groups, weights, strict=True):
+        for name, place, elements in group.spans(own=True):
+            yield Fragment(f"{prefix}/{name}", elements.start, vector[place])
+
+
+def read_weights(
+    engine: Engine, prefix: str, checkpoint: Checkpoint, out: Sequence[Tensor]
+) -> None:
+    """Fill vectors laid out as `engine.masters()` with what `weights_fragments` gave."""
+    for group, vector in zip(engine.groups, out, strict=True):
+        for name, place, elements in group.spans():
+            checkpoint.read(f"{prefix}/{name}", elements.start, vector[place])
+
+
+def _load_group(
+    group: TrainedParams, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]
+) -> None:
+    master = group.master.detach()
+    counters = _agreed(group, described["counters"])
+    kept = _moments(group)
+    moments = {
+        kind: kept[kind] if kind in kept else torch.zeros_like(master)
+        for kind in (described["moments"] if counters else ())
+    }
+    for kind, vector in {"weights": master, **moments}.items():
+        for name, place, elements in group.spans():
+            checkpoint.read(f"{prefix}/{kind}/{name}", elements.start, vector[place])
+    if counters:
+        state = {**moments, **{name: torch.tensor(each) for name, each in counters.items()}}
+        settings = group.optimizer.state_dict()["param_groups"]
+        group.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
+
+
+def _agreed(group: TrainedParams, counters: Mapping[str, Any]) -> dict[str, float]:
+    """The optimizer's numbers for all weights of the group, which were not of one group before."""
+    numbers = [counters[name] for name in group.flat.params]
+    if any(each != numbers[0] for each in numbers):
+        names = list(group.flat.params)
+        raise CheckpointError(
+            f"{names[0]} and {names[-1]} were updated a different number of times and are now one"
+            " group; keep the learning rates and the weight decay of the checkpoint"
+        )
+    return dict(numbers[0]) if numbers else {}
+
+
+def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    place = f"the checkpoint {checkpoint.path}"
+    if described["optimizer"] != engine.optim.name:
+        raise CheckpointError(
+            f"{place} is of the optimizer {described['optimizer']}, not {engine.optim.name}"
+        )
+    for kind, trained in (("trained", True), ("frozen", False)):
+        theirs, ours = described[kind], _shapes(engine, trained=trained)
+        for name in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(name) != ours.get(name):
+                raise CheckpointError(
+                    f"{place} has {_shown(name, kind, theirs)}, and the model has"
+                    f" {_shown(name, kind, ours)}; resume with the model and the LoRA settings it"
+                    " was made with"
+                )
+
+
+def _shown(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
+    return f"{name} {kind} in shape {shapes[name]}" if name in shapes else f"no {kind} {name}"
+
+
+def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
+    flats = [flat for unit in engine.zero.units for flat in unit.flats]
+    return {
+        name: list(param.shape)
+        for flat in flats
+        if flat.settings.trained is trained
+        for name, param in flat.params.items()
+    }
+
+
+def _moments(group: TrainedParams) -> dict[str, Tensor]:
+    """What the optimizer keeps for each weight, by its own names."""
+    return {kind: value for kind, value in _state(group) if value.ndim > 0}
+
+
+def _counters(group: TrainedParams) -> dict[str, float]:
+    """What it keeps for all weights of the group together."""
+    return {name: value.item() for name, value in _state(group) if value.ndim == 0}
+
+
+def _state(group: TrainedParams) -> Iterable[tuple[str, Tensor]]:
+    state = group.optimizer.state.get(group.master, {})
+    return [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
+
+
+def _buffers(engine: Engine) -> dict[str, Tensor]:
+    """Buffers that belong to the model's state, as running statistics do."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in engine.model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001  # nothing else tells
+    }

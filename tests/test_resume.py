@@ -1,0 +1,166 @@
+"""A run that was cut off goes on as if nothing had happened: weights, moments and metrics."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+
+from pipeline.config import (
+    DataConfig,
+    FrozenModelConfig,
+    LoraConfig,
+    LossScaleConfig,
+    OptimConfig,
+    StepConfig,
+    TrainedModelConfig,
+)
+from step1_sft.config import SFTConfig
+from step1_sft.train import train as train_sft
+from step2_reward.config import RewardConfig
+from step2_reward.train import train as train_reward
+from step3_ppo.config import PPOConfig
+from step3_ppo.train import train as train_ppo
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import save_models
+
+DATA = DataConfig(max_eval_rows=6, max_length=64)
+CUT = 2
+"""Steps before the interruption; as many come after it."""
+
+COMMON: dict[str, Any] = {
+    "data": DATA,
+    "max_steps": 2 * CUT,
+    "batch_size": 8,
+    "micro_batch_size": 2,
+    "save_every": CUT,
+}
+OF_TIME = ("seconds", "tokens_per_second")
+
+
+def trained(path: Path, **changes: Any) -> TrainedModelConfig:
+    optim = OptimConfig(lr=1e-3, max_grad_norm=0.5, warmup_steps=2)
+    scaling = LossScaleConfig(initial_scale_power=14, loss_scale_window=1)
+    return TrainedModelConfig(path=str(path), optim=optim, fp16=scaling, **changes)
+
+
+def sft(start: Path, **changes: Any) -> SFTConfig:
+    model = trained(start / "actor", **changes)
+    return SFTConfig(output_dir=start, model=model, eval_every=1, **COMMON)
+
+
+def reward(start: Path, **changes: Any) -> RewardConfig:
+    return RewardConfig(
+        output_dir=start,
+        model=trained(start / "actor", **changes),
+        actor=FrozenModelConfig(path=str(start / "actor")),
+        normalization_prompts=4,
+        max_new_tokens=4,
+        **COMMON,
+    )
+
+
+def ppo(start: Path, **changes: Any) -> PPOConfig:
+    return PPOConfig(
+        output_dir=start,
+        actor=trained(start / "actor", **changes),
+        critic=trained(start / "reward", **changes),
+        reward=FrozenModelConfig(path=str(start / "reward")),
+        base=FrozenModelConfig(path=None),
+        rollout_size=8,
+        max_prompt_length=40,
+        max_new_tokens=8,
+        ema_decay=0.9,
+        kl_target=0.1,
+        kl_horizon=100,
+        ptx_coef=0.1,
+        **COMMON,
+    )
+
+
+CONFIGS = {"sft": sft, "reward": reward, "ppo": ppo}
+
+
+def run(config: StepConfig) -> None:
+    match config:
+        case SFTConfig():
+            train_sft(config)
+        case RewardConfig():
+            train_reward(config)
+        case PPOConfig():
+            train_ppo(config)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """All that was logged but for what the clock says."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
+        for line in lines
+    ]
+
+
+def saved(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")
+    checkpoint.verify()
+    tensors = {
+        key: torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key))
+        for key in sorted(checkpoint.keys())
+    }
+    for key, tensor in tensors.items():
+        checkpoint.read(key, 0, tensor)
+    return tensors
+
+
+def cut_off(whole: Path, out: Path) -> None:
+    """What is left of a run that was killed some time after its first checkpoint."""
+    shutil.copytree(whole, out)
+    for path in (out / "checkpoints").glob(f"step_*{2 * CUT}"):
+        shutil.rmtree(path)
+    (out / "result.json").unlink()
+    for path in out.rglob("model.safetensors"):
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("start")
+    save_models(directory)
+    return directory
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "stage 0, fp16": {"zero_stage": 0, "precision": "fp16"},
+    "stage 3, bf16": {"zero_stage": 3, "precision": "bf16"},
+    "LoRA, stage 3": {"zero_stage": 3, "lora": LoraConfig(rank=2, dropout=0.1)},
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("step", list(CONFIGS))
+def test_a_run_that_was_cut_off_ends_as_the_whole_one(
+    step: str, way: str, start: Path, tmp_path: Path
+) -> None:
+    changes = WAYS[way]
+    if step == "ppo" and "lora" in changes:
+        changes = {**changes, "lora": LoraConfig(rank=2)}  # dropout would break the ratio
+    config = CONFIGS[step](start, **changes)
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    run_ranks(run, replace(config, output_dir=whole))
+    cut_off(whole, again)
+
+    run_ranks(run, replace(config, output_dir=again, resume=True))
+
+    assert metrics(again) == metrics(whole)
+    first, second = saved(whole, 2 * CUT), saved(again, 2 * CUT)
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+    for path in whole.rglob("*.safetensors"):
+        if "checkpoints" not in path.parts:
+            assert path.read_bytes() == (again / path.relative_to(whole)).read_bytes(), path.name
