@@ -87,6 +87,11 @@ class Checkpoint:
         """Processes that wrote it."""
         return len(self.manifest.files)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, those of the base included."""
+        return sum(piece.nbytes for piece in self._everything())
+
     def keys(self) -> list[str]:
         """The tensors' names, those of the base included."""
         return [*self._fragments, *(self.base.keys() if self.base else ())]
@@ -140,10 +145,15 @@ class Checkpoint:
 
     def _everything(self) -> list[Checked]:
         mine = [
-            Checked(piece.file, piece.entry.label, piece.entry.position, piece.entry.nbytes, crc32)
+            Checked(
+                file=piece.file,
+                label=piece.entry.label,
+                position=piece.entry.position,
+                nbytes=piece.entry.nbytes,
+                crc32=piece.crc32,
+            )
             for pieces in self._fragments.values()
             for piece in pieces
-            for crc32 in (piece.crc32,)
         ]
         return mine + (self.base._everything() if self.base else [])  # noqa: SLF001
 

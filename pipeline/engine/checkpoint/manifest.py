@@ -17,6 +17,15 @@ FORMAT = 1
 
 MAX_BYTES = 2**30
 
+TYPES = {
+    "step": int,
+    "attempt": str,
+    "created": str,
+    "versions": dict,
+    "files": dict,
+    "state": dict,
+}
+
 
 @dataclass(frozen=True)
 class StoredFragment:
@@ -130,10 +139,10 @@ class Manifest:
         strange = content.keys() ^ {field.name for field in fields(cls)}
         if strange:
             raise CheckpointError(f"{path} lacks or has too much: {', '.join(sorted(strange))}")
-        _check_names(path, content)
+        _check_fields(path, content)
         try:
             files = {name: StoredFile.from_json(file) for name, file in content["files"].items()}
-            return cls(**{**content, "files": files, "step": int(content["step"])})
+            return cls(**{**content, "files": files})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no manifest: {error!r}") from error
 
@@ -165,10 +174,13 @@ def _parse(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_names(path: Path, content: Mapping[str, Any]) -> None:
+def _check_fields(path: Path, content: Mapping[str, Any]) -> None:
+    for name, kind in TYPES.items():
+        if type(content[name]) is not kind:
+            raise CheckpointError(f"{path} is no manifest: {name} is {content[name]!r}"[:300])
     files, base = content["files"], content["base"]
-    if type(files) is not dict or type(content["state"]) is not dict:
-        raise CheckpointError(f"{path} is no manifest: it names no files, or no state")
+    if not files:
+        raise CheckpointError(f"{path} names no files")
     expected = [file_name(rank, len(files)) for rank in range(len(files))]
     for name in files:
         if name not in expected:
