@@ -20,6 +20,10 @@ class ModelError(UserError, ValueError):
     """A model or tokenizer directory can't be used."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint can't be read, or is not what was saved."""
+
+
 class OffloadError(UserError):
     """The disk that tensors were offloaded to failed."""
 

@@ -1,0 +1,87 @@
+"""Look at checkpoints: `python -m pipeline.engine.checkpoint verify DIR`, `... show DIR`."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipeline.cli import help_entry, run_main, say
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.find import candidates
+from pipeline.engine.checkpoint.layout import MANIFEST, is_base_name, step_of
+from pipeline.engine.checkpoint.show import describe
+from pipeline.errors import CheckpointError, ConfigError, suggestion
+
+EXIT_DAMAGED = 1
+
+
+def verify(words: Sequence[str]) -> None:
+    """Read every byte and compare it with its checksum; exit code 1 if one is wrong."""
+    damaged = False
+    for path in _checkpoints("verify", words):
+        began = time.perf_counter()
+        try:
+            checkpoint = Checkpoint.open(path)
+            checkpoint.verify()
+        except CheckpointError as error:
+            damaged = True
+            say(f"{path.name} does not verify: {error}")
+        else:
+            say(
+                f"{path.name} verifies: {len(checkpoint.keys()):,} tensors,"
+                f" {checkpoint.nbytes:,} bytes in {time.perf_counter() - began:.1f} s"
+            )
+    if damaged:
+        raise SystemExit(EXIT_DAMAGED)
+
+
+def show(words: Sequence[str]) -> None:
+    """Say what is in it: step, date, versions, tensors by kind, the run's state."""
+    for path in _checkpoints("show", words):
+        say("\n".join(describe(Checkpoint.open(path))))
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
+    "verify": (verify, "DIR"),
+    "show": (show, "DIR"),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what `argv` says.
+
+    Raises:
+        UserError: it says nothing that can be done.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        say(_help())
+        return
+    name, *words = argv
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name!r}; {suggestion(name, COMMANDS)}")
+    command, _ = COMMANDS[name]
+    command(words)
+
+
+def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
+    """The checkpoint that was named, or all those in the directory that was."""
+    if len(words) != 1 or words[0].startswith("-"):
+        raise ConfigError(f"usage: python -m pipeline.engine.checkpoint {command} DIR")
+    path = Path(words[0])
+    name = path.resolve().name
+    if (path / MANIFEST).exists() or step_of(Path(name)) is not None or is_base_name(name):
+        return [path]
+    found = candidates(path)
+    if not found:
+        raise ConfigError(f"{path} is no checkpoint and holds none")
+    return found
+
+
+def _help() -> str:
+    lines = ["usage: python -m pipeline.engine.checkpoint COMMAND ...", ""]
+    for name, (command, takes) in COMMANDS.items():
+        lines += help_entry(f"{name} {takes}", (command.__doc__ or "").strip())
+    return "\n".join([*lines, "", "DIR is a checkpoint, or a directory of them."])
+
+
+if __name__ == "__main__":
+    run_main(main)

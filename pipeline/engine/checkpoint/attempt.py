@@ -1,0 +1,189 @@
+"""One try of all processes to make one directory. The file system is their meeting place.
+
+Every process writes its file into `.writing-*` and then a part: what the manifest shall say of that
+file, or why there is none. The first process waits for all parts and renames the directory, or
+leaves its verdict there for the others. No collective is involved, so that a save in the background
+can't get between those of training, and one that failed can't hang it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.engine.checkpoint.data_file import write_data_file
+from pipeline.engine.checkpoint.durable import discard, publish
+from pipeline.engine.checkpoint.host_copy import HostFragment
+from pipeline.engine.checkpoint.layout import WRITING, file_name, part_name
+from pipeline.engine.checkpoint.manifest import Manifest, StoredFile
+from pipeline.errors import CheckpointError
+
+VERDICT = "verdict.json"
+
+POLL_SECONDS = (0.005, 0.25)
+"""Between two looks, at first and at last."""
+
+
+class SaveError(Exception):
+    """A checkpoint was not written; training knows nothing of it."""
+
+
+class Attempt:
+    """One process's side of an attempt at `root / target`."""
+
+    def __init__(
+        self,
+        root: Path,
+        target: str,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+    ) -> None:
+        self.name = name
+        self.target = root / target
+        self.directory = root / f"{WRITING}{target}-{name}"
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_seconds = timeout_seconds
+
+    def write(self, fragments: Sequence[HostFragment]) -> None:
+        """Write this process's file and part.
+
+        Raises:
+            OSError: the system can't.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        stored = write_data_file(self._file(self._rank), fragments)
+        self._publish(self._part(self._rank), {"file": stored.to_json()})
+
+    def fail(self, sentence: str) -> None:
+        """Let the others know, if the disk permits, and take no more of its space."""
+        discard(self._file(self._rank))
+        name = VERDICT if self._rank == 0 else part_name(self._rank)
+        try:
+            self._publish(self.directory / name, {"failed": sentence})
+        except OSError:
+            discard(self.directory)  # which says the same, only without a reason
+
+    def keep_target(self) -> None:
+        """Let the others know that the directory was there already."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._publish(self.directory / VERDICT, {"kept": True})
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all but the verdict, and that too where nobody waits for it; the first process's.
+
+        The verdict goes with the next attempt, or with the writer.
+        """
+        if self._world_size == 1:
+            discard(self.directory)
+            return
+        for path in self.directory.glob("*"):
+            if path.name != VERDICT:
+                discard(path)
+
+    def collect(self) -> dict[str, StoredFile]:
+        """What all processes wrote, by file name; to be called by the first one.
+
+        Raises:
+            SaveError: one of them failed, or gave no answer in time.
+        """
+        parts: dict[int, StoredFile] = {}
+
+        def all_there() -> bool:
+            if not self.directory.exists():
+                raise SaveError("a rank gave it up")
+            for rank in range(self._world_size):
+                if rank not in parts and (part := self._read(self._part(rank))) is not None:
+                    parts[rank] = self._checked(rank, part)
+            return len(parts) == self._world_size
+
+        if not self._wait_for(all_there, self._timeout_seconds):
+            absent = sorted(set(range(self._world_size)) - parts.keys())
+            raise SaveError(
+                f"nothing came from rank {', '.join(map(str, absent))} within"
+                f" {self._timeout_seconds:g} seconds"
+            )
+        return {file_name(rank, self._world_size): parts[rank] for rank in sorted(parts)}
+
+    def remove_parts(self) -> None:
+        """Leave only what belongs to the checkpoint."""
+        for rank in range(self._world_size):
+            self._part(rank).unlink()
+
+    def await_verdict(self) -> None:
+        """Return when the first process has made the directory, or kept the one it found.
+
+        Raises:
+            SaveError: it gave up, or gave no answer in time.
+        """
+        if not self._wait_for(self._is_decided, 2 * self._timeout_seconds):
+            raise SaveError(f"rank 0 gave no answer within {2 * self._timeout_seconds:g} seconds")
+        verdict = self._read(self.directory / VERDICT) or {}
+        if "kept" in verdict or self._is_committed():
+            return
+        discard(self._file(self._rank))
+        discard(self._part(self._rank))
+        raise SaveError(verdict.get("failed", "rank 0 gave it up"))
+
+    def await_removal_of_target(self) -> bool:
+        """Whether the first process has removed the directory, because it is damaged.
+
+        Raises:
+            SaveError: it gave no answer in time.
+        """
+        if not self._wait_for(
+            lambda: self._has_verdict() or not self.target.exists(), self._timeout_seconds
+        ):
+            raise SaveError(f"rank 0 gave no answer within {self._timeout_seconds:g} seconds")
+        return not self._has_verdict()
+
+    def _has_verdict(self) -> bool:
+        return (self.directory / VERDICT).exists()
+
+    def _is_decided(self) -> bool:
+        return self._has_verdict() or not self.directory.exists()
+
+    def _is_committed(self) -> bool:
+        try:
+            return Manifest.read(self.target).attempt == self.name
+        except CheckpointError:
+            return False
+
+    def _checked(self, rank: int, part: dict[str, Any]) -> StoredFile:
+        if "failed" in part:
+            raise SaveError(f"rank {rank}: {part['failed']}")
+        stored = StoredFile.from_json(part["file"])
+        size = self._file(rank).stat().st_size
+        if size != stored.nbytes:
+            raise SaveError(f"rank {rank} wrote {stored.nbytes:,} bytes, but there are {size:,}")
+        return stored
+
+    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        pause, longest = POLL_SECONDS
+        while not condition():
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+        return True
+
+    def _file(self, rank: int) -> Path:
+        return self.directory / file_name(rank, self._world_size)
+
+    def _part(self, rank: int) -> Path:
+        return self.directory / part_name(rank)
+
+    def _publish(self, path: Path, content: dict[str, Any]) -> None:
+        publish(path, json.dumps(content).encode())
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None

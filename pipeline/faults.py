@@ -1,0 +1,110 @@
+"""Faults on demand: a test says where a process shall fail, and how.
+
+    FAULT=checkpoint.mid_file:*:2:kill,checkpoint.before_latest:0:1:sleep-200
+
+Each is `<point>:<rank>:<nth>:<action>`: on that rank (`*`: on every one, as the variable RANK tells
+them), the nth time the process comes to `fault_point(point)`. The actions:
+
+    kill        SIGKILL to the process itself
+    exit        end at once with code 1, no clean-up
+    hang        sleep for ever
+    sleep-<ms>  sleep so many milliseconds
+    raise       RuntimeError
+    enospc      OSError, as of a full disk
+    eio         OSError, as of a broken one
+
+Without the variable a point is one comparison.
+"""
+
+import errno
+import functools
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from pipeline.errors import ConfigError, require
+
+ENVIRONMENT = "FAULT"
+
+ACTIONS = ("kill", "exit", "hang", "sleep-<ms>", "raise", "enospc", "eio")
+
+_text = os.environ.get(ENVIRONMENT)
+_visits: Counter[str] = Counter()
+_counting = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Fault:
+    point: str
+    rank: int | None
+    nth: int
+    action: str
+
+
+def fault_point(point: str) -> None:
+    """Fail here if `FAULT` says so.
+
+    Raises:
+        ConfigError: `FAULT` can't be read.
+        RuntimeError, OSError: the fault that was asked for.
+    """
+    if _text is None:
+        return
+    faults = _parse(_text)
+    with _counting:
+        _visits[point] += 1
+        visit = _visits[point]
+    rank = int(os.environ.get("RANK", "0"))
+    for fault in faults:
+        if (fault.point, fault.nth) == (point, visit) and fault.rank in (None, rank):
+            _fail(fault)
+
+
+@functools.cache
+def _parse(text: str) -> tuple[_Fault, ...]:
+    return tuple(_parse_one(word.strip()) for word in text.split(","))
+
+
+def _parse_one(word: str) -> _Fault:
+    fields = word.split(":")
+    require(
+        len(fields) == 4,
+        f"{ENVIRONMENT}={word} is no fault; write <point>:<rank>:<nth>:<action>",
+    )
+    point, rank, nth, action = fields
+    require(
+        rank == "*" or rank.isdecimal(),
+        f"{ENVIRONMENT}={word}: the rank must be a number or *, not {rank!r}",
+    )
+    require(
+        nth.isdecimal() and int(nth) >= 1,
+        f"{ENVIRONMENT}={word}: the visit must be a number from 1 on, not {nth!r}",
+    )
+    if action not in ACTIONS and not re.fullmatch(r"sleep-\d+", action):
+        raise ConfigError(
+            f"{ENVIRONMENT}={word}: the action must be one of {', '.join(ACTIONS)}, not {action!r}"
+        )
+    return _Fault(point, None if rank == "*" else int(rank), int(nth), action)
+
+
+def _fail(fault: _Fault) -> None:
+    match fault.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(1)
+        case "hang":
+            while True:
+                time.sleep(3600)
+        case "raise":
+            raise RuntimeError(f"a fault was asked for at {fault.point}")
+        case "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        case sleep:
+            time.sleep(int(sleep.removeprefix("sleep-")) / 1000)
