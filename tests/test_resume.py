@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline.engine.checkpoint.checkpoint import Checkpoint
 
 from pipeline.config import (
     DataConfig,
@@ -19,6 +18,7 @@ from pipeline.config import (
     StepConfig,
     TrainedModelConfig,
 )
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
 from step2_reward.config import RewardConfig

@@ -182,9 +182,11 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
             " setting, choose another directory, or say --overwrite"
         )
     elif chosen:
+        goes_on = can_go_on(request.output_dir, stage.name)
+        cut_off = "goes on from its checkpoint" if goes_on else "begins it again"
         raise ConfigError(
             f"step {stage.number} in {directory} is {'' if finished else 'begun but not '}finished;"
-            f" --resume {'skips it' if finished else 'goes on with it'}, --overwrite replaces it"
+            f" --resume {'skips it' if finished else cut_off}, --overwrite replaces it"
         )
 
 

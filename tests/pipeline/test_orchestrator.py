@@ -105,7 +105,7 @@ def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path
 
     assert process.returncode == 130
     assert said.splitlines()[-1] == (
-        f"interrupted in step 1; {out} keeps the finished steps, and the same command with"
+        f"interrupted in step 1; {out} keeps what is finished, and the same command with"
         " --resume goes on"
     )
     assert json.loads((out / "run.json").read_text()) == {

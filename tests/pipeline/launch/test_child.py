@@ -29,20 +29,20 @@ def python(program: str) -> Ending:
 
 @pytest.mark.parametrize("code", [0, 2, 7])
 def test_the_exit_code_is_the_childs(code: int) -> None:
-    assert python(f"raise SystemExit({code})") == Ending(code, interrupted=False)
+    assert python(f"raise SystemExit({code})") == Ending(code)
 
 
 def test_a_signal_that_ends_the_child_is_a_negative_code() -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
-    assert python(program) == Ending(-signal.SIGKILL, interrupted=False)
+    assert python(program) == Ending(-signal.SIGKILL)
 
 
 def test_the_child_can_read_nothing() -> None:
     assert python("import sys; raise SystemExit(len(sys.stdin.read()))").code == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_the_child_hears_of_an_interruption_once_and_closes_its_files(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -62,9 +62,26 @@ except KeyboardInterrupt:
     threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
     ending = python(program)
 
-    assert ending == Ending(130, interrupted=True)
+    assert ending == Ending(130, told=number)
     assert closed.exists()
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_child_hears_of_a_schedulers_signal_as_it_is(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    ready = tmp_path / "ready"
+    program = f"""
+import pathlib, signal, time
+signal.signal({int(number)}, lambda *_: exit(75))
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(60)
+"""
+
+    threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
+
+    assert python(program) == Ending(75, told=number)
 
 
 def test_a_command_that_isnt_there_leaves_the_signals_as_they_were() -> None:
@@ -85,6 +102,33 @@ def when_exists(file: Path, action: Callable[[], None]) -> Callable[[], None]:
         return None
 
     return wait
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_torchrun_passes_a_schedulers_signal_on_and_waits(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(f"""
+import os, pathlib, signal, time
+def leave(*_):
+    time.sleep(0.5)
+    pathlib.Path({str(tmp_path)!r}, "saved" + os.environ["RANK"]).touch()
+    os._exit(75)
+signal.signal({int(number)}, leave)
+pathlib.Path({str(tmp_path)!r}, "ready" + os.environ["RANK"]).touch()
+time.sleep(60)
+""")
+    command = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
+    process = subprocess.Popen([*command, "--nproc-per-node", "2", str(script)])
+    for each in ("ready0", "ready1"):
+        when_exists(tmp_path / each, lambda: None)()
+
+    process.send_signal(number)
+
+    assert process.wait(timeout=60) == 75
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
 
 
 def test_torchrun_ends_with_the_code_of_the_process_that_failed(tmp_path: Path) -> None:

@@ -85,7 +85,6 @@ def test_dotted_options_are_set_apart_by_step() -> None:
         ("--num-processes 2", "--num-processes needs --deployment-type single_node"),
         ("--deployment-type multi_node", "--deployment-type multi_node and --hostfile are not"),
         ("--hostfile hosts", "--deployment-type multi_node and --hostfile are not available"),
-        ("--save-every 5", "--save-every is not available in this version"),
         ("--zero-config", "--zero-config takes one value, got none"),
         ("--actor-zero-stage 4", "--actor-zero-stage must be one of 0, 1, 2, 3 or null, got 4"),
     ],
