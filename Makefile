@@ -1,6 +1,7 @@
 # make demo    a fresh environment in .venv, then the three steps on the embedded default
 # make test    a fresh environment in .test-venv, then lint, types and tests
 # make check   lint, types and tests in the current environment
+# make test-faults   the tests that take long: kills at random instants, every pair of layouts
 #
 # PYTHON chooses the interpreter: make demo PYTHON=python3.12
 # TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,
@@ -12,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OUTPUT ?= output
 
-.PHONY: demo test check
+.PHONY: demo test test-faults check
 
 demo:
 	$(call install,.venv,.)
@@ -22,6 +23,10 @@ demo:
 test:
 	$(call install,.test-venv,.[dev])
 	PATH="$(CURDIR)/.test-venv/bin:$$PATH" $(MAKE) check
+
+test-faults:
+	$(call install,.test-venv,.[dev])
+	.test-venv/bin/python -m pytest -m faults
 
 check:
 	ruff check .

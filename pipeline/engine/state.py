@@ -121,12 +121,12 @@ def _load_group(
     kept = _moments(group)
     moments = {
         kind: kept[kind] if kind in kept else torch.zeros_like(master)
-        for kind in (described["moments"] if counters else ())
+        for kind in described["moments"]
     }
     for kind, vector in {"weights": master, **moments}.items():
         for name, place, elements in group.spans():
             checkpoint.read(f"{prefix}/{kind}/{name}", elements.start, vector[place])
-    if counters:
+    if counters or moments:
         state = {**moments, **{name: torch.tensor(each) for name, each in counters.items()}}
         settings = group.optimizer.state_dict()["param_groups"]
         group.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
