@@ -40,7 +40,7 @@ class Attempt:
         name: str,
         rank: int,
         world_size: int,
-        timeout_seconds: float,
+        timeout_seconds: int | float,
     ) -> None:
         self.name = name
         self.target = root / target
@@ -163,7 +163,7 @@ class Attempt:
             raise SaveError(f"rank {rank} wrote {stored.nbytes:,} bytes, but there are {size:,}")
         return stored
 
-    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def _wait_for(self, condition: Callable[[], bool], seconds: int | float) -> bool:
         end = time.monotonic() + seconds
         pause, longest = POLL_SECONDS
         while not condition():
