@@ -156,7 +156,7 @@ class Attempt:
 
     def _checked(self, rank: int, part: dict[str, Any]) -> StoredFile:
         if "failed" in part:
-            raise SaveError(f"rank {rank}: {part['failed']}")
+            raise SaveError(part["failed"])
         stored = StoredFile.from_json(part["file"])
         size = self._file(rank).stat().st_size
         if size != stored.nbytes:
