@@ -40,7 +40,7 @@ class Attempt:
         name: str,
         rank: int,
         world_size: int,
-        timeout_seconds: float,
+        timeout_seconds: int | float,
     ) -> None:
         self.name = name
         self.target = root / target
@@ -156,14 +156,14 @@ class Attempt:
 
     def _checked(self, rank: int, part: dict[str, Any]) -> StoredFile:
         if "failed" in part:
-            raise SaveError(f"rank {rank}: {part['failed']}")
+            raise SaveError(part["failed"])
         stored = StoredFile.from_json(part["file"])
         size = self._file(rank).stat().st_size
         if size != stored.nbytes:
             raise SaveError(f"rank {rank} wrote {stored.nbytes:,} bytes, but there are {size:,}")
         return stored
 
-    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def _wait_for(self, condition: Callable[[], bool], seconds: int | float) -> bool:
         end = time.monotonic() + seconds
         pause, longest = POLL_SECONDS
         while not condition():

@@ -52,7 +52,7 @@ class CheckpointWriter:
         rank: int,
         world_size: int,
         keep_last: int = 2,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: int | float = 600,
     ) -> None:
         require(keep_last >= 2, f"keep_last must be 2 or more, not {keep_last}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", job):

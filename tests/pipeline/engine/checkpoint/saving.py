@@ -1,0 +1,117 @@
+"""Processes that save checkpoints whose content tells their step."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import faults
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.layout import Fragment
+from pipeline.engine.checkpoint.writer import CheckpointWriter
+from tests.distributed import _PROCESSES as PROCESSES
+
+NUMEL = 10_000
+
+POINTS = [
+    "before_write",
+    "mid_file",
+    "after_file",
+    "before_manifest",
+    "before_rename",
+    "after_rename",
+    "before_latest",
+    "during_prune",
+]
+
+
+def fragments(step: int, *, rank: int = 0, world_size: int = 1) -> list[Fragment]:
+    """A weight cut over the processes, and each one's own generator, after `step`."""
+    weight = torch.arange(NUMEL, dtype=torch.float32) + step
+    start, stop = (NUMEL * each // world_size for each in (rank, rank + 1))
+    state = torch.full((7,), step, dtype=torch.uint8)
+    return [Fragment("actor/w", start, weight[start:stop]), Fragment(f"rng/{rank}", 0, state)]
+
+
+def assert_holds(checkpoint: Checkpoint, step: int) -> None:
+    """The checkpoint is that of `step`, whoever wrote it."""
+    weight = torch.empty(NUMEL)
+    checkpoint.read("actor/w", 0, weight)
+    assert torch.equal(weight, torch.arange(NUMEL) + step)
+    for rank in range(checkpoint.world_size):
+        state = torch.empty(7, dtype=torch.uint8)
+        checkpoint.read(f"rng/{rank}", 0, state)
+        assert state.tolist() == [step] * 7
+    assert (checkpoint.step, checkpoint.state) == (step, {"step": step})
+
+
+def writer(root: Path, *, rank: int = 0, world_size: int = 1, **options: Any) -> CheckpointWriter:
+    """A writer of the job `job`, unless told otherwise."""
+    options = {"job": "job", "timeout_seconds": 20, **options}
+    return CheckpointWriter(root, rank=rank, world_size=world_size, **options)
+
+
+def save(root: Path, *steps: int, job: str = "job") -> None:
+    """Save steps, from one process."""
+    saver = writer(root, job=job)
+    for step in steps:
+        saver.save(step, fragments(step), {"step": step})
+    saver.close()
+    assert saver.failure is None
+
+
+def save_steps(rank: int, world_size: int, root: Path, steps: list[int], job: str) -> None:
+    """The body of a process that saves one step after the other."""
+    saver = writer(root, rank=rank, world_size=world_size, job=job)
+    for step in steps:
+        saver.save(step, fragments(step, rank=rank, world_size=world_size), {"step": step})
+        saver.wait()
+    saver.close()
+
+
+def run_processes(
+    body: Callable[..., None], *args: object, world_size: int, fault: str | None = None
+) -> list[int]:
+    """Call `body(rank, world_size, *args)` in processes with a fault; their exit codes.
+
+    As soon as one has failed, the others are killed, as launchers do.
+    """
+    processes = [
+        PROCESSES.Process(target=_run, args=(body, rank, world_size, args, fault), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 60
+    while any(process.exitcode is None for process in processes) and time.monotonic() < end:
+        if any(process.exitcode for process in processes):
+            break
+        time.sleep(0.005)
+    codes = []
+    for process in processes:
+        process.kill()
+        process.join()
+        codes.append(process.exitcode or 0)
+        process.close()
+    return codes
+
+
+def _run(
+    body: Callable[..., None],
+    rank: int,
+    world_size: int,
+    args: tuple[object, ...],
+    fault: str | None,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
+    faults._text = fault
+    body(rank, world_size, *args)
+
+
+def visible(root: Path) -> list[str]:
+    """Names in a directory, sorted."""
+    return sorted(path.name for path in root.iterdir())

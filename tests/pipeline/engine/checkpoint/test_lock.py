@@ -1,0 +1,123 @@
+"""One job at a time."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipeline.engine.checkpoint.lock import RunLock
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parents[4]
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from pipeline.engine.checkpoint.lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    if len(sys.argv) > 2 and os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    elif len(sys.argv) == 2:
+        print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def holder(path: Path, *words: str) -> Iterator[tuple[int, str]]:
+    """A process that has the lock: its number and what it says when it does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.pid, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_second_job_is_refused_and_told_who_has_the_directory(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "lock"
+
+    with holder(path) as (pid, _), pytest.raises(ConfigError) as caught, RunLock(path):
+        pass
+
+    sentence = str(caught.value)
+    since = json.loads(path.read_text())["since"]
+    assert sentence == (
+        f"{path.parent} is in use by process {pid} on {socket.gethostname()} since {since};"
+        " wait for it, stop it, or choose another directory"
+    )
+
+
+def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
+    with holder(tmp_path / "lock") as (pid, _):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+        with RunLock(tmp_path / "lock"):
+            assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_job(tmp_path: Path) -> None:
+    with holder(tmp_path / "lock", "fork") as (pid, child):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+        with RunLock(tmp_path / "lock"):
+            os.kill(int(child), 0)  # it lives
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_lock_can_be_taken_again_when_it_was_given_back(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunLock(tmp_path / "lock"), pytest.raises(ConfigError, match="in use"):
+            RunLock(tmp_path / "lock").__enter__()
+
+
+def test_a_file_without_a_name_in_it_is_refused_all_the_same(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "lock"):
+        (tmp_path / "lock").write_text("")
+
+        with pytest.raises(ConfigError, match=f"{tmp_path} is in use by another process;"):
+            RunLock(tmp_path / "lock").__enter__()
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_file: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with RunLock(tmp_path / "lock"):
+        pass
+
+    (message,) = caplog.messages
+    assert message == (
+        f"{tmp_path}/lock can't be locked (No locks available): nothing keeps a second job out of"
+        f" {tmp_path}"
+    )
+
+
+def test_a_lock_that_can_not_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match="file/lock can't be made: File exists"):
+        RunLock(tmp_path / "file" / "lock").__enter__()

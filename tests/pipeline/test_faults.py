@@ -1,0 +1,84 @@
+"""A process fails where and how it was told to."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline import faults
+from pipeline.errors import ConfigError
+from pipeline.faults import fault_point
+
+ROOT = Path(__file__).parents[2]
+
+
+def arm(monkeypatch: pytest.MonkeyPatch, text: str, *, rank: int = 0) -> None:
+    monkeypatch.setattr(faults, "_text", text)
+    monkeypatch.setenv("RANK", str(rank))
+    faults._visits.clear()
+
+
+def run(fault: str, *, rank: int = 0) -> int:
+    """The exit code of a process that comes to point `a` twice."""
+    program = "from pipeline.faults import fault_point; fault_point('a'); fault_point('a')"
+    environment = {"FAULT": fault, "RANK": str(rank)}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, check=False
+    ).returncode
+
+
+def test_kill_and_exit_end_the_process_on_the_rank_and_visit_they_name() -> None:
+    assert run("a:0:2:kill") == -9
+    assert run("a:*:1:exit", rank=3) == 1
+    assert run("a:1:1:kill,a:0:3:kill,b:0:1:kill") == 0
+
+
+def test_errors_come_at_the_visit_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm(monkeypatch, "a:1:2:enospc,b:*:1:eio,c:*:1:raise", rank=1)
+
+    fault_point("a")
+    with pytest.raises(OSError, match="No space left on device"):
+        fault_point("a")
+    fault_point("a")
+    with pytest.raises(OSError, match="Input/output error"):
+        fault_point("b")
+    with pytest.raises(RuntimeError, match="a fault was asked for at c"):
+        fault_point("c")
+
+
+def test_sleep_takes_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm(monkeypatch, "a:0:1:sleep-50")
+    began = time.monotonic()
+
+    fault_point("a")
+
+    assert time.monotonic() - began >= 0.05
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a:0:kill", "FAULT=a:0:kill is no fault; write <point>:<rank>:<nth>:<action>"),
+        ("a:x:1:kill", "the rank must be a number or \\*, not 'x'"),
+        ("a:0:0:kill", "the visit must be a number from 1 on, not '0'"),
+        ("a:0:1:explode", "the action must be one of kill, exit, hang, .*, not 'explode'"),
+    ],
+)
+def test_what_is_no_fault_is_refused(
+    text: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm(monkeypatch, text)
+
+    with pytest.raises(ConfigError, match=sentence):
+        fault_point("b")
+
+
+def test_without_faults_a_point_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_text", None)
+    faults._visits.clear()
+
+    fault_point("a")
+
+    assert not faults._visits
