@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import binds
 from pipeline.distributed import barrier, gather_objects, global_sums, rank, world_size
@@ -27,6 +28,7 @@ from pipeline.engine.state import (
     weights_fragments,
 )
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.random_state import random_state, set_random_state
 from pipeline.run import Run
 from pipeline.settings import plain, portable
@@ -73,6 +75,7 @@ class Checkpoints:
         *,
         engines: Mapping[str, Engine],
         parts: Mapping[str, Stateful | KeepsWeights | None],
+        tokenizer: PreTrainedTokenizerBase,
         data: str,
     ) -> None:
         config = self.config = run.config
@@ -96,6 +99,8 @@ class Checkpoints:
         self._writer = CheckpointWriter(
             self.root, job=job, rank=rank(), world_size=world_size(), keep_last=config.keep_last
         )
+        if rank() == 0:
+            tokenizer.save_pretrained(self.root / TOKENIZER)
         self._base = self._base or (f"base-{job}" if self._has_frozen() else None)
         self._base_is_saved = False
         self._saved_at = time.monotonic()
@@ -168,6 +173,7 @@ class Checkpoints:
             "data": self.data,
             "settings": self._settings(),
             "engines": {name: describe(each) for name, each in self.engines.items()},
+            "models": {name: describe_model(each.model) for name, each in self.engines.items()},
             "parts": {
                 name: part.state_dict()
                 for name, part in self.parts.items()

@@ -51,6 +51,7 @@ def train(config: SFTConfig) -> Path:
     )
     with Run(config, name="step1_sft", total_steps=total_steps, is_main=is_main()) as run:
         model = trained_causal_lm(config.model, tokenizer, device=local_device(), seed=config.seed)
+        set_stop_tokens(model, chat.stop_ids)
         engine = Engine(Policy(model), config.model, total_steps=total_steps)
         config = within_context(config, model)
         held_out = encode(data.eval, chat, config)
@@ -59,6 +60,7 @@ def train(config: SFTConfig) -> Path:
             run,
             engines={"model": engine},
             parts={"stream": stream, "best": best},
+            tokenizer=tokenizer,
             data=fingerprint(data.train),
         )
         before = checkpoints.once("before", lambda: perplexity(engine, held_out, config))
@@ -89,8 +91,7 @@ def train(config: SFTConfig) -> Path:
                 run.evaluated(step, perplexity=best.last)
 
         best.restore()
-        set_stop_tokens(model, chat.stop_ids)
-        export(model, tokenizer, config.output_dir, engine=engine)
+        export(model, tokenizer, config.output_dir, weights=engine)
         run.finish(
             eval={
                 "perplexity_before": before,

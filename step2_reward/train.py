@@ -92,6 +92,7 @@ def train(config: RewardConfig) -> Path:
             run,
             engines={"model": engine},
             parts={"stream": stream},
+            tokenizer=tokenizer,
             data=fingerprint(data.train),
         )
         before = checkpoints.once("before", lambda: evaluate(scorer, held_out, config))
@@ -129,7 +130,7 @@ def train(config: RewardConfig) -> Path:
 
         after = evaluate(scorer, held_out, config)
         run.evaluated(total_steps, **after)
-        export(model, tokenizer, config.output_dir, engine=engine)
+        export(model, tokenizer, config.output_dir, weights=engine)
         mean, std = measure_scores(scorer, chat, data.train, config)
         write_normalization(model, config.output_dir, mean=mean, std=std)
         run.finish(

@@ -66,6 +66,7 @@ def train(config: PPOConfig) -> Path:
     )
     with Run(config, name="step3_ppo", total_steps=total_steps, is_main=is_main()) as run:
         models = load_models(config, tokenizer, chat, iterations=total_steps)
+        set_stop_tokens(models.policy, chat.stop_ids)
         held_out = HeldOut(models, prompts.held_out, config)
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
@@ -74,6 +75,7 @@ def train(config: PPOConfig) -> Path:
             run,
             engines={"actor": models.actor, "critic": models.critic},
             parts={"stream": stream, "controller": controller, "ema": ema, "ptx": ptx},
+            tokenizer=tokenizer,
             data=prompts.fingerprint,
         )
         before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
@@ -174,12 +176,11 @@ def learn(
 
 def export_models(models: Models, ema: Ema | None, run: Run) -> None:
     """Write the directories of actor and critic, and of the averaged actor if there is one."""
-    set_stop_tokens(models.policy, models.chat.stop_ids)
-    export(models.policy, models.tokenizer, run.path("actor"), engine=models.actor)
-    export(models.value_model, models.tokenizer, run.path("critic"), engine=models.critic)
+    export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
+    export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
     if ema is not None:
         with ema.applied():
-            export(models.policy, models.tokenizer, run.path("ema"), engine=models.actor)
+            export(models.policy, models.tokenizer, run.path("ema"), weights=models.actor)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from pipeline.config import (
     StepConfig,
     TrainedModelConfig,
 )
+from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
@@ -161,6 +162,49 @@ def test_a_run_that_was_cut_off_ends_as_the_whole_one(
     assert first.keys() == second.keys()
     for key, tensor in first.items():
         assert torch.equal(tensor, second[key]), key
-    for path in whole.rglob("*.safetensors"):
-        if "checkpoints" not in path.parts:
-            assert path.read_bytes() == (again / path.relative_to(whole)).read_bytes(), path.name
+    assert exported(again) == exported(whole)
+    for name, directory in EXPORTED_LAST[step].items():
+        check_consolidated(name, whole, whole / directory, tmp_path / name)
+
+
+EXPORTED_LAST: dict[str, dict[str, str]] = {
+    "sft": {},  # it exports the best weights, not the last
+    "reward": {"model": "."},
+    "ppo": {"actor": "actor", "critic": "critic"},
+}
+"""Where a step exports what its engines end with."""
+
+
+def exported(directory: Path) -> dict[str, bytes]:
+    """The files of the models that the run ended with, by name."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for pattern in ("*.safetensors", "*.json")
+        for path in directory.rglob(pattern)
+        if "checkpoints" not in path.parts and path.name not in OF_THE_RUN
+    }
+
+
+OF_THE_RUN = ("result.json", "samples.json")
+
+
+def check_consolidated(name: str, out: Path, directory: Path, made: Path) -> None:
+    """The last checkpoint gives the files of the export, without the run."""
+    consolidate([str(out / "checkpoints"), str(made), "--model", name])
+
+    files = exported(made)
+    assert files.keys() >= {"model.safetensors", "config.json", "tokenizer.json"}
+    for file, content in files.items():
+        expected = (directory / file).read_bytes()
+        if file.endswith("config.json"):
+            assert settings(content) == settings(expected), file
+        else:
+            assert content == expected, file
+
+
+def settings(config: bytes) -> dict[str, Any]:
+    """Without what step 2 measures after its last step, and without the order of a set."""
+    found = {name: value for name, value in json.loads(config).items() if "score_" not in name}
+    if "target_modules" in found:
+        found["target_modules"] = sorted(found["target_modules"])
+    return found

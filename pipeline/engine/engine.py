@@ -199,6 +199,11 @@ class Engine:
                     group.master.data[place] = weights[name].reshape(-1)[elements]
             group.publish()
 
+    def turns(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of each unit, whole until the next are asked for; in step on all."""
+        for unit in self.zero.one_by_one():
+            yield [param for flat in unit.flats for param in flat.params.values()]
+
     def visit(self) -> Iterator[TrainedParams]:
         """Each group, with masters and moments in memory while it is visited."""
         if self.disk is None:

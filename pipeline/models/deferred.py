@@ -52,7 +52,7 @@ def deferred_model(
         return partial(files.slice, weights.names[name], dtype=dtype)
 
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, module, leaf, param in _places(model):
+    for name, module, leaf, param in places(model):
         if param not in made:
             made[param] = (
                 stored_like(param, read(name, param.dtype), device)
@@ -92,7 +92,7 @@ def _weights_of(path: str) -> Path:
     raise NotDeferrableError("it holds no safetensors files")
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Every place where a module holds a parameter: full name, module, name in it, parameter."""
     for prefix, module in list(model.named_modules()):
         for leaf, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -139,7 +139,7 @@ def stored_parameters(model: nn.Module) -> dict[str, tuple[torch.Size, ReadEleme
 def defer_again(model: nn.Module, before: dict[str, tuple[torch.Size, ReadElements]]) -> None:
     """Keep nothing but the new rows of parameters that have grown since `stored_parameters`."""
     made: dict[nn.Parameter, StoredParameter] = {}
-    for name, module, leaf, param in _places(model):
+    for name, module, leaf, param in places(model):
         shape, stored = before.get(name, (param.shape, None))
         if param.shape == shape or stored is None:
             continue

@@ -2,8 +2,9 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from peft import PeftModel
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.distributed import barrier, is_main
-from pipeline.engine.engine import Engine
 from pipeline.models.forward import base_model
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 
@@ -21,24 +21,34 @@ ADAPTER_PREFIX = "base_model.model."
 """Of the names in a peft model."""
 
 
+@runtime_checkable
+class HasTurns(Protocol):
+    """What brings a model's parameters in place, some at a time."""
+
+    def turns(self) -> Iterator[Collection[nn.Parameter]]:
+        """Parameters that are in place until the next are asked for; each comes once."""
+        ...
+
+
 def export(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     *,
-    engine: Engine | None = None,
+    weights: HasTurns | None = None,
 ) -> None:
     """Write config, safetensors and tokenizer into `directory`, each file replaced whole.
 
     With LoRA the directory holds the merged model, and `adapter/` the adapter in peft's form. The
     trained model itself is not changed. All processes call it; the main one writes, and none goes
-    on before the files are there. Weights that `engine` shards are gathered a unit at a time.
+    on before the files are there. `weights`, an engine for one, brings parameters in place a
+    unit at a time; without it they are all there.
     """
-    weights = named_weights(base_model(model), engine)
+    named = named_weights(base_model(model), weights)
     if is_main():
-        _write(model, weights, tokenizer, directory)
+        _write(model, named, tokenizer, directory)
     else:
-        for _ in weights:
+        for _ in named:
             pass
     barrier()
 
@@ -51,19 +61,21 @@ def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def named_weights(model: nn.Module, engine: Engine | None = None) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: nn.Module, weights: HasTurns | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Everything in the state dict of `model`, each tensor whole until the next is asked for.
 
-    `engine` trains the model, or one it is part of; unit by unit it gathers what it shards, and all
-    processes go on in step. All weights of a unit are in place while it is its turn.
+    `weights` may be the engine that trains the model, or one it is part of: all processes go on in
+    step. All weights of a unit are in place while it is its turn.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    if engine is not None:
+    if weights is not None:
         names: dict[Tensor, list[str]] = {}
         for name, tensor in state.items():
             names.setdefault(tensor, []).append(name)
-        for unit in engine.zero.one_by_one():
-            for param in (param for flat in unit.flats for param in flat.params.values()):
+        for params in weights.turns():
+            for param in params:
                 for name in names.get(param, ()):
                     yield name, state.pop(name).detach()
     for name, tensor in state.items():

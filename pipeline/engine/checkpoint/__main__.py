@@ -1,4 +1,4 @@
-"""Look at checkpoints: `python -m pipeline.engine.checkpoint verify DIR`, `... show DIR`."""
+"""`python -m pipeline.engine.checkpoint verify DIR`, `... show DIR`, `... consolidate DIR OUT`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -40,9 +40,30 @@ def show(words: Sequence[str]) -> None:
         say("\n".join(describe(Checkpoint.open(path))))
 
 
+def consolidate(words: Sequence[str]) -> None:
+    """Write the model as a Hugging Face directory OUT; of step 3 the actor, or --model critic."""
+    from pipeline.models.consolidate import consolidate as write
+
+    model = None
+    if len(words) == 4 and words[2] == "--model":
+        *words, _, model = words
+    if len(words) != 2:
+        raise ConfigError(
+            "usage: python -m pipeline.engine.checkpoint consolidate DIR OUT [--model NAME]"
+        )
+    path, out = _checkpoints("consolidate", words[:1])[0], Path(words[1])
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; name a new directory")
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify()
+    write(checkpoint, model or next(iter(checkpoint.state.get("models", {})), "model"), out)
+    say(f"{out} holds the model after step {checkpoint.step}")
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "verify": (verify, "DIR"),
     "show": (show, "DIR"),
+    "consolidate": (consolidate, "DIR OUT"),
 }
 
 

@@ -156,7 +156,7 @@ def engine_of(
 def export_trained(paths: dict[str, str], out: str, stage: int) -> None:
     for name, (task, changes) in TRAINED.items():
         model, engine = engine_of(paths[task], stage, task, changes)
-        export(model, build_tokenizer(), Path(out) / name, engine=engine)
+        export(model, build_tokenizer(), Path(out) / name, weights=engine)
 
 
 def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> None:

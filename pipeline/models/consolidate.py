@@ -1,0 +1,146 @@
+"""Models out of checkpoints: Hugging Face directories, without the processes that trained them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from pipeline.config import LoraConfig
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.stored import StoredParameter, stored_like
+from pipeline.engine.units import find_units
+from pipeline.errors import CheckpointError
+from pipeline.models.deferred import places
+from pipeline.models.export import export
+from pipeline.models.forward import base_model
+from pipeline.models.lora import Task, add_lora
+from pipeline.models.stream import meta_model
+
+TOKENIZER = "tokenizer"
+"""Directory beside the checkpoints."""
+
+
+def describe_model(module: nn.Module) -> dict[str, Any] | None:
+    """What it takes to build the Hugging Face model inside `module` again, as JSON has it."""
+    for prefix, model in module.named_modules():
+        if isinstance(model, PeftModel | PreTrainedModel):
+            plain = base_model(model)
+            generation = getattr(plain, "generation_config", None)  # classifiers have none
+            return {
+                "prefix": f"{prefix}." if prefix else "",
+                "class": type(plain).__name__,
+                "config": plain.config.to_dict(),
+                "generation": None if generation is None else generation.to_dict(),
+                "lora": _adapter(model) if isinstance(model, PeftModel) else None,
+                "dtypes": {
+                    name: str(param.dtype).removeprefix("torch.")
+                    for name, param in model.named_parameters()
+                },
+            }
+    return None
+
+
+def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
+    """Write the model that engine `name` of the checkpoint trains as a Hugging Face directory.
+
+    As the run itself would have exported it then. In memory are the weights of one unit at a time,
+    and one file's.
+
+    Raises:
+        CheckpointError: it holds no such model, or one whose class `transformers` doesn't have.
+    """
+    described = checkpoint.state.get("models", {}).get(name)
+    if described is None:
+        known = ", ".join(checkpoint.state.get("models", {})) or "none"
+        raise CheckpointError(
+            f"{checkpoint.path} holds no Hugging Face model {name}; it has {known}"
+        )
+    prefix = described["prefix"]
+    keys = set(checkpoint.keys())
+
+    def read(parameter: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        kind = "weights" if f"{name}/weights/{prefix}{parameter}" in keys else "frozen"
+        out = torch.empty(stop - start, dtype=dtype)
+        checkpoint.read(f"{name}/{kind}/{prefix}{parameter}", start, out)
+        return out
+
+    model = _build(described, checkpoint, read)
+    for buffer_name, buffer in model.named_buffers():
+        if (key := f"{name}/buffers/{prefix}{buffer_name}") in keys:
+            flat = torch.empty_like(buffer).reshape(-1)
+            checkpoint.read(key, 0, flat)
+            buffer.copy_(flat.view(buffer.shape))
+    tokenizer = cast(
+        "PreTrainedTokenizerBase",
+        AutoTokenizer.from_pretrained(checkpoint.path.parent / TOKENIZER),
+    )
+    export(model, tokenizer, directory, weights=_Stored(model))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Parameters that have their numbers while it is their unit's turn."""
+
+    model: nn.Module
+
+    def turns(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of each unit, in place until the next is asked for."""
+        for unit in find_units(self.model):
+            params = [cast("StoredParameter", param) for param in unit.params.values()]
+            empty = [param.data for param in params]
+            for param in params:
+                param.data = param.read(0, param.numel()).view(param.shape)
+            yield list(params)
+            for param, data in zip(params, empty, strict=True):
+                param.data = data
+
+
+def _build(
+    described: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    read: Callable[[str, torch.dtype, int, int], Tensor],
+) -> nn.Module:
+    """The model, its parameters still where they are stored."""
+    model_class = getattr(transformers, described["class"], None)
+    if model_class is None:
+        raise CheckpointError(
+            f"the model of {checkpoint.path} is a {described['class']}, which this transformers"
+            f" {transformers.__version__} does not have; go on with the run, which exports it"
+        )
+    config = model_class.config_class.from_dict(described["config"])
+    plain: PreTrainedModel = meta_model(lambda: model_class(config))
+    if described["generation"] is not None:
+        plain.generation_config = GenerationConfig.from_dict(described["generation"])
+    model: nn.Module = plain
+    if described["lora"] is not None:
+        task: Task = described["lora"]["task"]
+        settings = {key: each for key, each in described["lora"].items() if key != "task"}
+        settings["targets"] = tuple(settings["targets"])
+        model = add_lora(plain, LoraConfig(**settings), task=task, seed=0)
+    names = {param: name for name, param in model.named_parameters()}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for _, module, leaf, param in places(model):
+        if param not in made:
+            dtype = getattr(torch, described["dtypes"][names[param]])
+            like = torch.empty(param.shape, dtype=dtype, device="meta")
+            made[param] = stored_like(like, partial(read, names[param], dtype), torch.device("cpu"))
+        setattr(module, leaf, made[param])  # all names of a tied parameter get the same one
+    return model
+
+
+def _adapter(model: PeftModel) -> dict[str, Any]:
+    settings: Any = model.peft_config["default"]
+    return {
+        "rank": settings.r,
+        "alpha": float(settings.lora_alpha),
+        "dropout": float(settings.lora_dropout),
+        "targets": sorted(settings.target_modules),
+        "task": "classifier" if settings.modules_to_save else "causal",
+    }
