@@ -115,6 +115,7 @@ class Checkpoint:
             raise ValueError(
                 f"{key} with {self.numel(key)} elements can't fill {tuple(out.shape)} from {start}"
             )
+        out = out.detach()
         for piece in self._pieces(key):
             begin, end = max(start, piece.start), min(stop, piece.stop)
             if begin < end:

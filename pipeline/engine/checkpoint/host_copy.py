@@ -106,7 +106,7 @@ class _Tape:
                 )
             count = min(source.numel() - done, BLOCK_BYTES - offset)
             piece = self._blocks[index][offset : offset + count]
-            piece.copy_(source[done : done + count], non_blocking=True)
+            piece.copy_(source[done : done + count], non_blocking=self._pinned)
             parts.append(bytes_of(piece))
             self._end += count
             done += count

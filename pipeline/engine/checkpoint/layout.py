@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pipeline.errors import CheckpointError
+
 MANIFEST = "manifest.json"
 LATEST = "latest"
 WRITING = ".writing-"
@@ -76,9 +78,15 @@ def part_name(rank: int) -> str:
 
 
 def steps_in(root: Path) -> list[Path]:
-    """The directories of steps in `root`, newest first; none where there is no such directory."""
+    """The directories of steps in `root`, newest first; none where there is no such directory.
+
+    Raises:
+        CheckpointError: it can't be read, so nobody knows.
+    """
     try:
         found = [path for path in root.iterdir() if step_of(path) is not None and path.is_dir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointError(f"{root} can't be read: {error.strerror}") from error
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)

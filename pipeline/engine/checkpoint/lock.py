@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import weakref
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -71,8 +72,9 @@ class RunLock:
 
     def _sign(self) -> None:
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(me).encode(), 0)
+        with suppress(OSError):  # a full disk; the lock is held all the same
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(me).encode(), 0)
 
     def _close(self) -> None:
         if self._file >= 0:

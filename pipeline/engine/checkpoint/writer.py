@@ -68,10 +68,10 @@ class CheckpointWriter:
         self._timeout_seconds = timeout_seconds
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
-        self._count = 0
+        self._count = 0  # of calls: the same on all processes, whatever failed on one
         self._committed: list[int] = []
         self._bases: set[str] = set()
-        self._left: list[Path] = []
+        self._left: list[Path] = []  # where others may still look for the first one's verdict
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -95,6 +95,7 @@ class CheckpointWriter:
         JSON; that of the first process is kept. `base` names what `save_base` wrote.
         """
         began = time.perf_counter()
+        self._count += 1
         self.wait()
         if self._committed[-1:] == [step]:
             return time.perf_counter() - began
@@ -120,7 +121,7 @@ class CheckpointWriter:
 
         self._thread = threading.Thread(
             target=self._try,
-            args=(work, attempt, f"the checkpoint of step {step}", needed),
+            args=(work, attempt, f"step {step}", needed),
             name="checkpoint",
             daemon=True,  # who forgets to close does not wait for a peer that is gone
         )
@@ -135,6 +136,7 @@ class CheckpointWriter:
         """
         if not is_base_name(name):
             raise ValueError(f"{name!r} is no name of frozen weights: base-<hash>")
+        self._count += 1
         self.wait()
         if name in self._bases:
             return
@@ -166,7 +168,6 @@ class CheckpointWriter:
         self._copy = HostCopy()
 
     def _attempt(self, target: str) -> Attempt:
-        self._count += 1
         return Attempt(
             self.root,
             target,
@@ -197,6 +198,7 @@ class CheckpointWriter:
     def _finish(self, attempt: Attempt, manifest: Manifest) -> None:
         step = manifest.step
         commit(attempt, manifest)
+        self._left.append(attempt.directory)  # where it was not needed
         self._committed.append(step)
         name_latest(self.root, step, attempt.name)
         prune(
@@ -214,6 +216,7 @@ class CheckpointWriter:
             return not attempt.await_removal_of_target()
         if verifies(attempt.target):
             attempt.keep_target()
+            self._left.append(attempt.directory)
             return True
         remove(attempt.target, attempt.name)
         return False
@@ -224,18 +227,18 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
             reason = self._reason(error, needed)
             self.failure = (
-                f"{what} was not written to {self.root}: {reason}; training goes on, and the next"
+                f"saving {what} to {self.root} failed: {reason}; training goes on, and the next"
                 " save tries again"
             )
             if self._rank == 0:
                 attempt.fail(reason)
                 attempt.clear()
+                self._left.append(attempt.directory)
                 logger.error("%s", self.failure)  # noqa: TRY400  # a sentence, no traceback
             elif not isinstance(error, SaveError):
                 attempt.fail(reason)
                 with suppress(SaveError):
                     attempt.await_verdict()
-        self._left.append(attempt.directory)
 
     def _reason(self, error: Exception, needed: int) -> str:
         if isinstance(error, SaveError | CheckpointError):

@@ -56,7 +56,7 @@ def test_a_full_disk_costs_one_save_and_leaves_the_others(
     saver.wait()
 
     assert saver.failure == (
-        f"the checkpoint of step 3 was not written to {root}: rank 0: No space left on device"
+        f"saving step 3 to {root} failed: rank 0: No space left on device"
         " (40,007 bytes needed); training goes on, and the next save tries again"
     )
     assert caplog.messages == [saver.failure]
@@ -260,3 +260,29 @@ def test_only_the_first_process_writes_to_the_log(
         saver.close()
 
     assert not caplog.messages
+
+
+def test_a_process_that_gave_up_waiting_still_comes_to_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = writer(tmp_path, rank=0, world_size=2)
+    second = writer(tmp_path, rank=1, world_size=2, timeout_seconds=0.05)
+    arm(monkeypatch, "checkpoint.before_manifest:*:1:sleep-300")
+    for saver in (second, first):
+        saver.save(1, fragments(1, rank=saver._rank, world_size=2), {"step": 1})
+    first.wait()
+    second.wait()
+    assert first.failure is None
+    assert second.failure is not None
+
+    for saver in (second, first):  # the one skips a step that the other knows nothing of
+        saver.save(1, fragments(1, rank=saver._rank, world_size=2), {"step": 1})
+    second.wait()
+    second._timeout_seconds = 20
+    for saver in (second, first):
+        saver.save(2, fragments(2, rank=saver._rank, world_size=2), {"step": 2})
+    first.close()
+    second.close()
+
+    assert (first.failure, second.failure) == (None, None)
+    assert_holds(newest(tmp_path)[0], 2)
