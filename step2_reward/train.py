@@ -33,6 +33,7 @@ from pipeline.models.export import export
 from pipeline.models.forward import Scorer
 from pipeline.models.load import load_tokenizer
 from pipeline.models.trained import evaluating, trained_classifier, within_context
+from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step2_reward.config import RewardConfig
 from step2_reward.losses import pairwise_loss
@@ -70,7 +71,7 @@ class PairBatch:
 
 def train(config: RewardConfig) -> Path:
     """Train the reward model; return the directory of the exported model."""
-    torch.manual_seed(config.seed + rank())  # of adapter dropout
+    seed_generators(config.seed + rank())  # of adapter dropout
     tokenizer, chat = load_chat(config.model, config.data.format)
     if config.actor.path is not None:
         require_same_chat(tokenizer, load_tokenizer(config.actor), "the reward model", config.actor)

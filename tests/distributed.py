@@ -16,7 +16,7 @@ import torch.distributed as dist
 _PROCESSES = multiprocessing.get_context("forkserver")
 # The server imports these once; every rank is then forked from it in milliseconds.
 _PROCESSES.set_forkserver_preload(
-    ["torch.distributed", "pipeline.models.trained", "tests.families"]
+    ["torch.distributed", "peft", "step1_sft.train", "step3_ppo.train", "tests.families"]
 )
 _TIMEOUT_SECONDS = 120
 

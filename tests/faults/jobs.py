@@ -1,0 +1,244 @@
+"""Jobs of a few seconds: one step on toy models, in processes that can be killed and started again.
+
+`Forked` is for many of them: its processes come from a server that has imported everything, and run
+the step's `train`. `Command` is what a user types, with launcher and all.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline import faults
+from pipeline.cli import run_main, write_config
+from pipeline.config import LoraConfig, StepConfig
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.find import newest
+from tests.distributed import _PROCESSES as PROCESSES
+from tests.test_resume import CONFIGS, exported, metrics, run, saved
+
+ROOT = Path(__file__).parents[2]
+
+PEER_SECONDS = 10
+"""In which a process notices that another one is gone, or a job ends after its fault."""
+
+
+def small(start: Path, step: str, **changes: Any) -> StepConfig:
+    """A job with all that has a state: dropout, accumulation, warm-up, loss scale, evaluations.
+
+    It saves after every step and keeps everything, so that what another run saves can be compared.
+    """
+    model: dict[str, Any] = {"zero_stage": 3, "precision": "fp16"}
+    if step != "ppo":  # where dropout would break the ratio
+        model["lora"] = LoraConfig(rank=2, dropout=0.1)
+    settings = {"max_steps": 8, "save_every": 1, "keep_last": 1000, "eval_every": 4, **changes}
+    return replace(CONFIGS[step](start, **model), **settings)
+
+
+class Forked:
+    """One start of a job: so many processes, each with a log; killed, if still there, on exit."""
+
+    def __init__(
+        self, config: StepConfig, *, world_size: int = 2, fault: str | None = None
+    ) -> None:
+        self._scratch = tempfile.TemporaryDirectory()
+        scratch = Path(self._scratch.name)
+        self.logs = [scratch / f"rank {rank}.log" for rank in range(world_size)]
+        self.processes = [
+            PROCESSES.Process(
+                target=_run_rank,
+                args=(config, rank, world_size, f"file://{scratch}/meeting", fault, log),
+                daemon=True,
+            )
+            for rank, log in enumerate(self.logs)
+        ]
+
+    def __enter__(self) -> "Forked":
+        self.began = time.monotonic()
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._scratch.cleanup()
+
+    def wait(self, seconds: float = 60) -> list[int]:
+        """The exit codes; -n where signal n ended it."""
+        end = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0, end - time.monotonic()))
+        alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        assert not alive, f"ranks {alive} did not end within {seconds:g} s:\n{self.said()}"
+        return [process.exitcode or 0 for process in self.processes]
+
+    def said(self) -> str:
+        """All that the processes wrote."""
+        return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+
+def _run_rank(
+    config: StepConfig, rank: int, world_size: int, meeting: str, fault: str | None, log: Path
+) -> None:
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
+    faults._text = fault
+
+    def main(_argv: Sequence[str]) -> None:
+        dist.init_process_group(
+            "gloo",
+            init_method=meeting,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        run(config)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_main(main, [])
+
+
+def run_forked(config: StepConfig, **options: Any) -> list[int]:
+    """Run a job to whatever end it finds."""
+    with Forked(config, **options) as job:
+        return job.wait()
+
+
+class Command:
+    """A command in a session of its own, which is killed on exit, if still there."""
+
+    def __init__(self, *words: str, fault: str | None = None, **environment: str) -> None:
+        self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115
+        without = {name: value for name, value in os.environ.items() if name != "FAULT"}
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={**without, **environment, **({"FAULT": fault} if fault else {})},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._log.close()
+
+    def kill(self) -> None:
+        """SIGKILL to everything it has started, as when the machine is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for child in _descendants(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, seconds: float = 120) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {seconds:g} s:\n{self.said()}") from None
+
+    def said(self) -> str:
+        """All that it wrote."""
+        return Path(self._log.name).read_text()
+
+
+def _descendants(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def step_words(config: StepConfig, *, processes: int | None = 2) -> list[str]:
+    """The command line of a step; its settings are written beside its output."""
+    file = config.output_dir.with_name(f"{config.output_dir.name}.yaml")
+    write_config(config, file)
+    modules = {"SFTConfig": "step1_sft", "RewardConfig": "step2_reward", "PPOConfig": "step3_ppo"}
+    words = ["-m", f"{modules[type(config).__name__]}.train", "--config", str(file)]
+    if processes is None:
+        return words
+    launcher = ["-m", "pipeline.launch.torchrun", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(processes), *words]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, just now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+OF_TIME = ("seconds", "seconds_trained", "logged_at", "metrics_bytes")
+"""What of a run's state the clock decides, or the length of the numbers it gives."""
+
+
+def assert_prefix(out: Path, reference: Path) -> int:
+    """What `out` offers is, to the bit, what the undisturbed run had after the same step: which."""
+    checkpoint, passed_over = newest(out / "checkpoints")
+    assert not passed_over  # a kill leaves nothing that has to be passed over
+    if checkpoint is None:
+        return 0
+    step = checkpoint.step
+    expected = Checkpoint.open(reference / "checkpoints" / f"step_{step:08d}")
+    assert _state(checkpoint) == _state(expected)
+    assert_same_tensors(saved(out, step), saved(reference, step))
+    return step
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, Any]:
+    state = dict(checkpoint.state)
+    run_state = {k: v for k, v in state["parts"]["run"].items() if k not in OF_TIME}
+    return {**state, "parts": {**state["parts"], "run": run_state}}
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [key for key, tensor in found.items() if not torch.equal(tensor, expected[key])]
+    assert not different, f"these differ: {different}"
+
+
+def assert_same_end(out: Path, reference: Path, *, step: int) -> None:
+    """Both runs ended alike: last checkpoint, metrics, exported models."""
+    assert metrics(out) == metrics(reference)
+    assert_same_tensors(saved(out, step), saved(reference, step))
+    ours, theirs = exported(out), exported(reference)
+    assert ours.keys() == theirs.keys()
+    assert "model.safetensors" in {Path(name).name for name in ours} or "adapter" in str(ours)
+    assert [name for name, content in ours.items() if content != theirs[name]] == []
