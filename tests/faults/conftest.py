@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.step3_ppo.toy import save_models
+from tests.faults.jobs import make_start
 
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random models that jobs start from."""
+    """Models and rows that jobs start from."""
     directory = tmp_path_factory.mktemp("start")
-    save_models(directory)
+    make_start(directory)
     return directory

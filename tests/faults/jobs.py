@@ -4,7 +4,9 @@
 the step's `train`. `Command` is what a user types, with launcher and all.
 """
 
+import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,10 +26,11 @@ import torch.distributed as dist
 
 from pipeline import faults
 from pipeline.cli import run_main, write_config
-from pipeline.config import LoraConfig, StepConfig
+from pipeline.config import DataConfig, LoraConfig, StepConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import newest
 from tests.distributed import _PROCESSES as PROCESSES
+from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, exported, metrics, run, saved
 
 ROOT = Path(__file__).parents[2]
@@ -36,16 +39,38 @@ PEER_SECONDS = 10
 """In which a process notices that another one is gone, or a job ends after its fault."""
 
 
+ROWS = 60
+WORDS = ("sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "cloud", "night")
+
+
+def make_start(directory: Path) -> None:
+    """What jobs start from: random models, and so few rows that every pass is over soon."""
+    save_models(directory)
+    draw = random.Random(1)
+
+    def sentence() -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(2, 6)))
+
+    with (directory / DATA).open("w") as file:
+        for _ in range(ROWS):
+            row = {name: sentence() for name in ("prompt", "chosen", "rejected")}
+            file.write(json.dumps(row) + "\n")
+
+
+DATA = "rows.jsonl"
+
+
 def small(start: Path, step: str, **changes: Any) -> StepConfig:
     """A job with all that has a state: dropout, accumulation, warm-up, loss scale, evaluations.
 
     It saves after every step and keeps everything, so that what another run saves can be compared.
     """
+    data = DataConfig(path=(str(start / DATA),), max_eval_rows=6, max_length=64)
     model: dict[str, Any] = {"zero_stage": 3, "precision": "fp16"}
     if step != "ppo":  # where dropout would break the ratio
         model["lora"] = LoraConfig(rank=2, dropout=0.1)
-    settings = {"max_steps": 8, "save_every": 1, "keep_last": 1000, "eval_every": 4, **changes}
-    return replace(CONFIGS[step](start, **model), **settings)
+    settings = {"max_steps": 8, "save_every": 1, "keep_last": 1000, "eval_every": 4}
+    return replace(CONFIGS[step](start, **model), **{"data": data, **settings, **changes})
 
 
 class Forked:

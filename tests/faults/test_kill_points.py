@@ -14,7 +14,14 @@ from tests.faults.jobs import (
     small,
 )
 
-POINTS = ("engine.forward", "engine.backward", "engine.step")
+POINTS = [
+    pytest.param("engine.forward", marks=pytest.mark.faults),
+    "engine.backward",
+    pytest.param("engine.step", marks=pytest.mark.faults),
+    "checkpoint.before_write",  # the other one then has a save under way that never ends
+    pytest.param("checkpoint.mid_file", marks=pytest.mark.faults),
+    pytest.param("checkpoint.after_file", marks=pytest.mark.faults),
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +32,7 @@ def reference(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_rank_killed_in_training_ends_the_job_and_the_next_start_goes_on(
+def test_a_rank_killed_anywhere_ends_the_job_and_the_next_start_goes_on(
     point: str, start: Path, reference: Path, tmp_path: Path
 ) -> None:
     config = small(start, "sft", output_dir=tmp_path)
