@@ -16,6 +16,7 @@ from pipeline.plan.output import (
     can_go_on,
     clear_step,
     files_of_others,
+    only_job,
     read_summary,
     record_step,
 )
@@ -71,7 +72,8 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
         say(describe_plan(plan))
     else:
-        run_plan(plan)
+        with only_job(plan.request.output_dir):
+            run_plan(plan)
 
 
 def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
