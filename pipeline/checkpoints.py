@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.config import binds
 from pipeline.distributed import barrier, gather_objects, global_sums, rank, world_size
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.find import candidates
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
+from pipeline.engine.resume import load_random_state, newest_on_all, random_fragments
 from pipeline.engine.state import (
     describe,
     frozen_fragments,
@@ -27,9 +27,8 @@ from pipeline.engine.state import (
     trained_fragments,
     weights_fragments,
 )
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.models.consolidate import TOKENIZER, describe_model
-from pipeline.random_state import random_state, set_random_state
 from pipeline.run import Run
 from pipeline.settings import plain, portable
 from pipeline.signals import EXIT_REQUEUE, StopSignals
@@ -102,7 +101,6 @@ class Checkpoints:
         if rank() == 0:
             tokenizer.save_pretrained(self.root / TOKENIZER)
         self._base = self._base or (f"base-{job}" if self._has_frozen() else None)
-        self._base_is_saved = False
         self._saved_at = time.monotonic()
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
@@ -131,10 +129,9 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Write the state after so many steps; training goes on while the files are written."""
-        if self._base is not None and not self._base_is_saved:
+        if self._base is not None:  # written once
             frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
             self._writer.save_base(self._base, chain(*frozen))
-            self._base_is_saved = True
         blocked = self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
         logger.info("%s checkpoint of step %d, %.2f s", self.run.name, step, blocked)
@@ -163,8 +160,7 @@ class Checkpoints:
             yield from trained_fragments(engine, name)
         for name, part in self._keeping_weights():
             yield from weights_fragments(part.engine, name, part.weights)
-        for name, tensor in random_state().items():
-            yield Fragment(f"random/{rank()}/{name}", 0, tensor)
+        yield from random_fragments()
 
     def _document(self) -> dict[str, Any]:
         return {
@@ -197,12 +193,8 @@ class Checkpoints:
         return {name: value for name, value in flat.items() if binds(name)}
 
     def _resume(self) -> None:
-        for path in gather_objects(candidates(self.root))[0]:
-            checkpoint, problem = _opened(path)
-            problems = [each for each in gather_objects(problem) if each]
-            if checkpoint is None or problems:
-                logger.warning("%s; trying the one before", problems[0])
-                continue
+        checkpoint = newest_on_all(self.root)
+        if checkpoint is not None:
             self._check(checkpoint)
             self._load(checkpoint)
             return
@@ -239,28 +231,6 @@ class Checkpoints:
                 read_weights(part.engine, name, checkpoint, part.weights)
         self._once = dict(state["once"])
         self._base = checkpoint.base.path.name if checkpoint.base is not None else None
-        self._load_random_state(checkpoint)
+        load_random_state(checkpoint)
         self.done = checkpoint.step
         logger.info("%s goes on after step %d", self.run.name, self.done)
-
-    def _load_random_state(self, checkpoint: Checkpoint) -> None:
-        """This rank's generators; where there are more processes now, the new ones keep theirs."""
-        prefix = f"random/{rank()}/"
-        found: dict[str, Tensor] = {}
-        for key in sorted(checkpoint.keys()):
-            if key.startswith(prefix):
-                out = torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key))
-                checkpoint.read(key, 0, out)
-                found[key.removeprefix(prefix)] = out
-        if found:
-            set_random_state(found)
-
-
-def _opened(path: Any) -> tuple[Checkpoint | None, str]:  # noqa: ANN401
-    """A checkpoint whose files, this process's share of them, are what they were when written."""
-    try:
-        checkpoint = Checkpoint.open(path)
-        checkpoint.verify(share=rank(), shares=world_size())
-    except CheckpointError as error:
-        return None, str(error)
-    return checkpoint, ""

@@ -208,6 +208,10 @@ class FrozenModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
+    allow_pickle: bool = False
+    """Load weights that are there as a pickle alone (pytorch_model.bin), which may run code. Only
+    for sources you trust; the Hub has older models as safetensors too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(FrozenModelConfig):

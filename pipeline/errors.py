@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+EXIT_OUT_OF_MEMORY = 79
+"""Just above what sysexits.h names: the step ends by it, and `train.py` halves the micro-batch."""
+
 
 class UserError(Exception):
     """Wrong input. Commands print `error: <sentence>` and exit with code 2, without a traceback."""

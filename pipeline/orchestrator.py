@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
+from pipeline.config import TrainedModelConfig
 from pipeline.engine.deepspeed.read import notice_of
-from pipeline.errors import ConfigError
+from pipeline.errors import EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.commands import step_environment
 from pipeline.plan.output import (
@@ -16,6 +17,7 @@ from pipeline.plan.output import (
     can_go_on,
     clear_step,
     files_of_others,
+    only_job,
     read_summary,
     record_step,
 )
@@ -50,9 +52,8 @@ def run_plan(plan: Plan) -> None:
         except OSError as error:
             raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
         say(f"step {stage.number}: {stage.name}{', from its checkpoint' if goes_on else ''}")
-        command = [*plan.command(stage), *(["--resume"] if goes_on else [])]
         try:
-            ending = run_child(command, environment)
+            ending = _run_step(plan, stage, environment, goes_on=goes_on)
         finally:
             record_step(out, stage.name, others=others)
         _stop_unless_done(plan, stage, ending)
@@ -71,7 +72,28 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
 
         say(describe_plan(plan))
     else:
-        run_plan(plan)
+        with only_job(plan.request.output_dir):
+            run_plan(plan)
+
+
+def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_on: bool) -> Ending:
+    """Run the step's processes; while memory runs out, again with half the micro-batch.
+
+    From its newest checkpoint on: the mathematics is the same, and nothing is left of the state
+    that ran out of memory.
+    """
+    size = plan.configs[stage.name].micro_batch_size
+    command = plan.command(stage)
+    while True:
+        ending = run_child([*command, *(["--resume"] if goes_on else [])], environment)
+        if ending.code != EXIT_OUT_OF_MEMORY or size == 1:
+            return ending
+        size, goes_on = size // 2, True
+        command = [*plan.command(stage), "--micro_batch_size", str(size)]
+        remark(
+            f"step {stage.number} ran out of memory and goes on with --{stage.section}"
+            f".micro_batch_size {size}; the result is the same, in less memory and more time"
+        )
 
 
 def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
@@ -88,20 +110,39 @@ def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
         return
     if ending.code == EXIT_USER_ERROR:  # the step has said what is wrong
         raise SystemExit(EXIT_USER_ERROR)
+    if ending.code == EXIT_OUT_OF_MEMORY:
+        from pipeline.plan.describe import describe_memory
+
+        remark(describe_memory(plan))
+        complain(
+            f"step {stage.number} ran out of memory with micro-batches of one sequence, beside what"
+            f" the table counts; {_savings(plan, stage)}. --resume then goes on from its last"
+            " checkpoint."
+        )
+        raise SystemExit(FAILED)
     how = f"was ended by signal {-ending.code}" if ending.code < 0 else "failed"
-    section = stage.section
     complain(
         f"step {stage.number} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
-        f" If memory ran out: a smaller --{section}.micro_batch_size, gradient checkpointing"
-        f" (--{section}.{_trained(stage)}.gradient_checkpointing) or LoRA"
-        f" (--{section}.{_trained(stage)}.lora.rank 16). --resume then goes on from this step."
+        f" If memory ran out: a smaller --{stage.section}.micro_batch_size;"
+        f" {_savings(plan, stage)}. --resume then goes on with this step."
     )
     raise SystemExit(FAILED)
 
 
-def _trained(stage: Stage) -> str:
-    """The model that trains in this step, as its settings call it."""
-    return "actor" if stage.section == "ppo" else "model"
+def _savings(plan: Plan, stage: Stage) -> str:
+    """What saves memory in this step and is not in use yet, the cheapest first."""
+    name = "actor" if stage.section == "ppo" else "model"
+    model: TrainedModelConfig = getattr(plan.configs[stage.name], name)
+    option = f"--{stage.section}.{name}"
+    ways = [
+        (not model.gradient_checkpointing, f"{option}.gradient_checkpointing"),
+        (model.zero_stage < 3 and (plan.processes or 1) > 1, f"{option}.zero_stage 3"),
+        (model.zero.offload.optimizer == "none", f"{option}.zero.offload.optimizer cpu"),
+        (model.lora is None, f"{option}.lora.rank 16"),
+    ]
+    unused = [words for usable, words in ways if usable]
+    shorter = f"a shorter --{stage.section}.data.max_length"
+    return f"try {', '.join(unused) or shorter}"
 
 
 def _write_report(out: Path) -> None:

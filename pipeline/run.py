@@ -16,6 +16,7 @@ import transformers
 
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
+from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.progress import Progress
 from pipeline.settings import flatten, plain
 from pipeline.trackers import Trackers, open_trackers
@@ -24,15 +25,16 @@ logger = logging.getLogger(__name__)
 
 OUR_LOGGERS = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo", "__main__")
 STALE = ("result.json", "samples.json")
+LOCK = ".lock"
 
 
 class Run:
     """Context manager around a step's loop; rank 0 alone writes, on the others all is silent.
 
-    On entry: makes the directory, writes the resolved settings to `config.yaml`, removes the
-    results of an earlier run, and starts a fresh `metrics.jsonl` unless the run is to go on: then
-    `load_state_dict` cuts off what came after the checkpoint. On exit, also by Ctrl-C: every file
-    holds whole lines only.
+    On entry: makes the directory, keeps other jobs out of it, writes the resolved settings to
+    `config.yaml`, removes the results of an earlier run, and starts a fresh `metrics.jsonl` unless
+    the run is to go on: then `load_state_dict` cuts off what came after the checkpoint. On exit,
+    also by Ctrl-C: every file holds whole lines only.
     """
 
     def __init__(self, config: StepConfig, *, name: str, total_steps: int, is_main: bool) -> None:
@@ -43,11 +45,14 @@ class Run:
         self.step = 0
         self.tokens = 0
         self._progress = Progress(name, total_steps)
+        self._lock = RunLock(self.path(LOCK))
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
         self._tokens_per_second = 0.0
 
     def __enter__(self) -> "Run":
+        if self.is_main:
+            self._lock.__enter__()
         self._start = self._step_end = time.perf_counter()
         self._seconds_before = self._seconds_trained = 0.0
         self._logged_at = (0, 0.0)
@@ -76,6 +81,7 @@ class Run:
     ) -> None:
         if self._metrics is None:
             return
+        self._lock.__exit__(kind, error, traceback)
         self._progress.stop()
         self._metrics.close()
         if kind is KeyboardInterrupt:

@@ -28,6 +28,7 @@ from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.deepspeed.read import read_deepspeed_config
 from pipeline.engine.engine import Engine, StepResult
 from pipeline.engine.lr import lr_factor
+from pipeline.engine.resume import load_engine, save_engine
 from pipeline.errors import require
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,27 @@ class LoopEngine:
         self.last = self.engine.step()
         self.micro_steps = 0
         return self.last
+
+    def save_checkpoint(self, directory: str | Path, client_state: Any = None) -> None:  # noqa: ANN401
+        """Write the engine's state, and what the caller wants to keep, as JSON has it.
+
+        All processes call it, between two optimizer steps; it returns when the files are there.
+        """
+        if self.micro_steps:
+            raise RuntimeError("save between two optimizer steps, not inside of an accumulation")
+        save_engine(self.engine, Path(directory), client_state)
+
+    def load_checkpoint(self, directory: str | Path) -> Any:  # noqa: ANN401
+        """Go on from the newest checkpoint in `directory` that verifies; its `client_state`.
+
+        The number of processes, the ZeRO stage and the offload may be others than when it was
+        written.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model.
+        """
+        self.micro_steps = 0
+        return load_engine(self.engine, Path(directory))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As `Engine.no_sync`."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -195,6 +196,8 @@ def _build(
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model, and the names of its parameters that the files have nothing for."""
     path, dtype = model_path(config), weight_dtype(config.precision, device)
+    if not config.allow_pickle:
+        _require_safetensors(path)
     trusted = config.trust_remote_code
     if defer:
         try:
@@ -213,6 +216,7 @@ def _build(
             config=settings,
             dtype=dtype,
             trust_remote_code=trusted,
+            use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
         ),
     )
@@ -245,6 +249,18 @@ def takes_ragged(model: PreTrainedModel) -> bool:
     )
 
 
+def _require_safetensors(path: str) -> None:
+    """Refuse a directory whose weights are a pickle; `from_pretrained` looks on the Hub itself."""
+    local = Path(path).expanduser()
+    pickled = sorted(local.glob("pytorch_model*.bin"))
+    if pickled and not any(local.glob("*.safetensors")):
+        raise ModelError(
+            f"{path} holds its weights as {pickled[0].name}, a pickle that can run code; save the"
+            " model as safetensors (save_pretrained does), or set allow_pickle true if you trust"
+            " its source"
+        )
+
+
 def _require_weights(path: str, missing: Collection[str]) -> None:
     if missing:
         raise ModelError(
@@ -262,6 +278,10 @@ def _load(path: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
         raise ModelError(f"no such model: the directory {path} does not exist")
     try:
         return load()
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path} holds a pickle that does more than to store tensors, and is not loaded"
+        ) from error
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(

@@ -29,6 +29,11 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join([*lines, "", *_memory(plan)])
 
 
+def describe_memory(plan: Plan) -> str:
+    """The table of what the models take."""
+    return "\n".join(_memory(plan))
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     gpus, origins = count_gpus(), _origins(plan)
     tables = {

@@ -7,6 +7,7 @@ left, so that replacing a step removes those and nothing a user has put beside t
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from pipeline.config import StepConfig, binds
+from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.errors import ConfigError
 from pipeline.plan.request import Request, Stage
 from pipeline.settings import plain, portable
@@ -21,6 +23,8 @@ from pipeline.settings import plain, portable
 MARK = "config.yaml"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+"""Of the run in its directory, of the step in its own: says who is at work there."""
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FILES = "run.json"
@@ -30,7 +34,7 @@ MADE = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "actor/*", "critic/*", "ema/*", "adapter/*"),
-    *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*"),
+    *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", LOCK),
 )
 """Names of the files that steps make, for a step that ended before its files were recorded."""
 
@@ -109,13 +113,31 @@ def record_step(out: Path, name: str, *, others: Collection[str] = ()) -> None:
     """
     directory = out / name
     files = [file for file in _files(directory) if file not in others]
-    if files == [MARK]:
-        (directory / MARK).unlink()
+    if MARK in files and set(files) <= {MARK, LOCK}:
+        for file in files:
+            (directory / file).unlink()
         _remove_empty_directories(directory)
-        if not any(out.iterdir()):
-            out.rmdir()
         return
     _record_files(out, name, files)
+
+
+@contextmanager
+def only_job(out: Path) -> Iterator[None]:
+    """Have the directory for ourselves; where nothing is left in it, it goes.
+
+    Raises:
+        ConfigError: another job is at work in it, or it can't be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output-dir {out} can't be written: {error}") from None
+    try:
+        with RunLock(out / LOCK):
+            yield
+    finally:
+        with suppress(OSError):  # it is not empty
+            out.rmdir()
 
 
 def _files(directory: Path) -> list[str]:

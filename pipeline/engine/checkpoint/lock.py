@@ -23,8 +23,8 @@ class RunLock:
     """Context manager: this process alone has the directory that `path` lies in.
 
     The system holds the lock and drops it with the process, however that ends, so there are no
-    stale ones; the file, which stays, only says whose it is. Children that are forked do not
-    inherit it.
+    stale ones; the file only says whose it is, and is removed at the end. Children that are forked
+    do not inherit it.
 
     Raises:
         ConfigError: another process has it, or the file can't be made.
@@ -35,6 +35,25 @@ class RunLock:
         self._file = -1
 
     def __enter__(self) -> "RunLock":
+        self._open()
+        while not self._is_ours():  # the holder before has removed it meanwhile
+            self._close()
+            self._open()
+        _close_in_children(self)
+        self._sign()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file >= 0 and self._is_ours():
+            self.path.unlink(missing_ok=True)
+        self._close()
+
+    def _open(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -58,17 +77,13 @@ class RunLock:
                 error.strerror,
                 self.path.parent,
             )
-        _close_in_children(self)
-        self._sign()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._close()
+    def _is_ours(self) -> bool:
+        """Whether the file we have is still the one under that name."""
+        try:
+            return os.path.samestat(os.fstat(self._file), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def _sign(self) -> None:
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}

@@ -1,6 +1,7 @@
 """The engine in somebody's own loop, by a DeepSpeed configuration."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed import rank, world_size
-from pipeline.engine.initialize import initialize
-from pipeline.errors import ConfigError
+from pipeline.engine.initialize import Initialized, initialize
+from pipeline.errors import CheckpointError, ConfigError
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
 
@@ -108,3 +109,39 @@ def test_a_wrong_configuration_is_one_sentence(changes: dict[str, Any], sentence
     assert world_size() == 1
     with pytest.raises(ConfigError, match=sentence):
         initialize(model=nn.Linear(1, 1), config=CONFIG | changes)
+
+
+def learn_in_two_parts(directory: str, *, whole: bool) -> tuple[float, Any]:
+    """Sum of the weights after four steps, with a checkpoint in the middle or without."""
+    client_state = None
+    engine, _, _, _ = fresh()
+    for step in range(4):
+        if step == 2 and not whole:
+            engine.save_checkpoint(directory, client_state={"epoch": 1})
+            engine, _, _, _ = fresh()
+            client_state = engine.load_checkpoint(directory)
+        for rows in ROWS[4 * step : 4 * step + 4].split(2 // world_size()):
+            engine.backward(engine(**collate(list(rows))).loss)
+            engine.step()
+    with engine.engine.gathered():
+        params = engine.module.parameters()
+        return sum(param.detach().double().sum().item() for param in params), client_state
+
+
+def fresh() -> Initialized:
+    config = {**CONFIG, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2 // world_size()}
+    model = tiny_causal_lm("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return initialize(model=model, config=config, total_steps=4)
+
+
+def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    whole = run_ranks(partial(learn_in_two_parts, whole=True), str(tmp_path))
+    parts = run_ranks(partial(learn_in_two_parts, whole=False), str(tmp_path))
+
+    assert [total for total, _ in parts] == [total for total, _ in whole]
+    assert [kept for _, kept in parts] == [{"epoch": 1}] * 2
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint that verifies"):
+        fresh().engine.load_checkpoint(tmp_path)

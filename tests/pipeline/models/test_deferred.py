@@ -240,7 +240,9 @@ def test_a_new_head_is_the_one_that_is_drawn_for_a_whole_model(tmp_path: Path) -
 def loaded_whole(path: str, caplog: pytest.LogCaptureFixture) -> str:
     """Defer a model that can't be; what the log says about it."""
     with caplog.at_level(logging.INFO, logger="pipeline.models.load"):
-        model = load_causal_lm(FrozenModelConfig(path=path), device=CPU, defer=True)
+        model = load_causal_lm(
+            FrozenModelConfig(path=path, allow_pickle=True), device=CPU, defer=True
+        )
     assert not any(isinstance(param, StoredParameter) for param in model.parameters())
     assert not any(param.isnan().any() for param in model.parameters())
     (message,) = caplog.messages

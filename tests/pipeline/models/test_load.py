@@ -145,3 +145,34 @@ def test_the_embedded_language_model_is_no_reward_model() -> None:
 
 def test_the_vocabulary_of_the_tests_is_what_it_says() -> None:
     assert tiny_causal_lm("gpt2").get_input_embeddings().weight.shape == (VOCAB, 32)
+
+
+def test_a_pickle_is_loaded_only_where_the_user_allows_it(tmp_path: Path) -> None:
+    model = tiny_causal_lm("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin, a pickle that can run code"):
+        load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU, seed=0)
+    allowed = FrozenModelConfig(path=str(tmp_path), allow_pickle=True)
+    loaded = load_causal_lm(allowed, device=CPU, seed=0)
+
+    for name, param in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), param)
+
+
+def test_a_pickle_that_runs_code_is_never_opened(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    tiny_causal_lm("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    attack = b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."
+    (tmp_path / "pytorch_model.bin").write_bytes(attack)
+
+    for allowed in (False, True):
+        with pytest.raises(ModelError):
+            load_causal_lm(
+                FrozenModelConfig(path=str(tmp_path), allow_pickle=allowed), device=CPU, seed=0
+            )
+
+    assert not canary.exists()

@@ -9,6 +9,7 @@ from pipeline.plan.output import (
     add_to_summary,
     clear_step,
     finished_steps,
+    only_job,
     read_summary,
     record_step,
 )
@@ -192,9 +193,19 @@ def test_a_step_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
     (out / "step1_sft").mkdir(parents=True)
     (out / "step1_sft" / "config.yaml").write_text("seed: 1")
 
-    record_step(out, "step1_sft")
+    with only_job(out):
+        record_step(out, "step1_sft")
 
     assert not out.exists()
+
+
+def test_a_second_job_is_kept_out(tmp_path: Path) -> None:
+    with (
+        only_job(tmp_path),
+        pytest.raises(ConfigError, match="is in use by process"),
+        only_job(tmp_path),
+    ):
+        pass
 
 
 def test_the_summary_holds_each_finished_step_and_the_sum_of_seconds(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""An engine saved and loaded by itself, for people who bring their own loop."""
+
+import logging
+import uuid
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed import gather_objects, rank, world_size
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.find import candidates
+from pipeline.engine.checkpoint.layout import Fragment
+from pipeline.engine.checkpoint.writer import CheckpointWriter
+from pipeline.engine.engine import Engine
+from pipeline.engine.state import describe, frozen_fragments, load, trained_fragments
+from pipeline.errors import CheckpointError
+from pipeline.random_state import random_state, set_random_state
+
+logger = logging.getLogger(__name__)
+
+NAME = "model"
+
+
+def save_engine(engine: Engine, root: Path, client_state: Any = None) -> None:  # noqa: ANN401
+    """Write the engine's state after its last step; returns when it is there.
+
+    All processes call it.
+
+    Raises:
+        CheckpointError: it could not be written; what was there before still is.
+    """
+    job = gather_objects(uuid.uuid4().hex[:12])[0]
+    writer = CheckpointWriter(root, job=job, rank=rank(), world_size=world_size())
+    described = describe(engine)
+    base = f"base-{job}" if described["frozen"] else None
+    if base is not None:
+        writer.save_base(base, frozen_fragments(engine, NAME))
+    document = {"engines": {NAME: described}, "client_state": client_state}
+    fragments = chain(trained_fragments(engine, NAME), random_fragments())
+    writer.save(engine.steps, fragments, document, base=base)
+    writer.close()
+    if writer.failure is not None:
+        raise CheckpointError(writer.failure)
+
+
+def load_engine(engine: Engine, root: Path) -> Any:  # noqa: ANN401
+    """Go on from the newest checkpoint that verifies; what it was saved with. All call it.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    checkpoint = newest_on_all(root)
+    if checkpoint is None:
+        raise CheckpointError(f"{root} holds no checkpoint that verifies")
+    load(engine, NAME, checkpoint, checkpoint.state["engines"][NAME])
+    load_random_state(checkpoint)
+    return checkpoint.state["client_state"]
+
+
+def newest_on_all(root: Path) -> Checkpoint | None:
+    """The newest checkpoint whose files are what was written; each process reads its share."""
+    for path in gather_objects(candidates(root))[0]:
+        checkpoint, problem = _opened(path)
+        problems = [each for each in gather_objects(problem) if each]
+        if checkpoint is not None and not problems:
+            return checkpoint
+        logger.warning("%s; trying the one before", problems[0])
+    return None
+
+
+def random_fragments() -> list[Fragment]:
+    """This process's random number generators."""
+    return [
+        Fragment(f"random/{rank()}/{name}", 0, tensor) for name, tensor in random_state().items()
+    ]
+
+
+def load_random_state(checkpoint: Checkpoint) -> None:
+    """This rank's generators; where there are more processes now, the new ones keep theirs."""
+    prefix = f"random/{rank()}/"
+    found: Mapping[str, Tensor] = {
+        key.removeprefix(prefix): torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key))
+        for key in sorted(checkpoint.keys())
+        if key.startswith(prefix)
+    }
+    for name, tensor in found.items():
+        checkpoint.read(prefix + name, 0, tensor)
+    if found:
+        set_random_state(found)
+
+
+def _opened(path: Path) -> tuple[Checkpoint | None, str]:
+    try:
+        checkpoint = Checkpoint.open(path)
+        checkpoint.verify(share=rank(), shares=world_size())
+    except CheckpointError as error:
+        return None, str(error)
+    return checkpoint, ""
