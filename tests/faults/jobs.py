@@ -16,20 +16,21 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from pipeline import faults
 from pipeline.cli import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig
+from pipeline.distributed import is_main, process_group
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import newest
-from tests.distributed import _PROCESSES as PROCESSES
+from pipeline.run import configure_logging
+from tests.distributed import PROCESSES
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, exported, metrics, run, saved
 
@@ -74,18 +75,27 @@ def small(start: Path, step: str, **changes: Any) -> StepConfig:
 
 
 class Forked:
-    """One start of a job: so many processes, each with a log; killed, if still there, on exit."""
+    """One start of a job: so many processes, each with a log; killed, if still there, on exit.
+
+    They meet at a store that outlives them, as that of torchrun does.
+    """
 
     def __init__(
         self, config: StepConfig, *, world_size: int = 2, fault: str | None = None
     ) -> None:
         self._scratch = tempfile.TemporaryDirectory()
-        scratch = Path(self._scratch.name)
-        self.logs = [scratch / f"rank {rank}.log" for rank in range(world_size)]
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(world_size),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        self.logs = [Path(self._scratch.name) / f"rank {rank}.log" for rank in range(world_size)]
         self.processes = [
             PROCESSES.Process(
                 target=_run_rank,
-                args=(config, rank, world_size, f"file://{scratch}/meeting", fault, log),
+                args=(config, {**meeting, "RANK": str(rank)}, fault, log),
                 daemon=True,
             )
             for rank, log in enumerate(self.logs)
@@ -124,26 +134,19 @@ class Forked:
 
 
 def _run_rank(
-    config: StepConfig, rank: int, world_size: int, meeting: str, fault: str | None, log: Path
+    config: StepConfig, environment: dict[str, str], fault: str | None, log: Path
 ) -> None:
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     torch.set_num_threads(1)
-    os.environ["RANK"] = str(rank)
+    os.environ.update(environment)
     faults._text = fault
 
     def main(_argv: Sequence[str]) -> None:
-        dist.init_process_group(
-            "gloo",
-            init_method=meeting,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )
-        run(config)
-        dist.barrier()
-        dist.destroy_process_group()
+        with process_group():
+            configure_logging(is_main=is_main())
+            run(config)
 
     run_main(main, [])
 
