@@ -120,12 +120,19 @@ class Forked:
         self._scratch.cleanup()
 
     def wait(self, seconds: float = 60) -> list[int]:
-        """The exit codes; -n where signal n ended it."""
+        """The exit codes; -n where signal n ended it.
+
+        When one has failed, the others are told by SIGTERM, as torchrun does.
+        """
         end = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0, end - time.monotonic()))
-        alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
-        assert not alive, f"ranks {alive} did not end within {seconds:g} s:\n{self.said()}"
+        told = False
+        while any(process.exitcode is None for process in self.processes):
+            assert time.monotonic() < end, f"it did not end within {seconds:g} s:\n{self.said()}"
+            if not told and any(process.exitcode for process in self.processes):
+                told = True
+                for process in self.processes:
+                    process.terminate()
+            time.sleep(0.005)
         return [process.exitcode or 0 for process in self.processes]
 
     def said(self) -> str:
