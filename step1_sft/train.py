@@ -113,11 +113,13 @@ def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
+    deterministic = config.model.zero.reduction == "deterministic"
     parts = micro_batches(
         [len(row) for row in rows],
         max_tokens=config.micro_batch_size * config.data.max_length,
         num_processes=world_size(),
         process=rank(),
+        at_least=math.ceil(len(rows) / config.micro_batch_size) if deterministic else None,
     )
     return [
         collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())

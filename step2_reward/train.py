@@ -4,6 +4,7 @@ python -m step2_reward.train --config configs/reward/opt-350m.yaml --actor.path 
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-350m.yaml
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,11 +171,13 @@ def encode(
 
 def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:
     """This process's micro-batches of the pairs."""
+    deterministic = config.model.zero.reduction == "deterministic"
     parts = micro_batches(
         [pair.num_tokens for pair in pairs],
         max_tokens=2 * config.micro_batch_size * config.data.max_length,
         num_processes=world_size(),
         process=rank(),
+        at_least=math.ceil(len(pairs) / config.micro_batch_size) if deterministic else None,
     )
     return [collate_pairs([pairs[row] for row in part], spare=pairs[0]) for part in parts]
 
