@@ -21,7 +21,7 @@ from tests.faults.jobs import (
 )
 from tests.test_resume import metrics
 
-STEPS = 12
+STEPS = 30
 
 
 def job_of(start: Path, out: Path) -> StepConfig:
@@ -43,10 +43,10 @@ def lines(out: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def wait_for_lines(out: Path, count: int) -> None:
+def wait_for_lines(out: Path, count: int, job: Forked | Command) -> None:
     end = time.monotonic() + 60
     while lines(out) < count:
-        assert time.monotonic() < end
+        assert time.monotonic() < end, job.said()
         time.sleep(0.005)
 
 
@@ -57,7 +57,7 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
     config = job_of(start, tmp_path)
 
     with Forked(config) as job:
-        wait_for_lines(tmp_path, 4)
+        wait_for_lines(tmp_path, 4, job)
         job.signal(number)
         codes = job.wait()
         said = job.said()
@@ -81,26 +81,27 @@ def test_signals_at_random_instants_lose_nothing_that_the_loop_has_done(
     start: Path, reference: Path, tmp_path: Path
 ) -> None:
     """Before and after the loop a signal ends the process as it always does."""
-    config = job_of(start, tmp_path)
     draw = random.Random(20)
-    saves = 0
-    while not (tmp_path / "result.json").exists():
-        with Forked(config) as job:
-            time.sleep(draw.uniform(0.5, 4))
-            number = draw.choice([signal.SIGTERM, signal.SIGUSR1])
-            before = assert_prefix(tmp_path, reference)
-            job.signal(number)
-            codes = job.wait()
-        assert set(codes) <= {0, EXIT_REQUEUE, -number}
-        step = assert_prefix(tmp_path, reference)
-        assert step >= before
-        if codes == [EXIT_REQUEUE, EXIT_REQUEUE]:
-            saves += 1
-            assert [line["step"] for line in metrics(tmp_path)][-1] == step
-        config = replace(config, resume=True)
+    saves = runs = 0
+    while saves < 8:
+        runs += 1
+        out = tmp_path / str(runs)
+        config = job_of(start, out)
+        while not (out / "result.json").exists():
+            with Forked(config) as job:
+                time.sleep(draw.uniform(0.5, 3))
+                number = draw.choice([signal.SIGTERM, signal.SIGUSR1])
+                job.signal(number)
+                codes = job.wait()
+            assert set(codes) <= {0, EXIT_REQUEUE, -number}
+            step = assert_prefix(out, reference)
+            if codes == [EXIT_REQUEUE, EXIT_REQUEUE]:
+                saves += 1
+                assert [line["step"] for line in metrics(out)][-1] == step
+            config = replace(config, resume=True)
 
-    assert metrics(tmp_path) == metrics(reference)
-    assert model(tmp_path) == model(reference)
+        assert metrics(out) == metrics(reference)
+        assert model(out) == model(reference)
 
 
 def train_words(config: StepConfig, out: Path) -> list[str]:
@@ -109,7 +110,7 @@ def train_words(config: StepConfig, out: Path) -> list[str]:
     words += ["single_node", "--num-processes", "2"]
     for name, value in changed_settings(config).items():
         values = value if isinstance(value, list | tuple) else [value]
-        words += [f"--sft.{name}", *(str(each) for each in values)]
+        words += [f"--sft.{name}", *("null" if each is None else str(each) for each in values)]
     return words
 
 
@@ -129,7 +130,7 @@ def test_the_real_commands_end_with_75_and_go_on(
     words = step_words(config, processes=None) if single else train_words(config, tmp_path)
 
     with Command(*words) as job:
-        wait_for_lines(out, 1)
+        wait_for_lines(out, 1, job)
         time.sleep(random.Random(number).uniform(0, 0.5))
         job.process.send_signal(number)
         assert job.wait() == EXIT_REQUEUE, job.said()
