@@ -333,6 +333,10 @@ class StepConfig:
     trackers: tuple[Tracker, ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
+    timeout_seconds: float = 1800.0
+    """A process that keeps the others waiting for so long is named, and the step ends; above the
+    longest time that one process works alone."""
+
     def __post_init__(self) -> None:
         positive = {
             name: getattr(self, name)
@@ -340,4 +344,8 @@ class StepConfig:
         }
         for name, value in positive.items():
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.timeout_seconds > 0,
+            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
+        )
         require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")

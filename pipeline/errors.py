@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+EXIT_USER_ERROR = 2
+
 
 class UserError(Exception):
     """Wrong input. Commands print `error: <sentence>` and exit with code 2, without a traceback."""
@@ -22,6 +24,10 @@ class ModelError(UserError, ValueError):
 
 class OffloadError(UserError):
     """The disk that tensors were offloaded to failed."""
+
+
+class JobFailed(SystemExit):
+    """A job of several processes has failed, and what it has to say is said."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
