@@ -22,6 +22,9 @@ T = TypeVar("T")
 PATIENCE = timedelta(seconds=5)
 """With the store itself, which answers in microseconds."""
 
+LAST = 16
+"""Collectives that a process tells of at once."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -116,13 +119,14 @@ class Notices:
 
     def tell_last(self, collective: Collective) -> None:
         """Say to which collective this process comes now: a few microseconds, nobody answers."""
-        row = json.dumps([[collective.number, str(collective)]])
-        self._try(lambda: self._store.set(f"last/{self.rank}", row))
+        key = f"last/{self.rank}/{collective.number % LAST}"
+        self._try(lambda: self._store.set(key, json.dumps([[collective.number, str(collective)]])))
 
     def history(self, rank: int) -> dict[int, str]:
         """Collectives that another process has told of, by number."""
         told: dict[int, str] = {}
-        for key in (f"history/{rank}", f"last/{rank}"):
+        last = (f"last/{rank}/{n}" for n in range(LAST))
+        for key in (f"history/{rank}", *last):
             told |= dict(json.loads(self._get(key) or "[]"))
         return told
 

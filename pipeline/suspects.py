@@ -42,6 +42,10 @@ class Suspects:
         """How many of the others live, or may live on other machines."""
         return sum(other not in self._here or _lives(self._here[other]) for other in self.others())
 
+    def unburied(self) -> bool:
+        """Whether a process has ended that whoever started it hasn't noticed yet."""
+        return any(_is_zombie(process) for process in self._here.values())
+
     def ended(self) -> Failure | None:
         """A process of this machine that is gone and has said nothing.
 
@@ -84,9 +88,9 @@ class Suspects:
         number, other, seen = min(behind, default=(HERE.number, -1, None))
         if seen is None or number >= HERE.number:
             return None
-        last = HERE.last
+        missed = next((each for each in HERE.history() if each.number > number), HERE.last)
         what = (
-            f"rank {other} did not come to {last} (collective {last.number}), where rank"
+            f"rank {other} did not come to {missed} (collective {missed.number}), where rank"
             f" {self.rank} waited {seconds:.0f} s for it: {_whereabouts(seen)}"
         )
         return Failure(other, what, 1, stacks=True)
@@ -141,6 +145,13 @@ def _local(identity: Identity, own_host: str) -> psutil.Process | None:
 
 def _lives(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and not _is_zombie(process)
+    except psutil.Error:
+        return False
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

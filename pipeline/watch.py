@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -37,7 +38,7 @@ SPEAKING_SECONDS = 4.0
 """For which a process that failed waits until the others have heard of it, before it goes."""
 
 GRACE_SECONDS = 5.0
-"""For a process to end by itself once the job has failed."""
+"""For a process to end by itself once the job has failed; half of it where processes hang."""
 
 SILENCE_SECONDS = 60.0
 """After which a process of another machine counts as gone, where one waits for it."""
@@ -93,6 +94,8 @@ class Watch:
         """Begin to watch."""
         if dist.get_backend() == "gloo":  # which ends processes where they are not in step
             HERE.tell = Notices.of_group(self.notices.job).tell_last
+        # A collective that failed fails again where the engine cleans up; the first error counts.
+        warnings.filterwarnings("ignore", message="module forward hook with ``always_call")
         self._appear()
         on_main = threading.current_thread() is threading.main_thread()
         if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -117,8 +120,7 @@ class Watch:
         if _is_of_collectives(error):
             failure = self._cause(HEARING_SECONDS) or self._agreed(self._blame(error), error)
             self._speak(failure, error)
-            if failure is self._found:
-                self._linger()
+            self._linger(living=self.suspects.living() if failure is self._found else 0)
             return failure.code
         code = EXIT_USER_ERROR if isinstance(error, UserError) else 1
         own = Failure(self.rank, f"rank {self.rank} failed: {_summary(error)}", code)
@@ -131,7 +133,7 @@ class Watch:
             self._has_spoken = True
             _show(error)
         self.notices.post(own)
-        self._linger()
+        self._linger(living=self.suspects.living())
         return code
 
     def _fail_as_well(self, error: Exception, other: Failure) -> None:
@@ -203,11 +205,15 @@ class Watch:
                 return found
             time.sleep(0.05)
 
-    def _linger(self) -> None:
-        """Stay until the others have heard: when this process ends, they may be ended at once."""
+    def _linger(self, *, living: int) -> None:
+        """Stay until so many others have heard, and until a launcher knows who ended first.
+
+        When this process ends, the launcher may end the others at once.
+        """
         deadline = time.monotonic() + SPEAKING_SECONDS
-        living = self.suspects.living()
-        while self.notices.acknowledged() < living and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (
+            self.notices.acknowledged() < living or self.suspects.unburied()
+        ):
             time.sleep(0.02)
 
     def _told_to_stop(self, _number: int, _frame: FrameType | None) -> None:
@@ -236,7 +242,7 @@ class Watch:
         if failure.code == EXIT_USER_ERROR:  # which all may be about to meet
             self._over.wait(TICK_SECONDS)
         self._speak(failure)
-        if not self._over.wait(GRACE_SECONDS):
+        if not self._over.wait(GRACE_SECONDS / 2 if failure.stacks else GRACE_SECONDS):
             sys.stderr.flush()
             os._exit(failure.code)
 
