@@ -324,6 +324,10 @@ class StepConfig:
     """Sequences in one forward pass of one process (per_device_train_batch_size); accumulation
     follows from it. It changes memory and speed, not the result."""
 
+    timeout_seconds: float = 1800.0
+    """A process that keeps the others waiting for so long is named, and the step ends; more
+    than the longest time that one process works alone."""
+
     eval_every: int | None = None
     """Evaluate every so many steps; null evaluates before and after only."""
 
@@ -333,19 +337,15 @@ class StepConfig:
     trackers: tuple[Tracker, ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
-    timeout_seconds: float = 1800.0
-    """A process that keeps the others waiting for so long is named, and the step ends; above the
-    longest time that one process works alone."""
-
     def __post_init__(self) -> None:
+        require(
+            self.timeout_seconds > 0,
+            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
+        )
         positive = {
             name: getattr(self, name)
             for name in ("max_steps", "batch_size", "micro_batch_size", "eval_every", "log_every")
         }
         for name, value in positive.items():
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
-        require(
-            self.timeout_seconds > 0,
-            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
-        )
         require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")

@@ -70,6 +70,7 @@ class Notices:
     def __init__(self, store: Store, job: str, *, rank: int, world_size: int) -> None:
         store.set_timeout(PATIENCE)
         self.job = job
+        self._gone = False
         self._store = PrefixStore(f"watch/{job}", store)
         self.rank, self.world_size = rank, world_size
 
@@ -120,25 +121,30 @@ class Notices:
     def tell_last(self, collective: Collective) -> None:
         """Say to which collective this process comes now: a few microseconds, nobody answers."""
         key = f"last/{self.rank}/{collective.number % LAST}"
-        self._try(lambda: self._store.set(key, json.dumps([[collective.number, str(collective)]])))
+        self._try(lambda: self._store.set(key, f"{collective.number} {collective}"))
 
     def history(self, rank: int) -> dict[int, str]:
         """Collectives that another process has told of, by number."""
-        told: dict[int, str] = {}
-        last = (f"last/{rank}/{n}" for n in range(LAST))
-        for key in (f"history/{rank}", *last):
-            told |= dict(json.loads(self._get(key) or "[]"))
+        told: dict[int, str] = dict(json.loads(self._get(f"history/{rank}") or "[]"))
+        for place in range(LAST):
+            number, _, label = (self._get(f"last/{rank}/{place}") or b"").decode().partition(" ")
+            if label:
+                told[int(number)] = label
         return told
 
     def _get(self, key: str) -> bytes | None:
         return self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
 
-    @staticmethod
-    def _try(ask: Callable[[], T]) -> T | None:
+    def _try(self, ask: Callable[[], T]) -> T | None:
+        if self._gone:
+            return None
         try:
             return ask()
-        except (RuntimeError, ValueError):  # the store has gone
-            return None
+        except dist.DistNetworkError:  # torch shows a page for every further attempt
+            self._gone = True
+        except (RuntimeError, ValueError):  # it may answer the next time
+            pass
+        return None
 
 
 def first_to_say(sentence: str) -> bool:

@@ -34,16 +34,25 @@ class Job:
 
 
 def run_job(
-    body: Callable[..., object], *args: object, world_size: int = 2, timeout_seconds: float = 30
+    body: Callable[..., object],
+    *args: object,
+    world_size: int = 2,
+    timeout_seconds: float = 30,
+    agent: bool = True,
 ) -> Job:
-    """Call `body(*args)` on every rank under `process_group`, with a store like torchrun's."""
+    """Call `body(*args)` on every rank under `process_group`.
+
+    The store outlives the ranks as that of torchrun's `agent`, or else rank 0 holds it.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(world_size),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent),
     }
+    if not agent:
+        del store  # whose port is free again
     with tempfile.TemporaryDirectory() as directory:
         errors = Path(directory) / "errors"
         errors.touch()
@@ -68,7 +77,6 @@ def run_job(
                 if process.is_alive():
                     process.kill()
                 process.join()
-        del store
         return Job(codes, errors.read_text(), seconds)
 
 

@@ -70,7 +70,7 @@ def soak(steps: int, shared_memory: bool) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(
     ("steps", "shared_memory"),
     [
-        (200, True),
+        (150, True),
         pytest.param(1000, True, marks=pytest.mark.faults),
         pytest.param(1000, False, marks=pytest.mark.faults),
     ],

@@ -39,17 +39,17 @@ def sleeping(seconds: tuple[float, float], steps: int) -> None:
 
 
 def test_a_slow_rank_is_reported_once() -> None:
-    job = run_job(sleeping, (0.05, 0.1), 2 * WINDOW)
+    job = run_job(sleeping, (0.03, 0.09), 2 * WINDOW)
 
     assert job.codes == [0, 0]
     (line,) = job.errors.splitlines()
-    assert re.search(
-        r"rank 1 takes (1\.9|2\.\d) x the others' time since step 1 \(host \S+\)$", line
-    )
+    said = re.search(r"rank 1 takes (\S+) x the others' time since step 1 \(host \S+\)$", line)
+    assert said is not None
+    assert 2 < float(said[1]) < 3.5
 
 
 def test_there_is_no_alarm_at_a_factor_of_1_2() -> None:
-    job = run_job(sleeping, (0.1, 0.12), WINDOW)
+    job = run_job(sleeping, (0.05, 0.06), WINDOW)
 
     assert (job.codes, job.errors) == ([0, 0], "")
 

@@ -1,5 +1,7 @@
 """A job says who failed, who is gone, who hangs and who is out of step, and ends in time."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -12,7 +14,9 @@ import torch
 
 from pipeline.distributed import barrier, global_sum, rank
 from pipeline.engine.engine import Engine
-from pipeline.errors import DataError
+from pipeline.errors import DataError, JobFailed
+from pipeline.watch import watching
+from tests.distributed import run_ranks
 from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
@@ -53,7 +57,7 @@ def loss_fails(shared_memory: bool) -> None:
     train(engine)
 
 
-@BOTH
+@SHARED_OFTEN
 def test_the_error_of_one_rank_comes_first_and_the_others_say_one_line(
     shared_memory: bool,
 ) -> None:
@@ -134,6 +138,41 @@ def test_a_killed_rank_is_named(shared_memory: bool, place: str) -> None:
     assert lines(job)[0].startswith(
         "rank 1 ended without a word (killed? out of memory?) while rank 0 waited for it at "
     )
+
+
+def first_rank_dies() -> None:
+    global_sum(1)
+    if rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    global_sum(1)
+
+
+def test_a_killed_rank_is_named_even_where_it_held_the_store() -> None:
+    job = run_job(first_rank_dies, agent=False)
+
+    assert job.codes == [-signal.SIGKILL, 1]
+    assert any(each.startswith("rank 0 ended without a word") for each in lines(job))
+
+
+def met_in_a_file() -> tuple[object, str]:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), watching(30):
+            global_sum(1)
+            if rank() == 1:
+                raise ValueError("of rank 1")
+            barrier()
+    except JobFailed as failed:
+        return failed.code, said.getvalue()
+    return 0, said.getvalue()
+
+
+def test_processes_that_met_in_a_file_are_watched_too() -> None:
+    first, second = run_ranks(met_in_a_file)
+
+    assert first == (1, "rank 0 stopped because rank 1 failed: ValueError: of rank 1\n")
+    assert second[0] == 1
+    assert second[1].endswith("ValueError: of rank 1\n")
 
 
 def told_to_stop_when_another_died() -> None:
@@ -237,7 +276,12 @@ def another_shape() -> None:
             "all_gather of model.layers.1, ",
             marks=pytest.mark.faults,
         ),
-        (one_more_sum, "all_gather of root, ", "all_reduce of a few numbers, "),
+        pytest.param(
+            one_more_sum,
+            "all_gather of root, ",
+            "all_reduce of a few numbers, ",
+            marks=pytest.mark.faults,
+        ),
         (
             another_shape,
             "all_gather of model.layers.0, 30720 bytes",
