@@ -30,6 +30,11 @@ class JobFailed(SystemExit):
     """A job of several processes has failed, and what it has to say is said."""
 
 
+def exit_code(error: BaseException) -> int:
+    """With which a command ends, and every process of a job, when one of them meets the error."""
+    return EXIT_USER_ERROR if isinstance(error, UserError) else 1
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the likely meant one, or all there are."""
     by_lower = {each.lower(): each for each in known}

@@ -25,7 +25,7 @@ import psutil
 import torch.distributed as dist
 
 from pipeline.distributed import gather_objects
-from pipeline.errors import EXIT_USER_ERROR, JobFailed, UserError
+from pipeline.errors import EXIT_USER_ERROR, JobFailed, UserError, exit_code
 from pipeline.notices import Failure, Notices, Sighting
 from pipeline.position import HERE, DesyncError
 from pipeline.suspects import Identity, Suspects
@@ -122,8 +122,7 @@ class Watch:
             self._speak(failure, error)
             self._linger(living=self.suspects.living() if failure is self._found else 0)
             return failure.code
-        code = EXIT_USER_ERROR if isinstance(error, UserError) else 1
-        own = Failure(self.rank, f"rank {self.rank} failed: {_summary(error)}", code)
+        own = Failure(self.rank, f"rank {self.rank} failed: {_summary(error)}", exit_code(error))
         first = self.notices.claim()
         other = None if first else self._posted(SPEAKING_SECONDS)
         if other is not None and other.rank != self.rank:
@@ -134,7 +133,7 @@ class Watch:
             _show(error)
         self.notices.post(own)
         self._linger(living=self.suspects.living())
-        return code
+        return own.code
 
     def _fail_as_well(self, error: Exception, other: Failure) -> None:
         """Say that there is a second failure, unless it is the same input that all found wrong."""
