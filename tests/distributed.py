@@ -13,11 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES = multiprocessing.get_context("forkserver")
 # The server imports these once; every rank is then forked from it in milliseconds.
-_PROCESSES.set_forkserver_preload(
-    ["torch.distributed", "pipeline.models.trained", "tests.families"]
-)
+PROCESSES.set_forkserver_preload(["torch.distributed", "pipeline.models.trained", "tests.families"])
 _TIMEOUT_SECONDS = 120
 
 
@@ -37,9 +35,9 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as directory:
         meeting = f"file://{Path(directory) / 'meeting'}"
-        pipes = [_PROCESSES.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [PROCESSES.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            _PROCESSES.Process(
+            PROCESSES.Process(
                 target=_run, args=(body, args, rank, world_size, meeting, sender), daemon=True
             )
             for rank, (_, sender) in enumerate(pipes)

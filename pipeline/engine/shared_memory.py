@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.distributed import gather_objects, rank, world_size
 from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
+from pipeline.position import HERE, DesyncError
 
 CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""
@@ -35,10 +36,6 @@ MAILBOX_VALUES = 2048
 LABEL_BYTES = 160
 ROW_BYTES = 8 + 2 * LABEL_BYTES
 """Of a process in the control block: how many meetings it has come to; the labels of two."""
-
-
-class DesyncError(RuntimeError):
-    """The processes of a job did not do the same, or one is gone."""
 
 
 class SharedMemoryCollectives(Collectives):
@@ -264,6 +261,7 @@ class _Meetings:
     def _wait(self, other: int, number: int, label: str) -> None:
         counts = self._counts[other]
         polls = 0
+        start = time.perf_counter()
         deadline = time.monotonic() + self.timeout
         while counts[0] < number:
             polls += 1
@@ -273,6 +271,7 @@ class _Meetings:
             time.sleep(min(1e-3, 2e-5 * (1 + polls // 500)))
             if polls % 50 == 0:
                 self._look_after(other, number, label, deadline)
+        HERE.add_wait(time.perf_counter() - start)
 
     def _look_after(self, other: int, number: int, label: str, deadline: float) -> None:
         gone = [self._ranks_of[pidfd] for pidfd, _ in self._watch.poll(0)]
