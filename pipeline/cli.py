@@ -289,7 +289,7 @@ def _is_first_to_say(sentence: str) -> bool:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return _is_first_process()
-    from pipeline.notices import first_to_say
+    from pipeline.watch.notices import first_to_say
 
     return first_to_say(sentence)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import JobFailed
-from pipeline.position import HERE
+from pipeline.watch.position import HERE
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def process_group(timeout_seconds: float = 1800) -> Iterator[None]:
 def _watching(timeout_seconds: float) -> AbstractContextManager[None]:
     if world_size() == 1:
         return nullcontext()
-    from pipeline.watch import watching
+    from pipeline.watch.process import watching
 
     return watching(timeout_seconds)
 

@@ -17,11 +17,11 @@ import transformers
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
 from pipeline.engine.checkpoint.lock import RunLock
-from pipeline.health import Health
 from pipeline.progress import Progress
 from pipeline.settings import flatten, plain
-from pipeline.stragglers import Stragglers
 from pipeline.trackers import Trackers, open_trackers
+from pipeline.watch.health import Health
+from pipeline.watch.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.distributed import gather_objects, rank, world_size
 from pipeline.engine.config import ZeroConfig
-from pipeline.position import HERE, DesyncError
+from pipeline.watch.position import HERE, DesyncError
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.distributed import gather_objects, rank, world_size
 from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
-from pipeline.position import HERE, DesyncError
+from pipeline.watch.position import HERE, DesyncError
 
 CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from pipeline.distributed import gather_objects
 from pipeline.errors import EXIT_USER_ERROR, JobFailed, UserError, exit_code
-from pipeline.notices import Failure, Notices, Sighting
-from pipeline.position import HERE, DesyncError
-from pipeline.suspects import Identity, Suspects
+from pipeline.watch.notices import Failure, Notices, Sighting
+from pipeline.watch.position import HERE, DesyncError
+from pipeline.watch.suspects import Identity, Suspects
 
 TICK_SECONDS = 1.0
 HEARING_SECONDS = 2.0

@@ -15,7 +15,7 @@ import torch
 from pipeline.distributed import barrier, global_sum, rank
 from pipeline.engine.engine import Engine
 from pipeline.errors import DataError, JobFailed
-from pipeline.watch import watching
+from pipeline.watch.process import watching
 from tests.distributed import run_ranks
 from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
@@ -343,7 +343,7 @@ def test_wrong_settings_that_all_ranks_meet_are_said_once_under_torchrun() -> No
 def torchrun(case: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
     return subprocess.run(
-        [*launcher, "--nproc-per-node", "2", "-m", "tests.pipeline.watched", case],
+        [*launcher, "--nproc-per-node", "2", "-m", "tests.pipeline.watch.watched", case],
         capture_output=True,
         text=True,
         check=False,

@@ -13,8 +13,8 @@ import torch
 from pipeline.config import StepConfig
 from pipeline.distributed import rank
 from pipeline.engine.engine import Engine
-from pipeline.health import SETTLED, Health
 from pipeline.run import Run
+from pipeline.watch.health import SETTLED, Health
 from tests.distributed import run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.distributed import global_sum, rank
 from pipeline.engine.engine import Engine
-from pipeline.stragglers import WINDOW, Stragglers, slow_ranks
+from pipeline.watch.stragglers import WINDOW, Stragglers, slow_ranks
 from tests.jobs import run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 

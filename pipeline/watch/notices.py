@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store  # it has no public name
 
-from pipeline.position import Collective
+from pipeline.watch.position import Collective
 
 T = TypeVar("T")
 
