@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
@@ -20,10 +19,11 @@ def parameter_uses(loss: Tensor) -> Counter[Tensor] | None:
     seen, ahead = {loss.grad_fn}, [loss.grad_fn]
     while ahead:
         for node, _ in ahead.pop().next_functions:
-            if isinstance(node, torch._C._functions.AccumulateGrad):  # noqa: SLF001
-                uses[node.variable] += 1
-            elif isinstance(node, BackwardCFunction):
+            if isinstance(node, BackwardCFunction):
                 return None
+            variable = getattr(node, "variable", None)  # which only the end of a path has
+            if variable is not None:
+                uses[variable] += 1
             elif node is not None and node not in seen:
                 seen.add(node)
                 ahead.append(node)

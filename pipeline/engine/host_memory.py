@@ -15,7 +15,8 @@ def keep_freed_memory() -> bool:
 
     By default large tensors and the top of the heap go back as soon as they are freed, and every
     page of the next step's activations is faulted in and zeroed anew: a tenth of a step on a CPU.
-    It holds for the whole process, which keeps the size of its highest moment.
+    It holds for the whole process, which keeps the size of its highest moment, and that a tenth
+    larger where tensors of different sizes leave holes.
 
     Returns:
         False where malloc isn't glibc's, or where the environment has settings of the user's own.
