@@ -20,6 +20,9 @@ from pipeline.distributed import gather_objects, rank, world_size
 from pipeline.engine.config import ZeroConfig
 from pipeline.watch.position import HERE, DesyncError
 
+SUM_BLOCK = 65536
+"""Elements that are brought to fp32 at once to be added: they fit into a core's cache."""
+
 
 @runtime_checkable
 class Work(Protocol):
@@ -117,7 +120,7 @@ class Collectives:
         """Write the sum over processes of the own piece of `full` to `out`.
 
         `full` comes from `empty`, is undefined afterwards and must stay alone until
-        `has_been_read`; `out` may be its own piece.
+        `has_been_read`; `out` may be its own piece, and is fp32 where `full` is below it.
         """
         self.log.add("reduce_scatter", unit, full.nbytes)
         return self._reduce_scatter(full, out, unit)
@@ -143,6 +146,13 @@ class Collectives:
         """Wait until no copy from main memory to the GPU is under way."""
         if self._copies is not None:
             self._copies.synchronize()
+
+    adds_in_fp32 = False
+    """Whether `reduce_scatter` takes vectors below fp32 and adds them in fp32, whatever the others
+    have. Such a vector lies at the start of one that `empty` made, as long and of fp32."""
+
+    defers = False
+    """Whether a process reads the others' vectors only when it waits for its reduction."""
 
     starts_zero = False
     """Whether what `empty` makes is zero, and `release` makes it zero again."""
@@ -273,8 +283,14 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
 
     For a power of two the sum of the first half and that of the second are the last addends, so
     that two processes with one part each, and one process with both, add alike. `out` may be one of
-    the parts; the others stay as they are where there are two.
+    the parts; the others stay as they are where there are two. Parts of other types are converted
+    to that of `out` before anything is added.
     """
+    if any(part.dtype != out.dtype for part in parts):
+        blocks = zip(*(part.split(SUM_BLOCK) for part in (out, *parts)), strict=True)
+        for block, *of_parts in blocks:
+            tree_sum([part.to(block.dtype) for part in of_parts], out=block)
+        return
     level = list(parts)
     while len(level) > 2:
         pairs = [first + second for first, second in zip(level[::2], level[1::2], strict=False)]
