@@ -31,7 +31,14 @@ from typing import NoReturn, TypeVar
 
 import yaml
 
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_USER_ERROR,
+    ConfigError,
+    JobFailed,
+    UserError,
+    is_out_of_memory,
+)
 from pipeline.settings import (
     Layer,
     Option,
@@ -45,7 +52,6 @@ from pipeline.settings import (
 
 C = TypeVar("C")
 
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -141,17 +147,28 @@ def write_config(config: object, path: Path) -> None:
 def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
     """Call `main(argv)` and exit: 0 when it returns, 2 on a `UserError`, 130 on Ctrl-C.
 
-    Errors that are the user's to mend become one line on standard error, printed by the first
-    process only. A `KeyboardInterrupt` with a message prints it. Anything else keeps its traceback.
+    Errors that are the user's to mend become one line on standard error, printed by one process
+    only. A `KeyboardInterrupt` with a message prints it. Where memory ran out the code is 79.
+    Anything else keeps its traceback.
     """
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        complain(f"error: {error}")
+        complain(f"error: {error}", once=_is_first_to_say)
         sys.exit(EXIT_USER_ERROR)
+    except JobFailed as failed:
+        # Past the end of the interpreter, where threads of a broken process group would abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed.code if isinstance(failed.code, int) else 1)
     except KeyboardInterrupt as interrupt:
         complain(str(interrupt) or "interrupted")
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        complain(f"out of memory: {error}")
+        sys.exit(EXIT_OUT_OF_MEMORY)
     sys.exit(0)
 
 
@@ -162,9 +179,9 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def complain(sentence: str) -> None:
-    """One line on standard error, from the first process only."""
-    if _is_first_process():
+def complain(sentence: str, *, once: Callable[[str], bool] | None = None) -> None:
+    """One line on standard error, from the first process only, or from one that is `once`."""
+    if _is_first_process() if once is None else once(sentence):
         sys.stderr.write(" ".join(sentence.split()) + "\n")
         sys.stderr.flush()
 
@@ -263,6 +280,18 @@ def _read_layer(path: Path) -> Layer:
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ConfigError(f"--config {path} must hold settings, `name: value`")
     return Layer(settings, str(path))
+
+
+def _is_first_to_say(sentence: str) -> bool:
+    """Of several processes, each of which may be the only one to have something to say.
+
+    They have torchrun's store to agree; without it the first process speaks.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _is_first_process()
+    from pipeline.watch.notices import first_to_say
+
+    return first_to_say(sentence)
 
 
 def _is_first_process() -> bool:

@@ -357,6 +357,10 @@ class StepConfig:
     """Sequences in one forward pass of one process (per_device_train_batch_size); accumulation
     follows from it. It changes memory and speed, not the result."""
 
+    timeout_seconds: float = 1800.0
+    """A process that keeps the others waiting for so long is named, and the step ends; more
+    than the longest time that one process works alone."""
+
     eval_every: int | None = None
     """Evaluate every so many steps; null evaluates before and after only."""
 
@@ -377,6 +381,10 @@ class StepConfig:
     """Go on from the newest checkpoint in `output_dir` that verifies; without one, begin."""
 
     def __post_init__(self) -> None:
+        require(
+            self.timeout_seconds > 0,
+            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
+        )
         positive = {
             name: getattr(self, name)
             for name in ("max_steps", "batch_size", "micro_batch_size", "eval_every", "log_every")
@@ -396,7 +404,7 @@ class StepConfig:
 
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
-    *("micro_batch_size", "generation_batch_size"),
+    *("timeout_seconds", "micro_batch_size", "generation_batch_size"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every"),
 )
 """What may change while a run is interrupted: where it lies, memory and speed."""

@@ -2,35 +2,59 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.errors import JobFailed
+from pipeline.watch.position import HERE
 
 T = TypeVar("T")
+
+SECOND_WORD_SECONDS = 30
 
 
 @contextmanager
 def process_group(timeout_seconds: float = 1800) -> Iterator[None]:
     """Join the processes that torchrun started; does nothing where it started none.
 
-    NCCL on GPUs, gloo on CPUs. A process that waits `timeout_seconds` for the others gives up.
+    NCCL on GPUs, gloo on CPUs. A process that keeps the others waiting for `timeout_seconds` is
+    named, and all are ended.
+
+    Raises:
+        JobFailed: a process failed, and the reason has been shown.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_seconds)
-    )
+    # The watch has the first word, which names the process; this is for what it can't see.
+    patience = timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=patience)
     try:
-        yield
-        dist.barrier()  # gloo's threads abort where a process leaves while another still sends
-    finally:
+        with _watching(timeout_seconds):
+            yield
+            barrier()  # gloo's threads abort where a process leaves while another still sends
+    except JobFailed:
+        raise  # a broken group can't be taken down in order
+    except BaseException:
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _watching(timeout_seconds: float) -> AbstractContextManager[None]:
+    if world_size() == 1:
+        return nullcontext()
+    from pipeline.watch.process import watching
+
+    return watching(timeout_seconds)
 
 
 def rank() -> int:
@@ -58,7 +82,9 @@ def local_device() -> torch.device:
 def barrier() -> None:
     """Wait until every process is here."""
     if dist.is_initialized():
-        dist.barrier()
+        HERE.come_to("barrier")
+        with HERE.waiting():
+            dist.barrier()
 
 
 def global_sums(values: Sequence[int | float]) -> list[float]:
@@ -66,7 +92,7 @@ def global_sums(values: Sequence[int | float]) -> list[float]:
     if not dist.is_initialized():
         return [float(value) for value in values]
     total = torch.tensor(values, dtype=torch.float64, device=local_device())
-    dist.all_reduce(total)
+    _all_reduce(total)
     return total.tolist()
 
 
@@ -75,13 +101,18 @@ def global_sum(value: int | float) -> float:
     return global_sums([value])[0]
 
 
+def global_maxima(values: Sequence[int | float]) -> list[float]:
+    """Element-wise largest of all processes, by one collective that all of them call."""
+    if not dist.is_initialized():
+        return [float(value) for value in values]
+    largest = torch.tensor(values, dtype=torch.float64, device=local_device())
+    _all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
 def global_max(value: int | float) -> float:
     """Largest `value` of all processes."""
-    if not dist.is_initialized():
-        return float(value)
-    largest = torch.tensor(value, dtype=torch.float64, device=local_device())
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
+    return global_maxima([value])[0]
 
 
 def gather_objects(value: T) -> list[T]:
@@ -92,8 +123,16 @@ def gather_objects(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    HERE.come_to("all_gather", "objects")
+    with HERE.waiting():
+        dist.all_gather_object(values, value)
     return values  # pyright: ignore[reportReturnType]  # every entry was filled
+
+
+def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    HERE.come_to("all_reduce", "a few numbers", values.nbytes)
+    with HERE.waiting():
+        dist.all_reduce(values, op=op)
 
 
 def share_of_rank(items: Sequence[T]) -> list[T]:

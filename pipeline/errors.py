@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
+EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 79
 """Just above what sysexits.h names: the step ends by it, and `train.py` halves the micro-batch."""
 
@@ -29,6 +30,24 @@ class CheckpointError(UserError):
 
 class OffloadError(UserError):
     """The disk that tensors were offloaded to failed."""
+
+
+class JobFailed(SystemExit):
+    """A job of several processes has failed, and what it has to say is said."""
+
+
+def exit_code(error: BaseException) -> int:
+    """With which a command ends, and every process of a job, when one of them meets the error."""
+    if isinstance(error, UserError):
+        return EXIT_USER_ERROR
+    return EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the machine had no memory left."""
+    kind = type(error).__name__  # torch's own is not imported for this
+    of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or of_torch
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

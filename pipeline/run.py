@@ -21,6 +21,8 @@ from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.progress import Progress
 from pipeline.settings import flatten, plain
 from pipeline.trackers import Trackers, open_trackers
+from pipeline.watch.health import Health
+from pipeline.watch.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Run:
         self._lock = RunLock(self.path(LOCK))
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
+        self._stragglers, self._health = Stragglers(), Health()
         self._tokens_per_second = 0.0
 
     def __enter__(self) -> "Run":
@@ -112,16 +115,20 @@ class Run:
 
         Call it after every step: each moves the progress bar; every `config.log_every`-th and the
         last one become a line of metrics.jsonl, with `tokens_per_second` since the line before,
-        evaluations not counted.
+        evaluations not counted, and `memory_gb` of the largest process. All processes call it.
         """
         now = time.perf_counter()
         self._seconds_trained += now - self._step_end
         self._step_end = now
         self.step = step
         self.tokens += tokens
+        self._stragglers.end_step(step)
+        is_due = step % self.config.log_every == 0 or step == self.total_steps
+        if is_due:
+            metrics["memory_gb"] = self._health.look(step)
         if self._metrics is None:
             return
-        if step % self.config.log_every == 0 or step == self.total_steps:
+        if is_due:
             tokens_before, seconds_before = self._logged_at
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
@@ -135,6 +142,7 @@ class Run:
         """Record an evaluation after `step` optimizer steps, under names that begin `eval_`."""
         # The time since the last step went into the evaluation (before step 1: and into loading).
         self._step_end = time.perf_counter()
+        self._stragglers.begin_step()
         if self._metrics is None:
             return
         self._write(step, {f"eval_{name}": value for name, value in metrics.items()})

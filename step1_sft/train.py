@@ -141,7 +141,7 @@ def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> fl
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(SFTConfig, argv)
-    with process_group():
+    with process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)
 

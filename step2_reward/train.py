@@ -212,7 +212,7 @@ def evaluate(
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(RewardConfig, argv)
-    with process_group():
+    with process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)
 

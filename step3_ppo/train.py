@@ -188,7 +188,7 @@ def export_models(models: Models, ema: Ema | None, run: Run) -> None:
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(PPOConfig, argv)
-    with process_group():
+    with process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)
 

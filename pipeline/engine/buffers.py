@@ -10,14 +10,18 @@ from pipeline.engine.comm import Collectives
 
 
 @dataclass
-class _Free:
-    """A buffer that nobody has borrowed."""
+class _Buffer:
+    """A buffer of the pool."""
 
-    buffer: Tensor
-    since: int
-    """The meeting after which the others may still have read it."""
+    memory: Tensor
+
+    used: int = 0
+    """Bytes of it that have been written, and take memory."""
 
     zero: bool = False
+
+    since: int = 0
+    """The meeting after which the others may still have read it."""
 
 
 class BufferPool:
@@ -26,29 +30,49 @@ class BufferPool:
     def __init__(self, comm: Collectives, device: torch.device) -> None:
         self.comm = comm
         self.device = device
-        self._free: dict[tuple[int, torch.dtype], list[_Free]] = {}
+        self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
+        self._lent: dict[int, _Buffer] = {}
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
 
-    def borrow(self, numel: int, dtype: torch.dtype, *, at_most: int, zero: bool = False) -> Tensor:
+    def borrow(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        at_most: int,
+        zero: bool = False,
+        narrow: torch.dtype | None = None,
+    ) -> Tensor:
         """A buffer, full of zeros or of undefined content.
 
-        Rather than make more than `at_most` it waits until the other processes have read one.
+        Rather than make more than `at_most` it waits until the other processes have read one. With
+        `narrow`, a smaller type, the elements are of that type and take the start of the buffer;
+        each process may choose for itself.
         """
         kind = (numel, dtype)
         free = self._free.setdefault(kind, [])
         if free and self._made[kind] >= at_most and not any(map(self._read, free)):
             self.comm.meet()
-        for index, each in enumerate(free):
-            if self._read(each):
-                del free[index]
-                return each.buffer.zero_() if zero and not each.zero else each.buffer
-        self._made[kind] += 1
-        buffer = self.comm.empty(numel, dtype, self.device)
-        return buffer.zero_() if zero and not self.comm.starts_zero else buffer
+        index = next((n for n, each in enumerate(free) if self._read(each)), None)
+        if index is None:
+            self._made[kind] += 1
+            memory = self.comm.empty(numel, dtype, self.device)
+            buffer = _Buffer(memory, zero=self.comm.starts_zero)
+        else:
+            buffer = free.pop(index)
+        view = buffer.memory if narrow is None else buffer.memory.view(narrow)[:numel]
+        if zero and not buffer.zero:
+            view.zero_()
+        buffer.zero = False
+        buffer.used = max(buffer.used, view.nbytes)
+        self._lent[view.data_ptr()] = buffer
+        return view
 
-    def give_back(self, buffer: Tensor) -> None:
+    def give_back(self, borrowed: Tensor) -> None:
         """The buffer may be used again, once the other processes have read their pieces of it."""
-        self._free[buffer.numel(), buffer.dtype].append(_Free(buffer, self.comm.meeting))
+        buffer = self._lent.pop(borrowed.data_ptr())
+        buffer.since = self.comm.meeting
+        self._free[buffer.memory.numel(), buffer.memory.dtype].append(buffer)
 
     def release(self) -> None:
         """Give the memory of all free buffers back until they are borrowed again."""
@@ -60,12 +84,13 @@ class BufferPool:
             self._made.clear()
             return
         for each in free:
-            each.zero = self.comm.release(each.buffer) or each.zero
+            if self.comm.release(each.memory):
+                each.used, each.zero = 0, True
 
-    def _read(self, free: _Free) -> bool:
+    def _read(self, free: _Buffer) -> bool:
         return self.comm.has_been_read(free.since)
 
     @property
     def num_bytes(self) -> int:
         """Of the buffers that lie here."""
-        return sum(each.buffer.nbytes for kind in self._free.values() for each in kind)
+        return sum(each.used for kind in self._free.values() for each in kind)

@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed import rank, world_size
+from pipeline.distributed import gather_objects, rank, world_size
 from pipeline.engine.config import ZeroConfig
+from pipeline.watch.position import HERE, DesyncError
+
+SUM_BLOCK = 65536
+"""Elements that are brought to fp32 at once to be added: they fit into a core's cache."""
 
 
 @runtime_checkable
@@ -46,7 +50,8 @@ class CommLog:
         self._recording = False
 
     def add(self, kind: str, unit: str, num_bytes: int) -> None:
-        """Count one collective."""
+        """Count one collective, which this process comes to now."""
+        HERE.come_to(kind, unit, num_bytes)
         self.num_bytes[kind] += num_bytes
         if self._recording:
             self.order.append((kind, unit))
@@ -115,7 +120,7 @@ class Collectives:
         """Write the sum over processes of the own piece of `full` to `out`.
 
         `full` comes from `empty`, is undefined afterwards and must stay alone until
-        `has_been_read`; `out` may be its own piece.
+        `has_been_read`; `out` may be its own piece, and is fp32 where `full` is below it.
         """
         self.log.add("reduce_scatter", unit, full.nbytes)
         return self._reduce_scatter(full, out, unit)
@@ -141,6 +146,13 @@ class Collectives:
         """Wait until no copy from main memory to the GPU is under way."""
         if self._copies is not None:
             self._copies.synchronize()
+
+    adds_in_fp32 = False
+    """Whether `reduce_scatter` takes vectors below fp32 and adds them in fp32, whatever the others
+    have. Such a vector lies at the start of one that `empty` made, as long and of fp32."""
+
+    defers = False
+    """Whether a process reads the others' vectors only when it waits for its reduction."""
 
     starts_zero = False
     """Whether what `empty` makes is zero, and `release` makes it zero again."""
@@ -175,18 +187,65 @@ class GroupCollectives(Collectives):
         self.exchanges = deterministic or dist.get_backend() == "gloo"
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
-        return _all_gather_single(full, self.piece(full))
+        return _Timed(_all_gather_single(full, self.piece(full)), on_gpu=full.is_cuda)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         if not self.exchanges:
-            return _reduce_scatter_single(out, full)
+            return _Timed(_reduce_scatter_single(out, full), on_gpu=full.is_cuda)
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, async_op=True)
         assert work is not None
-        return _TreeSum(work, received, out, self.world_size)
+        return _TreeSum(_Timed(work, on_gpu=full.is_cuda), received, out, self.world_size)
 
     def _all_reduce(self, values: Tensor) -> None:
-        dist.all_reduce(values)
+        """Beside the values goes what each process has done since the last time.
+
+        Raises:
+            DesyncError: it is not the same.
+        """
+        done = values.new_zeros(self.world_size)
+        done[self.rank] = HERE.fingerprint
+        packed = torch.cat([values, done])
+        work = dist.all_reduce(packed, async_op=True)
+        assert work is not None
+        _Timed(work, on_gpu=values.is_cuda).wait()
+        values.copy_(packed[: values.numel()])
+        if packed[values.numel() :].unique().numel() > 1:
+            raise DesyncError(_first_difference())
+
+
+def _first_difference() -> str:
+    """What two processes did while the others did something else; all call it, being in step."""
+    histories = gather_objects({each.number: str(each) for each in HERE.history()})
+    own = histories[rank()]
+    for number in sorted(own):
+        for other, theirs in enumerate(histories):
+            if number in theirs and theirs[number] != own[number]:
+                return (
+                    f"rank {rank()} was at {own[number]} while rank {other} was at"
+                    f" {theirs[number]}; all processes must run the same layers in the same order"
+                )
+    return "the processes ran different layers; all must run the same ones in the same order"
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A collective that keeps account of the time it is waited for."""
+
+    work: Work
+    on_gpu: bool
+
+    def wait(self) -> None:
+        if not self.on_gpu:
+            with HERE.waiting():
+                self.work.wait()
+            return
+        # The host goes on at once; it is the computing stream that stands still.
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self.work.wait()
+        end.record()
+        HERE.add_stall(begin, end)
 
 
 @dataclass(frozen=True)
@@ -206,7 +265,7 @@ class _AfterCopy:
 class _TreeSum:
     """An exchange whose pieces are summed when it has arrived."""
 
-    work: dist.Work
+    work: Work
     received: Tensor
     out: Tensor
     world_size: int
@@ -224,8 +283,14 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
 
     For a power of two the sum of the first half and that of the second are the last addends, so
     that two processes with one part each, and one process with both, add alike. `out` may be one of
-    the parts; the others stay as they are where there are two.
+    the parts; the others stay as they are where there are two. Parts of other types are converted
+    to that of `out` before anything is added.
     """
+    if any(part.dtype != out.dtype for part in parts):
+        blocks = zip(*(part.split(SUM_BLOCK) for part in (out, *parts)), strict=True)
+        for block, *of_parts in blocks:
+            tree_sum([part.to(block.dtype) for part in of_parts], out=block)
+        return
     level = list(parts)
     while len(level) > 2:
         pairs = [first + second for first, second in zip(level[::2], level[1::2], strict=False)]

@@ -14,6 +14,7 @@ from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.distributed import local_device
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import make_collectives
+from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.setup import build_units, placement_of, store_on_disk
@@ -65,6 +66,8 @@ class Engine:
         self.max_skipped = config.zero.max_skipped_steps
         self.skipped_in_a_row = 0
         device = local_device()
+        if device.type == "cpu":
+            keep_freed_memory()
         self.comm = make_collectives(device, config.zero)
         self.pool = BufferPool(self.comm, device)
         units = build_units(model, config, self.comm, self.pool, placement_of(config, device))

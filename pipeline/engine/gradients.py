@@ -118,8 +118,9 @@ class TreeSum:
 class FlatGradients:
     """The gradient of one flat vector: a buffer for autograd, and the sum of the own piece.
 
-    Autograd adds in fp32, straight into the buffer, of which the parameters' `.grad` are views. A
-    finished buffer is reduced as a whole, into the sum of the process whose piece it is.
+    Autograd adds straight into the buffer, of which the parameters' `.grad` are views: in fp32, or
+    in the weights' own type where each gets one gradient, and nothing is rounded. A finished buffer
+    is reduced as a whole, in fp32, into the sum of the process whose piece it is.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
@@ -131,9 +132,23 @@ class FlatGradients:
         )
         self._buffer: Tensor | None = None
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
-        for param in flat.params.values():
-            if param.dtype != torch.float32:
-                param.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        self._dtype = flat.settings.dtype
+        self.expect(once=False)
+
+    def expect(self, *, once: bool) -> None:
+        """Say whether each parameter gets one gradient at most before the next reduction.
+
+        It holds from the next buffer on, also for what a forward pass has left already.
+        """
+        own = self.flat.settings.dtype
+        narrow = once and own.itemsize < torch.float32.itemsize and self.comm.adds_in_fp32
+        dtype = own if narrow else torch.float32
+        if self._buffer is not None or dtype == self._dtype:
+            return
+        self._dtype = dtype
+        for param in self.flat.params.values():
+            param.grad = None
+            param.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
 
     def begin(self) -> None:
         """Have autograd write into a buffer of zeros, or go on in the one it has."""
@@ -144,15 +159,19 @@ class FlatGradients:
         if direct is not None:
             self._buffer = direct.zero_()
         else:
-            self._buffer = self.borrow(zero=True)
+            self._buffer = self.borrow(self._dtype, zero=True)
         for name, view in self.flat.cut(self._buffer).items():
             self.flat.params[name].grad = view
 
-    def borrow(self, *, zero: bool = False) -> Tensor:
+    def borrow(self, dtype: torch.dtype = torch.float32, *, zero: bool = False) -> Tensor:
         """A buffer of the whole vector's length, from the pool."""
-        # One block's buffer may be reduced while the next one's fills; there is but one root.
-        at_most = 1 if self.flat.unit == ROOT else 2
-        return self.pool.borrow(self.flat.numel, torch.float32, at_most=at_most, zero=zero)
+        # One block's buffer may be reduced while the next one's fills, and a third be read still by
+        # processes that are a block behind; there is but one root.
+        at_most = 1 if self.flat.unit == ROOT else 2 + self.comm.defers
+        narrow = None if dtype == torch.float32 else dtype
+        return self.pool.borrow(
+            self.flat.numel, torch.float32, at_most=at_most, zero=zero, narrow=narrow
+        )
 
     def start_reduction(self) -> None:
         """Begin to sum the buffer over processes.
@@ -168,7 +187,12 @@ class FlatGradients:
             param.grad = None
         buffer, self._buffer = self._buffer, None
         direct = self._direct()
-        out = self.comm.piece(buffer) if direct is None else direct
+        if direct is not None:
+            out = direct
+        elif buffer.dtype == torch.float32:
+            out = self.comm.piece(buffer)
+        else:
+            out = torch.empty(self.flat.shard_numel, dtype=torch.float32, device=buffer.device)
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, out)
 

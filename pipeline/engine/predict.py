@@ -36,12 +36,28 @@ class _Vector:
     numel: int
     """With its padding."""
 
+    tied: bool
+    """Whether the model has one of its weights in several places."""
+
     @property
     def num_bytes(self) -> int:
         return self.numel * self.settings.dtype.itemsize
 
 
 _Unit = Sequence[_Vector]
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A gradient buffer of the engine's pool."""
+
+    numel: int
+
+    used: int = 0
+    """Bytes that have been written."""
+
+    read: bool = True
+    """Whether the other processes are done with it."""
 
 
 def predict(
@@ -69,12 +85,19 @@ def predict(
         `moments`: the optimizer's state after its first step; `gradients`: the own piece of their
         fp32 sum over micro-batches, at every stage, for each micro-batch is reduced as it is found,
         and in the deterministic mode all partial sums, from the first backward pass to the step;
-        `gradient_buffers`: fp32 gradients of whole units, the root's all through a backward pass
-        and two blocks', of which one is being reduced; `gathered`: at stage 3, the whole weights of
-        the root, of the block at work and of those gathered ahead, or all of them to generate.
+        `gradient_buffers`: gradients of whole units, the root's all through a backward pass and
+        two blocks', of which one is being reduced, or three where processes of one machine may be a
+        block apart; in fp32, but there in the weights' own type for a vector none of whose weights
+        is tied (a pass that uses a weight twice otherwise takes fp32 as well); `gathered`: at stage
+        3, the whole weights of the root, of the block at work and of those gathered ahead, or all
+        of them to generate.
     """
     placement = placement_of(config, local_device() if device is None else device)
-    units = [_vectors(unit, config, world) for unit in find_units(model, config.zero.unit_classes)]
+    places = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    units = [
+        _vectors(unit, config, world, places)
+        for unit in find_units(model, config.zero.unit_classes)
+    ]
     vectors = [vector for unit in units for vector in unit]
     trained = [vector for vector in vectors if vector.settings.trained]
     in_weights = world if placement.shard_params else 1
@@ -119,11 +142,20 @@ def state_vectors(optim: OptimConfig) -> int:
     return sum(isinstance(value, Tensor) and value.numel() == 2 for value in state)
 
 
-def _vectors(unit: UnitParams, config: TrainedModelConfig, world: int) -> _Unit:
+def _vectors(
+    unit: UnitParams, config: TrainedModelConfig, world: int, places: Counter[int]
+) -> _Unit:
     sizes = Counter[ParamSettings]()
+    tied: set[ParamSettings] = set()
     for name, param in unit.params.items():
-        sizes[param_settings(name, param, config)] += param.numel()
-    return [_Vector(settings, padded_size(numel, world)) for settings, numel in sizes.items()]
+        settings = param_settings(name, param, config)
+        sizes[settings] += param.numel()
+        if places[id(param)] > 1:
+            tied.add(settings)
+    return [
+        _Vector(settings, padded_size(numel, world), settings in tied)
+        for settings, numel in sizes.items()
+    ]
 
 
 def _has_master(vector: _Vector, placement: Placement) -> bool:
@@ -144,21 +176,59 @@ def _gradient_buffers(
     computes_sums = placement.gradient_device == placement.device and not placement.deterministic
     if world == 1 and micro_batches == 1 and computes_sums:
         return 0  # autograd writes into the sums themselves
-    *blocks, root = ([vector.numel for vector in unit if vector.settings.trained] for unit in units)
-    taken, free = Counter(root), Counter[int]()
-    settling: list[int] = []
-    before: list[int] = []
-    for block in reversed(blocks):
-        free.update(settling)
-        settling, before = before, block
-        for numel in block:
-            taken[numel] += not free[numel]
-            free[numel] -= free[numel] > 0
-    num_bytes = 4 * sum(numel * count for numel, count in taken.items())
+    trained = [[vector for vector in unit if vector.settings.trained] for unit in units]
+    through_a_group = _through_a_group(config, placement, world)
+    meets = world > 1 and not through_a_group
+    # At stage 3 processes meet before each block, to gather its weights.
+    apart = meets and not placement.shard_params
+    num_bytes = sum(each.used for each in _buffers_of_pass(trained, narrow=meets, apart=apart))
     # gloo, and NCCL where the order of addition is fixed, receive pieces beside those they send.
     on_cpu = placement.device.type == "cpu"
-    exchanges = _through_a_group(config, placement, world) and (on_cpu or placement.deterministic)
+    exchanges = through_a_group and (on_cpu or placement.deterministic)
     return 2 * num_bytes if exchanges else num_bytes
+
+
+def _gradient_bytes(vector: _Vector, *, narrow: bool) -> int:
+    itemsize = vector.settings.dtype.itemsize if narrow and not vector.tied else 4
+    return min(itemsize, 4) * vector.numel
+
+
+def _buffers_of_pass(units: Sequence[_Unit], *, narrow: bool, apart: bool) -> list[_Buffer]:
+    """Go through a backward pass as the engine's pool does.
+
+    Args:
+        units: their trained vectors, the root's last.
+        narrow: whether buffers may be of the weights' own type.
+        apart: whether a buffer has been read only when all have come to the next reduction.
+    """
+    *blocks, root = units
+    made = [_Buffer(each.numel, _gradient_bytes(each, narrow=narrow)) for each in root]
+    free: list[_Buffer] = []
+    reducing: list[_Buffer] = []
+    for block in reversed(blocks):
+        borrowed: list[_Buffer] = []
+        for vector in block:
+            same = [each for each in free if each.numel == vector.numel]
+            enough = sum(each.numel == vector.numel for each in made) >= 2 + narrow
+            if same and enough and not any(each.read for each in same):
+                for each in free:  # rather than make more, the processes wait for each other
+                    each.read = True
+            buffer = next((each for each in same if each.read), None)
+            if buffer is None:
+                buffer = _Buffer(vector.numel)
+                made.append(buffer)
+            else:
+                free.remove(buffer)
+            buffer.used = max(buffer.used, _gradient_bytes(vector, narrow=narrow))
+            borrowed.append(buffer)
+        if reducing:
+            for each in free:
+                each.read = True
+        for each in reducing:
+            each.read = not apart
+            free.append(each)
+        reducing = borrowed
+    return made
 
 
 def _gathered(

@@ -5,8 +5,10 @@ all-gather is a copy, a reduce-scatter an addition, and nothing goes through a s
 0.8 to 4 GB/s on the machine where this moves 9 to 14.
 
 Before it reads, every process waits until the others are there. One meeting for each collective
-is enough: who comes to the next one has read what it wanted from the last. Polling needs no lock,
-but a processor whose stores other processors see in their order, as x86 has it.
+is enough: who comes to the next one has read what it wanted from the last. A reduction has two
+phases: a process announces itself, goes on, and meets the others when it needs the sum, so that
+processes may be some way apart. Polling needs no lock, but a processor whose stores other
+processors see in their order, as x86 has it.
 """
 
 import mmap
@@ -15,7 +17,7 @@ import platform
 import select
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from pipeline.distributed import gather_objects, rank, world_size
 from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
+from pipeline.watch.position import HERE, DesyncError
 
 CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""
@@ -32,13 +35,20 @@ RELEASED_BYTES = 2**16
 """Vectors from this size on have pages of their own, which can be given back."""
 
 MAILBOX_VALUES = 2048
+AHEAD = 8
+"""Meetings that a process may have announced and not waited for."""
+
+SLOTS = 2 * AHEAD
+"""Another process can announce as many meetings before we have read what it said of the first."""
+
 LABEL_BYTES = 160
-ROW_BYTES = 8 + 2 * LABEL_BYTES
-"""Of a process in the control block: how many meetings it has come to; the labels of two."""
+SLOT_BYTES = LABEL_BYTES + 1
+ROW_BYTES = 8 + SLOTS * SLOT_BYTES
+"""Of a process in the control block: how many meetings it has come to; of the last ones what it
+does there, the same on all processes, and a note of its own."""
 
-
-class DesyncError(RuntimeError):
-    """The processes of a job did not do the same, or one is gone."""
+FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of vectors that are reduced."""
 
 
 class SharedMemoryCollectives(Collectives):
@@ -66,15 +76,21 @@ class SharedMemoryCollectives(Collectives):
             full[other * size : (other + 1) * size].copy_(source)
         return Finished()
 
+    adds_in_fp32 = True
+    defers = True
+
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
-        self._meetings.attend(f"reduce_scatter of {unit}, {full.nbytes} bytes")
-        piece = self.piece(full)
-        parts = [
-            piece if other == self.rank else self._memory.of_rank(other, piece)
-            for other in range(self.world_size)
+        label = f"reduce_scatter of {unit}, {full.numel()} elements"
+        number = self._meetings.announce(label, note=FORMATS.index(full.dtype))
+        return _Reduction(self, number, full, out)
+
+    def _finish_reduction(self, number: int, full: Tensor, out: Tensor) -> None:
+        notes = self._meetings.complete(number)
+        wholes = [
+            full if other == self.rank else self._memory.of_rank(other, full, dtype=FORMATS[note])
+            for other, note in enumerate(notes)
         ]
-        tree_sum(parts, out=out)
-        return Finished()
+        tree_sum([self.piece(each) for each in wholes], out=out)
 
     def _all_reduce(self, values: Tensor) -> None:
         for part in values.view(-1).split(MAILBOX_VALUES):
@@ -88,12 +104,12 @@ class SharedMemoryCollectives(Collectives):
 
     @property
     def meeting(self) -> int:
-        """Number of meetings so far."""
-        return self._meetings.number
+        """Number of meetings that this process has announced so far."""
+        return self._meetings.announced
 
     def has_been_read(self, meeting: int) -> bool:
-        """What a process read at one meeting it is done with when it comes to the next."""
-        return self._meetings.number > meeting
+        """What a process has read by one meeting it is done with when it announces the next."""
+        return self._meetings.completed > meeting
 
     starts_zero = True
 
@@ -108,6 +124,23 @@ class SharedMemoryCollectives(Collectives):
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all read from the same one at once."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+@dataclass
+class _Reduction:
+    """A reduction that this process has announced."""
+
+    comm: SharedMemoryCollectives
+    number: int
+    full: Tensor
+    out: Tensor
+    done: bool = field(default=False, init=False)
+
+    def wait(self) -> None:
+        """Meet the others and add."""
+        if not self.done:
+            self.comm._finish_reduction(self.number, self.full, self.out)  # noqa: SLF001
+            self.done = True
 
 
 @dataclass(frozen=True)
@@ -160,11 +193,18 @@ class _SharedMemory:
         base = own.untyped_storage().data_ptr()
         return next(n for n, each in enumerate(self._chunks) if each.bytes.data_ptr() == base)
 
-    def of_rank(self, other: int, own: Tensor, *, shift: int = 0) -> Tensor:
-        """The counterpart of our vector `own` in another process, `shift` elements further."""
+    def of_rank(
+        self, other: int, own: Tensor, *, shift: int = 0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The counterpart of our vector `own` in another process, `shift` elements further.
+
+        It begins at the same place; there its elements may be of another `dtype`.
+        """
+        theirs = own.dtype if dtype is None else dtype
         index = self._index_of(own)
         start = own.data_ptr() - self._chunks[index].bytes.data_ptr() + shift * own.element_size()
-        return self._chunk_of(other, index)[start : start + own.nbytes].view(own.dtype)
+        stop = start + own.numel() * theirs.itemsize
+        return self._chunk_of(other, index)[start:stop].view(theirs)
 
     def _chunk_of(self, other: int, index: int) -> Tensor:
         if other == self.rank:
@@ -216,17 +256,20 @@ class _Table:
 
 
 class _Meetings:
-    """Points that every process comes to before any goes on."""
+    """Points that every process comes to, in the same order, before any goes on."""
 
     def __init__(self, memory: _SharedMemory) -> None:
-        self.number = 0
+        self.announced = 0
+        self.completed = 0
+        self._notes: dict[int, list[int]] = {}
         self.rank = rank()
         self.timeout = _timeout_seconds()
         table = memory._table  # noqa: SLF001
         rows = [table.bytes[n * ROW_BYTES : (n + 1) * ROW_BYTES] for n in range(world_size())]
         self._counts = [row[:8].cast("q") for row in rows]
-        self._labels = [
-            (row[8 : 8 + LABEL_BYTES], row[8 + LABEL_BYTES : 8 + 2 * LABEL_BYTES]) for row in rows
+        self._slots = [
+            [row[8 + n * SLOT_BYTES : 8 + (n + 1) * SLOT_BYTES] for n in range(SLOTS)]
+            for row in rows
         ]
         self._watch = select.poll()
         self._ranks_of: dict[int, int] = {}
@@ -244,26 +287,51 @@ class _Meetings:
         Raises:
             DesyncError: another process came with another label, is gone, or did not come in time.
         """
-        self.number += 1
-        number = self.number
-        mine = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
-        self._labels[self.rank][number % 2][:] = mine
-        self._counts[self.rank][0] = number
-        for other in self.others:
-            counts = self._counts[other]
-            if counts[0] < number:
-                self._wait(other, number, label)
-            # It can be one meeting ahead of us, never two: its label of this one still stands.
-            if self._labels[other][number % 2] != mine:
-                raise DesyncError(
-                    f"rank {self.rank} is at {label} while rank {other} is at"
-                    f" {self._label(other, number)}; all processes must run the same layers in the"
-                    " same order"
-                )
+        self.complete(self.announce(label))
 
-    def _wait(self, other: int, number: int, label: str) -> None:
+    def announce(self, label: str, *, note: int = 0) -> int:
+        """Say what this process does next, and go on; a number for `complete`.
+
+        Raises:
+            DesyncError: as `attend`, of a meeting announced long before.
+        """
+        self._complete_until(self.announced + 1 - AHEAD)
+        self.announced += 1
+        slot = self._slots[self.rank][self.announced % SLOTS]
+        slot[:LABEL_BYTES] = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+        slot[LABEL_BYTES] = note
+        self._counts[self.rank][0] = self.announced
+        return self.announced
+
+    def complete(self, number: int) -> list[int]:
+        """Wait for the others at a meeting and those before it; the notes of all processes.
+
+        Raises:
+            DesyncError: as `attend`.
+        """
+        self._complete_until(number)
+        return self._notes.pop(number)
+
+    def _complete_until(self, number: int) -> None:
+        for each in range(self.completed + 1, number + 1):
+            mine = self._slots[self.rank][each % SLOTS]
+            for other in self.others:
+                if self._counts[other][0] < each:
+                    self._wait(other, each)
+                # It is less than `SLOTS` meetings ahead: what it said of this one still stands.
+                if self._slots[other][each % SLOTS][:LABEL_BYTES] != mine[:LABEL_BYTES]:
+                    raise DesyncError(
+                        f"rank {self.rank} is at {self._label(self.rank, each)} while rank {other}"
+                        f" is at {self._label(other, each)}; all processes must run the same layers"
+                        " in the same order"
+                    )
+            self.completed = each
+            self._notes[each] = [slots[each % SLOTS][LABEL_BYTES] for slots in self._slots]
+
+    def _wait(self, other: int, number: int) -> None:
         counts = self._counts[other]
         polls = 0
+        start = time.perf_counter()
         deadline = time.monotonic() + self.timeout
         while counts[0] < number:
             polls += 1
@@ -272,9 +340,11 @@ class _Meetings:
                 continue
             time.sleep(min(1e-3, 2e-5 * (1 + polls // 500)))
             if polls % 50 == 0:
-                self._look_after(other, number, label, deadline)
+                self._look_after(other, number, deadline)
+        HERE.add_wait(time.perf_counter() - start)
 
-    def _look_after(self, other: int, number: int, label: str, deadline: float) -> None:
+    def _look_after(self, other: int, number: int, deadline: float) -> None:
+        label = self._label(self.rank, number)
         gone = [self._ranks_of[pidfd] for pidfd, _ in self._watch.poll(0)]
         if other in gone and self._counts[other][0] < number:
             raise DesyncError(
@@ -290,7 +360,8 @@ class _Meetings:
             )
 
     def _label(self, other: int, number: int) -> str:
-        return bytes(self._labels[other][number % 2]).decode(errors="replace").strip()
+        label = self._slots[other][number % SLOTS][:LABEL_BYTES]
+        return bytes(label).decode(errors="replace").strip()
 
 
 def on_one_machine() -> bool:

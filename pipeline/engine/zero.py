@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.engine.comm import Collectives
 from pipeline.engine.flat import FlatParams
+from pipeline.engine.graph import parameter_uses
 from pipeline.engine.trained import TrainedParams
 from pipeline.errors import ConfigError
 
@@ -164,6 +165,7 @@ class ZeroModel:
         A loss without a graph takes part in the collectives of the others with zeros.
         """
         self.check_ready()
+        self._expect_gradients(loss)
         self._begin_root()
         try:
             if loss.requires_grad:
@@ -189,6 +191,8 @@ class ZeroModel:
         for unit in self.units:
             unit.expects_backward = False
             self._free(unit)
+            for each in unit.trained:
+                each.gradients.expect(once=False)
 
     def reduce(self) -> None:
         """Have every gradient found so far in the sums: also what `no_sync` left where it was."""
@@ -209,7 +213,20 @@ class ZeroModel:
             unit.in_backward = unit.expects_backward = False
             for each in unit.trained:
                 each.gradients.clear()
+                each.gradients.expect(once=False)
             self._free(unit)
+
+    def _expect_gradients(self, loss: Tensor) -> None:
+        """Find the vectors whose gradients need no addition before they are reduced."""
+        if not (self.reducing and self.comm.adds_in_fp32):
+            return
+        uses = parameter_uses(loss)
+        if uses is None:
+            return
+        for unit in self.units:
+            for each in unit.trained:
+                once = all(uses[param] <= 1 for param in each.flat.params.values())
+                each.gradients.expect(once=once)
 
     def _begin_root(self, updates: int | None = None) -> None:
         self._check_current(updates)

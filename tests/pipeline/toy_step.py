@@ -22,6 +22,11 @@ def main(argv: Sequence[str]) -> None:
             os._exit(7)
         case "killed":
             os.kill(os.getpid(), 9)
+        case "out of memory":
+            with (out / "tried").open("a") as tried:
+                tried.write(f"{config.micro_batch_size} ")
+            if config.micro_batch_size > int(os.environ["FITS"]):
+                raise MemoryError("cannot allocate 7 GiB")
         case "sleep":
             (out / "metrics.jsonl").write_text("{}\n")
             time.sleep(60)

@@ -42,13 +42,17 @@ def tied(dtype: torch.dtype) -> nn.Module:
     return nn.Module.to(tiny_causal_lm("gpt2", tie_word_embeddings=True, n_layer=3), dtype)
 
 
+def deep(dtype: torch.dtype) -> nn.Module:
+    return nn.Module.to(tiny_causal_lm("llama", num_hidden_layers=5), dtype)
+
+
 def adapters(dtype: torch.dtype) -> nn.Module:
     model = tiny_causal_lm("llama")
     nn.Module.to(model, dtype)
     return add_lora(model, LoraConfig(rank=2), task="causal", seed=0)
 
 
-MODELS: tuple[Callable[[torch.dtype], nn.Module], ...] = (full, tied, adapters)
+MODELS: tuple[Callable[[torch.dtype], nn.Module], ...] = (full, tied, deep, adapters)
 
 
 def bytes_of_weights(flat: FlatParams) -> int:

@@ -1,0 +1,1 @@
+"""Watching a job: where its processes are, who failed, who is gone, who is slow."""

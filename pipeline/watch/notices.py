@@ -1,0 +1,162 @@
+"""What the processes of a job leave for each other in its store: positions, and what went wrong.
+
+The store is that of the rendezvous. torchrun's agent holds it, so that it outlives the processes;
+where rank 0 holds it, it ends with rank 0, and every function here then finds nothing.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store  # it has no public name
+
+from pipeline.watch.position import Collective
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(seconds=5)
+"""With the store itself, which answers in microseconds."""
+
+LAST = 16
+"""Collectives that a process tells of at once."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job ends."""
+
+    rank: int
+    """Whose fault it is."""
+
+    what: str
+    """A clause whose subject is that rank: `rank 1 failed: ValueError: ...`."""
+
+    code: int
+    """With which every process exits."""
+
+    stacks: bool = False
+    """Whether every process shows the stacks of its threads."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Where a process was when it last said so."""
+
+    host: str
+    pid: int
+    started: float
+    """When the process began, by its system."""
+
+    number: int
+    label: str
+    seconds: float
+    """For which it has been there."""
+
+    beat: int
+    """How often it has said so."""
+
+    left: bool = False
+    """It went its way, as it should."""
+
+
+class Notices:
+    """The notices of one job; `job` tells it from others that used the same store before."""
+
+    def __init__(self, store: Store, job: str, *, rank: int, world_size: int) -> None:
+        store.set_timeout(PATIENCE)
+        self.job = job
+        self._gone = False
+        self._store = PrefixStore(f"watch/{job}", store)
+        self.rank, self.world_size = rank, world_size
+
+    @classmethod
+    def of_group(cls, job: str) -> "Notices":
+        """In the store of the default process group, over a connection of its own."""
+        store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+        return cls(store, job, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+    def claim(self) -> bool:
+        """Whether this process is the first to have something to say; the others then wait."""
+        mine = str(self.rank).encode()
+        first = self._try(lambda: self._store.compare_set("claim", "", mine.decode()))
+        return first in (None, mine)
+
+    def post(self, failure: Failure) -> None:
+        """Tell the others why the job ends."""
+        self._try(lambda: self._store.set("failure", json.dumps(asdict(failure))))
+
+    def failure(self) -> Failure | None:
+        """Why the job ends, if it does."""
+        found = self._get("failure")
+        return None if found is None else Failure(**json.loads(found))
+
+    def acknowledge(self) -> None:
+        """Say that this process has heard of the failure."""
+        self._try(lambda: self._store.add("heard", 1))
+
+    def acknowledged(self) -> int:
+        """How many have heard of it; all where nobody can say any more."""
+        heard = self._try(lambda: self._store.add("heard", 0))
+        return self.world_size if heard is None else heard
+
+    def appear(self, sighting: Sighting) -> None:
+        """Say where this process is."""
+        self._try(lambda: self._store.set(f"at/{self.rank}", json.dumps(asdict(sighting))))
+
+    def sighting(self, rank: int) -> Sighting | None:
+        """Where another process is."""
+        found = self._get(f"at/{rank}")
+        return None if found is None else Sighting(**json.loads(found))
+
+    def tell_history(self, history: list[Collective]) -> None:
+        """Say at which collectives this process has been."""
+        rows = [[each.number, str(each)] for each in history]
+        self._try(lambda: self._store.set(f"history/{self.rank}", json.dumps(rows)))
+
+    def tell_last(self, collective: Collective) -> None:
+        """Say to which collective this process comes now: a few microseconds, nobody answers."""
+        key = f"last/{self.rank}/{collective.number % LAST}"
+        self._try(lambda: self._store.set(key, f"{collective.number} {collective}"))
+
+    def history(self, rank: int) -> dict[int, str]:
+        """Collectives that another process has told of, by number."""
+        told: dict[int, str] = dict(json.loads(self._get(f"history/{rank}") or "[]"))
+        for place in range(LAST):
+            number, _, label = (self._get(f"last/{rank}/{place}") or b"").decode().partition(" ")
+            if label:
+                told[int(number)] = label
+        return told
+
+    def _get(self, key: str) -> bytes | None:
+        return self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
+
+    def _try(self, ask: Callable[[], T]) -> T | None:
+        if self._gone:
+            return None
+        try:
+            return ask()
+        except dist.DistNetworkError:  # torch shows a page for every further attempt
+            self._gone = True
+        except (RuntimeError, ValueError):  # it may answer the next time
+            pass
+        return None
+
+
+def first_to_say(sentence: str) -> bool:
+    """Whether no other process said it in torchrun's store; before the processes have met."""
+    job = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RUN_ID", "RESTART_COUNT")]
+    try:
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=PATIENCE,
+        )
+        return store.add(f"said/{job}/{sentence}", 1) == 1
+    except (RuntimeError, KeyError, ValueError):
+        return True

@@ -1,0 +1,93 @@
+"""Where this process is: the collectives it has come to, and how long it has waited in them."""
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+RECENT = 512
+"""Collectives that are remembered: a few steps of a model of many layers."""
+
+
+class DesyncError(RuntimeError):
+    """The processes of a job did not do the same, or one is gone."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a process came to, as the others should know it too."""
+
+    number: int
+    kind: str
+    unit: str = ""
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        name = f"{self.kind} of {self.unit}" if self.unit else self.kind
+        return f"{name}, {self.num_bytes} bytes" if self.num_bytes else name
+
+
+class Position:
+    """Counts the collectives of this process, and the seconds that it waited for the others.
+
+    `come_to` stands before every collective of a training step and is written to cost as much as an
+    assignment or two; a thread of `pipeline.watch.process` reads the rest when it likes.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.fingerprint = 0
+        """Of all collectives so far, in their order: equal on processes that do the same."""
+        self.recent: deque[tuple[int, str, str, int]] = deque(maxlen=RECENT)
+        self.tell: Callable[[Collective], None] | None = None
+        """Hears of each collective at once, where a mistake can end the process on the spot."""
+        self._waited = 0.0
+        self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
+
+    def come_to(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
+        """Say which collective is next."""
+        self.number += 1
+        self.fingerprint = zlib.crc32(f"{kind} {unit} {num_bytes}".encode(), self.fingerprint)
+        self.recent.append((self.number, kind, unit, num_bytes))
+        if self.tell is not None:
+            self.tell(self.last)
+
+    @property
+    def last(self) -> Collective:
+        """The latest collective."""
+        return Collective(*self.recent[-1]) if self.recent else Collective(0, "none yet")
+
+    def history(self) -> list[Collective]:
+        """The latest collectives, the oldest first."""
+        return [Collective(*each) for each in list(self.recent)]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - start
+
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds of waiting."""
+        self._waited += seconds
+
+    def add_stall(self, begin: Any, end: Any) -> None:  # noqa: ANN401  # CUDA events
+        """Count the time between two events of a GPU's computing stream, once they have passed."""
+        self._stalls.append((begin, end))
+
+    def waited(self) -> float:
+        """Seconds of waiting so far."""
+        while self._stalls and self._stalls[0][1].query():
+            begin, end = self._stalls.popleft()
+            self._waited += begin.elapsed_time(end) / 1000
+        return self._waited
+
+
+HERE = Position()
+"""Of this process, which is at one place at a time."""

@@ -1,0 +1,84 @@
+"""Processes that compute longer than the others, for which these wait in every collective."""
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+from pipeline.distributed import gather_objects, global_sums, is_main, rank, world_size
+from pipeline.watch.position import HERE
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 20
+"""Steps after which the processes compare."""
+
+FACTOR = 1.5
+"""From this multiple of the others' time on a process is slow."""
+
+EXCEPTIONS = 2
+"""Steps of a window that say nothing: any process stops for a moment now and then."""
+
+
+class Stragglers:
+    """Measures how long this process computes in each step, and says which one is slow.
+
+    What it waits for the others in collectives doesn't count.
+    """
+
+    def __init__(self) -> None:
+        self.begin_step()
+        self._seconds: list[float] = []
+        self._reported: set[int] = set()
+
+    def begin_step(self) -> None:
+        """A step begins now; what came before was none."""
+        self._start, self._waited = time.perf_counter(), HERE.waited()
+
+    def end_step(self, step: int) -> None:
+        """A step is over. At the end of a window all processes compare; the first one speaks."""
+        elapsed = time.perf_counter() - self._start
+        self._seconds.append(max(0.0, elapsed - (HERE.waited() - self._waited)))
+        if world_size() > 1 and len(self._seconds) == WINDOW:
+            self._compare(step - WINDOW + 1)
+        if len(self._seconds) == WINDOW:
+            self._seconds.clear()
+        self.begin_step()
+
+    def _compare(self, first_step: int) -> None:
+        table = [[0.0] * WINDOW for _ in range(world_size())]
+        table[rank()] = self._seconds
+        flat = global_sums([each for row in table for each in row])
+        slow = slow_ranks([flat[n : n + WINDOW] for n in range(0, len(flat), WINDOW)])
+        new = slow.keys() - self._reported
+        self._reported = set(slow)
+        if not new:
+            return
+        hosts = gather_objects(os.uname().nodename)
+        if is_main():
+            for each in sorted(new):
+                logger.warning(
+                    "rank %d takes %.1f x the others' time since step %d (host %s)",
+                    each,
+                    slow[each],
+                    first_step,
+                    hosts[each],
+                )
+
+
+def slow_ranks(seconds: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Multiple of the others' median time of each rank that is slow in (nearly) every step.
+
+    `seconds[r][s]`: how long rank r computed in step s.
+    """
+    slow: dict[int, float] = {}
+    for each, own in enumerate(seconds):
+        others = [row for other, row in enumerate(seconds) if other != each]
+        factors = sorted(
+            mine / max(statistics.median(theirs), 1e-9)
+            for mine, theirs in zip(own, zip(*others, strict=True), strict=True)
+        )
+        if factors[min(EXCEPTIONS, len(factors) - 1)] > FACTOR:
+            slow[each] = statistics.median(factors)
+    return slow

@@ -1,0 +1,101 @@
+"""Jobs of several processes as a launcher starts them: exit codes and what stands on stderr."""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from pipeline.cli import run_main
+from pipeline.distributed import process_group
+from pipeline.run import configure_logging
+from tests.distributed import PROCESSES
+
+_PATIENCE = 60
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a job ended."""
+
+    codes: list[int | None]
+    """Exit codes by rank; -n where signal n ended the process."""
+
+    errors: str
+    """Standard error of all processes."""
+
+    seconds: float
+    """Until the last process had ended."""
+
+
+def run_job(
+    body: Callable[..., object],
+    *args: object,
+    world_size: int = 2,
+    timeout_seconds: float = 30,
+    agent: bool = True,
+) -> Job:
+    """Call `body(*args)` on every rank under `process_group`.
+
+    The store outlives the ranks as that of torchrun's `agent`, or else rank 0 holds it.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+    }
+    if not agent:
+        del store  # whose port is free again
+    with tempfile.TemporaryDirectory() as directory:
+        errors = Path(directory) / "errors"
+        errors.touch()
+        ranks = [
+            PROCESSES.Process(
+                target=_run,
+                args=(body, args, timeout_seconds, errors, {**environment, "RANK": str(rank)}),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        start = time.monotonic()
+        for process in ranks:
+            process.start()
+        try:
+            for process in ranks:
+                process.join(timeout=max(0.0, start + _PATIENCE - time.monotonic()))
+            seconds = time.monotonic() - start
+            codes = [process.exitcode for process in ranks]
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return Job(codes, errors.read_text(), seconds)
+
+
+def _run(
+    body: Callable[..., object],
+    args: tuple[object, ...],
+    timeout_seconds: float,
+    errors: Path,
+    environment: dict[str, str],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    descriptor = os.open(errors, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+    def main(_argv: object) -> None:
+        with process_group(timeout_seconds):
+            configure_logging(is_main=os.environ["RANK"] == "0")
+            body(*args)
+
+    run_main(main, [])

@@ -1,0 +1,84 @@
+"""A slow process is named with its factor; the others' waiting doesn't count."""
+
+import re
+import time
+
+import pytest
+
+from pipeline.distributed import global_sum, rank
+from pipeline.engine.engine import Engine
+from pipeline.watch.stragglers import WINDOW, Stragglers, slow_ranks
+from tests.jobs import run_job
+from tests.pipeline.engine.test_stages import build, loss_of, settings
+
+
+def test_a_rank_is_slow_that_takes_longer_in_the_whole_window() -> None:
+    usual = [1.0] * WINDOW
+
+    assert slow_ranks([usual, [1.8] * WINDOW, usual]) == {1: 1.8}
+    assert slow_ranks([usual, [1.2] * WINDOW, usual]) == {}
+    assert slow_ranks([usual, [1.0] * 3 + [9.0] * (WINDOW - 3), usual]) == {}
+
+
+def test_a_pause_of_one_step_is_no_straggler() -> None:
+    assert slow_ranks([[1.0] * WINDOW, [50.0] + [1.0] * (WINDOW - 1)]) == {}
+
+
+def test_two_moments_of_speed_excuse_nobody() -> None:
+    assert slow_ranks([[1.0] * WINDOW, [0.5] * 2 + [2.0] * (WINDOW - 2)]) == {1: 2.0}
+
+
+def sleeping(seconds: tuple[float, float], steps: int) -> None:
+    """Each rank computes for so long in a step, and they meet twice."""
+    stragglers = Stragglers()
+    for step in range(1, steps + 1):
+        global_sum(1)
+        time.sleep(seconds[rank()])
+        global_sum(1)
+        stragglers.end_step(step)
+
+
+def test_a_slow_rank_is_reported_once() -> None:
+    job = run_job(sleeping, (0.03, 0.09), 2 * WINDOW)
+
+    assert job.codes == [0, 0]
+    (line,) = job.errors.splitlines()
+    said = re.search(r"rank 1 takes (\S+) x the others' time since step 1 \(host \S+\)$", line)
+    assert said is not None
+    assert 2 < float(said[1]) < 3.5
+
+
+def test_there_is_no_alarm_at_a_factor_of_1_2() -> None:
+    job = run_job(sleeping, (0.05, 0.06), WINDOW)
+
+    assert (job.codes, job.errors) == ([0, 0], "")
+
+
+def training(shared_memory: bool) -> None:
+    engine = Engine(
+        build("llama", "fp32"),
+        settings(3, max_norm=None, shared_memory=shared_memory),
+        total_steps=WINDOW,
+    )
+    stragglers = Stragglers()
+    for step in range(1, WINDOW + 1):
+        if rank() == 1:
+            time.sleep(0.2)
+        engine.backward(loss_of(engine, 0, 0, rank()))
+        engine.step()
+        stragglers.end_step(step)
+
+
+@pytest.mark.parametrize(
+    "shared_memory",
+    [
+        pytest.param(True, id="shared memory"),
+        pytest.param(False, id="gloo", marks=pytest.mark.faults),
+    ],
+)
+def test_waiting_for_the_slow_rank_in_the_engine_does_not_count(shared_memory: bool) -> None:
+    job = run_job(training, shared_memory)
+
+    assert job.codes == [0, 0]
+    (line,) = job.errors.splitlines()
+    assert "rank 1 takes" in line
