@@ -2,18 +2,22 @@
 
 `python -m pipeline.launch.torchrun` takes torchrun's options. torchrun itself turns every failure
 into exit code 1 below a page of its own; here the failed process has already said what is wrong.
-A scheduler's signals reach the processes, which get the time they need to save their state.
+A scheduler's signals reach the processes, which get the time they need to save their state. Nodes
+that can't meet are a sentence.
 """
 
 import argparse
 import logging
+import os
 import sys
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from pipeline.cli import EXIT_INTERRUPTED
+from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 GRACE_SECONDS = 600
@@ -23,8 +27,13 @@ GRACE_SECONDS = 600
 def main(argv: list[str]) -> int:
     """Run the processes; return the exit code."""
     logging.disable(logging.ERROR)  # of this process, which only starts and watches the others
+    options = parse_args(argv)
+    if ":" in options.nnodes:
+        # The store that it would share is announced in the first meeting of a node only, so that
+        # one that comes back never learns of it (torch 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
-        run(_patient(parse_args(argv)))
+        run(_patient(options))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -32,7 +41,29 @@ def main(argv: list[str]) -> int:
         return EXIT_REQUEUE if stopped.sigval in STOP_SIGNALS else EXIT_INTERRUPTED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except (RendezvousError, DistError) as error:
+        complain(f"error: the nodes could not meet{_place(options)}: {_reason(error)}")
+        return EXIT_USER_ERROR
     return 0
+
+
+def _place(options: argparse.Namespace) -> str:
+    if options.standalone:
+        return ""
+    if options.rdzv_endpoint:
+        return f" at --rdzv-endpoint {options.rdzv_endpoint}"
+    return f" at --master-addr {options.master_addr} --master-port {options.master_port}"
+
+
+def _reason(error: Exception) -> str:
+    """What was wrong, and the mend."""
+    said = str(error).partition("\n")[0].rstrip(". ")
+    if "EADDRINUSE" in said or "address already in use" in said:
+        return "that port is taken by another program; choose another"
+    return (
+        f"{said}; every node needs the same address, of the first one, a port that is free there"
+        " and reachable, and a --node-rank of its own"
+    )
 
 
 def _patient(options: argparse.Namespace) -> argparse.Namespace:

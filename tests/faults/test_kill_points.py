@@ -7,11 +7,13 @@ import pytest
 
 from tests.faults.jobs import (
     PEER_SECONDS,
+    Command,
     Forked,
     assert_prefix,
     assert_same_end,
     run_forked,
     small,
+    step_words,
 )
 
 POINTS = [
@@ -47,3 +49,29 @@ def test_a_rank_killed_anywhere_ends_the_job_and_the_next_start_goes_on(
 
     assert run_forked(replace(config, resume=True)) == [0, 0]
     assert_same_end(tmp_path, reference, step=8)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("step", "point"),
+    [("sft", "engine.forward"), ("reward", "engine.backward"), ("ppo", "engine.step")],
+)
+def test_the_real_command_ends_in_time_and_goes_on(
+    step: str, point: str, start: Path, tmp_path: Path
+) -> None:
+    config = small(start, step, output_dir=tmp_path / "out")
+    whole = replace(config, output_dir=tmp_path / "whole")
+    assert run_forked(whole) == [0, 0]
+    words = step_words(config)
+
+    with Command(*words, fault=f"{point}:1:12:kill") as job:
+        code = job.wait()
+        said = job.said()
+
+    assert code == 128 + 9, said
+    assert "rank 1 ended without a word" in said
+    assert 0 < assert_prefix(config.output_dir, whole.output_dir) < 8
+
+    with Command(*words, "--resume") as job:
+        assert job.wait() == 0, job.said()
+    assert_same_end(config.output_dir, whole.output_dir, step=8)

@@ -115,19 +115,21 @@ def train_words(config: StepConfig, out: Path) -> list[str]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("command", ["train.py", "step1_sft.train"])
+@pytest.mark.parametrize(
+    ("command", "number"), [("train.py", signal.SIGTERM), ("step1_sft.train", signal.SIGUSR1)]
+)
 def test_the_real_commands_end_with_75_and_go_on(
     command: str, number: signal.Signals, start: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "step1_sft"
+    out = tmp_path / "run" / "step1_sft"
+    out.parent.mkdir()
     config = small(start, "sft", output_dir=out, max_steps=60)
     whole = tmp_path / "whole"
     single = command != "train.py"
     world_size = 1 if single else 2
     assert set(run_forked(replace(config, output_dir=whole), world_size=world_size)) == {0}
     config = replace(config, save_every=None)
-    words = step_words(config, processes=None) if single else train_words(config, tmp_path)
+    words = step_words(config, processes=None) if single else train_words(config, out.parent)
 
     with Command(*words) as job:
         wait_for_lines(out, 1, job)

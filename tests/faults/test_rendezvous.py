@@ -1,0 +1,55 @@
+"""Nodes that can't meet end in a sentence, in time, with exit code 2."""
+
+import socket
+
+import pytest
+
+from tests.faults.jobs import Command, free_port
+
+TORCHRUN = ("-m", "pipeline.launch.torchrun", "--nproc-per-node", "1", "--nnodes", "2")
+STEP = ("-m", "step1_sft.train", "--output-dir", "/nowhere")
+
+
+def last_line(job: Command) -> str:
+    return job.said().splitlines()[-1]
+
+
+@pytest.mark.faults
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        meeting = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
+        with Command(*TORCHRUN, *meeting, *STEP) as job:
+            assert job.wait(60) == 2, job.said()
+            said = job.said()
+
+    assert said == (
+        f"error: the nodes could not meet at --master-addr 127.0.0.1 --master-port {port}: that"
+        " port is taken by another program; choose another\n"
+    )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "meeting",
+    [
+        ("--node-rank", "1", "--master-addr", "127.0.0.1", "--rdzv-conf", "timeout=3"),
+        ("--node-rank", "0", "--master-addr", "127.0.0.1", "--rdzv-conf", "timeout=3"),
+    ],
+    ids=["no first node", "no second node"],
+)
+def test_a_node_that_is_missing_ends_the_others_in_time(meeting: tuple[str, ...]) -> None:
+    port = free_port()
+    with Command(*TORCHRUN, *meeting, "--master-port", str(port), *STEP) as job:
+        assert job.wait(60) == 2, job.said()
+        said = last_line(job)
+
+    assert said.startswith(
+        f"error: the nodes could not meet at --master-addr 127.0.0.1 --master-port {port}: "
+    )
+    assert said.endswith(
+        "every node needs the same address, of the first one, a port that is free there and"
+        " reachable, and a --node-rank of its own"
+    )
