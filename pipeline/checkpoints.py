@@ -24,6 +24,7 @@ from pipeline.engine.state import (
     frozen_fragments,
     load,
     read_weights,
+    trained_bytes,
     trained_fragments,
     weights_fragments,
 )
@@ -123,6 +124,8 @@ class Checkpoints:
             with StopSignals() as signals:
                 for step in range(self.done + 1, self.run.total_steps + 1):
                     yield step
+                    if step == self.done + 1 and self.config.save_every is not None:
+                        self._prepare()
                     told, due = global_sums([signals.received is not None, self._is_due(step)])
                     if told or due:
                         self.save(step)
@@ -140,6 +143,16 @@ class Checkpoints:
         blocked = self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
         logger.info("%s checkpoint of step %d, %.2f s", self.run.name, step, blocked)
+
+    def _prepare(self) -> None:
+        """Have the memory for copies made while training goes on."""
+        engines = list(self.engines.values())
+        num_bytes = sum(trained_bytes(each) for each in engines)
+        num_bytes += sum(
+            weight.nbytes for _, part in self._keeping_weights() for weight in part.weights
+        )
+        on_gpu = any(group.master.is_cuda for each in engines for group in each.groups)
+        self._writer.prepare(num_bytes, pinned=on_gpu)
 
     def _is_due(self, step: int) -> bool:
         every = self.config.save_interval

@@ -34,6 +34,16 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
             yield Fragment(f"{prefix}/buffers/{name}", 0, buffer.detach().reshape(-1))
 
 
+def trained_bytes(engine: Engine) -> int:
+    """Bytes of masters and moments that `trained_fragments` gives, after the first step."""
+    vectors = 1 + len({kind for group in engine.groups for kind in _moments(group)})
+    return vectors * sum(_own_bytes(group) for group in engine.groups)
+
+
+def _own_bytes(group: TrainedParams) -> int:
+    return sum(4 * (place.stop - place.start) for _, place, _ in group.spans(own=True))
+
+
 def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """This process's pieces of the weights that don't learn."""
     for unit in engine.zero.units:

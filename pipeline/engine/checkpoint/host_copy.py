@@ -32,12 +32,20 @@ class HostFragment:
 class HostCopy:
     """Memory for one copy of what is saved.
 
-    As large as the largest copy so far; the first one pays for its pages. What comes from a GPU
-    goes to pinned memory, at the speed of the bus.
+    As large as the last copy; the first one pays for its pages, unless `prepare` has done so. What
+    comes from a GPU goes to pinned memory, at the speed of the bus.
     """
 
     def __init__(self) -> None:
         self._tapes = {pinned: _Tape(pinned=pinned) for pinned in (False, True)}
+
+    def prepare(self, num_bytes: int, *, pinned: bool) -> None:
+        """Have the memory of the next copy ready, down to its pages.
+
+        Raises:
+            MemoryError, RuntimeError: there is none; torch raises either.
+        """
+        self._tapes[pinned].prepare(num_bytes)
 
     def take(self, fragments: Iterable[Fragment]) -> list[HostFragment]:
         """Copies of the fragments, valid until the next call.
@@ -93,6 +101,13 @@ class _Tape:
     def rewind(self) -> None:
         self._end = 0
 
+    def prepare(self, num_bytes: int) -> None:
+        """Have blocks for so many bytes; torch lets other threads run while it fills them."""
+        while (there := len(self._blocks) * BLOCK_BYTES) < num_bytes:
+            block = self._new_block()
+            block[: num_bytes - there].zero_()
+            self._blocks.append(block)
+
     def append(self, source: Tensor) -> list[memoryview]:
         """Copy bytes, from a GPU without waiting for it; where they are now."""
         parts: list[memoryview] = []
@@ -101,9 +116,7 @@ class _Tape:
         while done < source.numel():
             index, offset = divmod(self._end, BLOCK_BYTES)
             if index == len(self._blocks):
-                self._blocks.append(
-                    torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
-                )
+                self._blocks.append(self._new_block())
             count = min(source.numel() - done, BLOCK_BYTES - offset)
             piece = self._blocks[index][offset : offset + count]
             piece.copy_(source[done : done + count], non_blocking=self._pinned)
@@ -111,6 +124,9 @@ class _Tape:
             self._end += count
             done += count
         return parts
+
+    def _new_block(self) -> Tensor:
+        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
 
     def trim(self) -> None:
         """Give back the blocks that the last copy did not need."""

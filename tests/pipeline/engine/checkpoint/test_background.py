@@ -108,6 +108,37 @@ def test_the_memory_for_copies_is_kept_and_as_large_as_needed(
     saver.close()
 
 
+def test_memory_that_was_prepared_is_that_of_the_first_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.engine.checkpoint.host_copy.BLOCK_BYTES", 4096)
+    saver = writer(tmp_path)
+    saver.prepare(4 * 3000, pinned=False)
+    saver.wait()
+    blocks = saver._copy._tapes[False]._blocks
+    prepared = [block.data_ptr() for block in blocks]
+
+    saver.save(1, [Fragment("w", 0, torch.ones(3000))], {})
+
+    assert len(prepared) == 3
+    assert [block.data_ptr() for block in blocks] == prepared
+    saver.close()
+
+
+def test_no_memory_ahead_is_left_to_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.engine.checkpoint.host_copy.BLOCK_BYTES", 2**60)
+    saver = writer(tmp_path)
+
+    saver.prepare(1, pinned=False)
+    saver.save(1, fragments(1), {"step": 1})
+    saver.close()
+
+    assert saver.failure is not None
+    assert "no host memory for a copy" in saver.failure
+
+
 def test_saves_leave_no_open_files(tmp_path: Path) -> None:
     saver = writer(tmp_path)
     before = len(list(Path("/proc/self/fd").iterdir()))
