@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from pipeline import faults
 from pipeline.cli import run_main, write_config
@@ -62,7 +62,7 @@ def make_start(directory: Path) -> None:
 DATA = "rows.jsonl"
 
 
-def small(start: Path, step: str, **changes: Any) -> StepConfig:
+def small(start: Path, step: str, **changes: Any) -> Any:
     """A job with all that has a state: dropout, accumulation, warm-up, loss scale, evaluations.
 
     It saves after every step and keeps everything, so that what another run saves can be compared.

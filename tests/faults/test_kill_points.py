@@ -53,18 +53,22 @@ def test_a_rank_killed_anywhere_ends_the_job_and_the_next_start_goes_on(
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("step", "point"),
-    [("sft", "engine.forward"), ("reward", "engine.backward"), ("ppo", "engine.step")],
+    ("step", "fault"),
+    [
+        ("sft", "engine.forward:1:8"),
+        ("reward", "engine.backward:1:5"),
+        ("ppo", "engine.step:1:12"),
+    ],
 )
 def test_the_real_command_ends_in_time_and_goes_on(
-    step: str, point: str, start: Path, tmp_path: Path
+    step: str, fault: str, start: Path, tmp_path: Path
 ) -> None:
     config = small(start, step, output_dir=tmp_path / "out")
     whole = replace(config, output_dir=tmp_path / "whole")
     assert run_forked(whole) == [0, 0]
     words = step_words(config)
 
-    with Command(*words, fault=f"{point}:1:12:kill") as job:
+    with Command(*words, fault=f"{fault}:kill") as job:
         code = job.wait()
         said = job.said()
 
