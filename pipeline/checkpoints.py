@@ -39,6 +39,9 @@ T = TypeVar("T")
 
 DIRECTORY = "checkpoints"
 
+PATIENCE_SECONDS = 5
+"""Of a loop that is left before its end: the save under way may wait for a process that is gone."""
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -115,6 +118,7 @@ class Checkpoints:
         Raises:
             SystemExit: a scheduler told the run to stop; the state is saved.
         """
+        patience = PATIENCE_SECONDS
         try:
             with StopSignals() as signals:
                 for step in range(self.done + 1, self.run.total_steps + 1):
@@ -124,8 +128,9 @@ class Checkpoints:
                         self.save(step)
                     if told:
                         self._leave(step)
+            patience = None
         finally:
-            self._writer.close()
+            self._writer.close(patience)
 
     def save(self, step: int) -> None:
         """Write the state after so many steps; training goes on while the files are written."""

@@ -1,4 +1,4 @@
-"""The state of every random number generator of a process, as tensors."""
+"""Every random number generator of a process: its seed, and its state as tensors."""
 
 import random
 from collections.abc import Mapping
@@ -6,6 +6,13 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def seed_generators(seed: int) -> None:
+    """Begin at `seed` with torch, Python and NumPy, which would otherwise begin anywhere."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  # the one that libraries share
 
 
 def random_state() -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ import transformers
 
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
+from pipeline.engine.checkpoint.durable import discard
 from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.progress import Progress
 from pipeline.settings import flatten, plain
@@ -70,6 +71,9 @@ class Run:
             write_config(replace(self.config, resume=False), self.path("config.yaml"))
             for stale in STALE:
                 self.path(stale).unlink(missing_ok=True)
+            for pattern in (".writing-*", "*/.writing-*"):  # of an export that was killed
+                for left in self.config.output_dir.glob(pattern):
+                    discard(left)
             # Unbuffered: a line is one write, so that a killed run leaves whole lines.
             mode = "ab" if self.config.resume else "wb"
             self._metrics = self.path("metrics.jsonl").open(mode, buffering=0)

@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches, num_steps
@@ -32,6 +30,7 @@ from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
 from pipeline.models.trained import evaluating, trained_causal_lm, within_context
+from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step1_sft.config import SFTConfig
 from step1_sft.losses import next_token_nll
@@ -39,7 +38,7 @@ from step1_sft.losses import next_token_nll
 
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
-    torch.manual_seed(config.seed + rank())  # of adapter dropout
+    seed_generators(config.seed + rank())  # of adapter dropout
     tokenizer, chat = load_chat(config.model, config.data.format)
     data = load_examples(config.data, step=1, seed=config.seed)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
@@ -114,11 +113,13 @@ def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
+    deterministic = config.model.zero.reduction == "deterministic"
     parts = micro_batches(
         [len(row) for row in rows],
         max_tokens=config.micro_batch_size * config.data.max_length,
         num_processes=world_size(),
         process=rank(),
+        at_least=math.ceil(len(rows) / config.micro_batch_size) if deterministic else None,
     )
     return [
         collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())

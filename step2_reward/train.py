@@ -4,6 +4,7 @@ python -m step2_reward.train --config configs/reward/opt-350m.yaml --actor.path 
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-350m.yaml
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from pipeline.models.export import export
 from pipeline.models.forward import Scorer
 from pipeline.models.load import load_tokenizer
 from pipeline.models.trained import evaluating, trained_classifier, within_context
+from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step2_reward.config import RewardConfig
 from step2_reward.losses import pairwise_loss
@@ -70,7 +72,7 @@ class PairBatch:
 
 def train(config: RewardConfig) -> Path:
     """Train the reward model; return the directory of the exported model."""
-    torch.manual_seed(config.seed + rank())  # of adapter dropout
+    seed_generators(config.seed + rank())  # of adapter dropout
     tokenizer, chat = load_chat(config.model, config.data.format)
     if config.actor.path is not None:
         require_same_chat(tokenizer, load_tokenizer(config.actor), "the reward model", config.actor)
@@ -169,11 +171,13 @@ def encode(
 
 def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:
     """This process's micro-batches of the pairs."""
+    deterministic = config.model.zero.reduction == "deterministic"
     parts = micro_batches(
         [pair.num_tokens for pair in pairs],
         max_tokens=2 * config.micro_batch_size * config.data.max_length,
         num_processes=world_size(),
         process=rank(),
+        at_least=math.ceil(len(pairs) / config.micro_batch_size) if deterministic else None,
     )
     return [collate_pairs([pairs[row] for row in part], spare=pairs[0]) for part in parts]
 

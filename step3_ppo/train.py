@@ -19,6 +19,7 @@ from pipeline.distributed import is_main, process_group, rank, share_of_rank, wo
 from pipeline.errors import ConfigError
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
+from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step3_ppo.comparison import (
     Answers,
@@ -53,6 +54,7 @@ def train(config: PPOConfig) -> Path:
             f"ppo.rollout_size {config.rollout_size} leaves some of {world_size()} processes"
             " without a prompt; raise it"
         )
+    seed_generators(config.seed + rank())
     tokenizer, chat = load_chat(config.actor, config.data.format)
     prompts = load_prompts(chat, config)
     stream = RowStream(

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # The server imports these once; every rank is then forked from it in milliseconds.
-PROCESSES.set_forkserver_preload(["torch.distributed", "pipeline.models.trained", "tests.families"])
+PROCESSES.set_forkserver_preload(
+    ["torch.distributed", "peft", "step1_sft.train", "step3_ppo.train", "tests.families"]
+)
 _TIMEOUT_SECONDS = 120
 
 

@@ -120,7 +120,12 @@ def num_steps(*, num_rows: int, batch_size: int, epochs: float, max_steps: int |
 
 
 def micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, num_processes: int, process: int
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    num_processes: int,
+    process: int,
+    at_least: int | None = None,
 ) -> list[list[int]]:
     """Pack the rows of a global batch into micro-batches; return those of one process.
 
@@ -128,9 +133,13 @@ def micro_batches(
     `num_processes` whose micro-batches all hold at most `max_tokens` (or a single row). Every
     process gets the same number of micro-batches of nearly the same size; where there are fewer
     rows than micro-batches, some are empty.
+
+    With `at_least` k is that or more whatever `num_processes` is, so that any number of processes
+    computes the same micro-batches; empty ones make up a multiple.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    count = math.ceil(max(1, math.ceil(sum(lengths) / max_tokens)) / num_processes) * num_processes
+    unit = num_processes if at_least is None else 1
+    count = math.ceil(max(at_least or 1, math.ceil(sum(lengths) / max_tokens)) / unit) * unit
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
         filled = [0] * count
@@ -139,8 +148,9 @@ def micro_batches(
             bins[emptiest].append(row)
             filled[emptiest] += lengths[row]
         if all(tokens <= max_tokens or len(b) == 1 for tokens, b in zip(filled, bins, strict=True)):
+            bins += [[] for _ in range(-count % num_processes)]
             return [sorted(b) for b in bins[process::num_processes]]
-        count += num_processes
+        count += unit
 
 
 def local_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

@@ -63,7 +63,8 @@ class ZeroConfig:
 
     reduction: Literal["fast", "deterministic"] = "fast"
     """How gradients are summed: fast leaves the order to the collective; deterministic sums
-    micro-batches in a fixed tree, so that the number of processes changes no bit."""
+    micro-batches in a fixed tree, so that the number of processes, a power of two, changes no bit.
+    Steps 1 and 2 then cut micro-batches of at most `micro_batch_size` for any number."""
 
     prefetch_units: int = 1
     """Units whose weights are gathered ahead of their use, at stage 3; 0 gathers on demand."""

@@ -22,6 +22,7 @@ from pipeline.engine.sleep import KINDS, Kind, Sleep
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError
+from pipeline.faults import fault_point
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,12 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's forward pass."""
+        fault_point("engine.forward")
         return self.model(*args, **kwargs)
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
         """Add the gradient of `loss`, summed over processes, to what has been accumulated."""
+        fault_point("engine.backward")
         self.zero.backward(loss * self.scaler.scale if loss.requires_grad else loss)
 
     @contextmanager
@@ -115,6 +118,7 @@ class Engine:
         Raises:
             NonFiniteGradientError: no gradient was finite for `zero.max_skipped_steps` in a row.
         """
+        fault_point("engine.step")
         self.zero.check_ready()
         self.zero.flush()
         self.zero.reduce()

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from pipeline.random_state import random_state, set_random_state
+from pipeline.random_state import random_state, seed_generators, set_random_state
 
 
 def drawn() -> tuple[object, ...]:
@@ -41,3 +41,13 @@ def test_half_of_a_gaussian_pair_is_part_of_the_state() -> None:
 
 def test_the_state_is_flat_tensors() -> None:
     assert all(tensor.ndim == 1 for tensor in random_state().values())
+
+
+def test_a_seed_decides_what_is_drawn() -> None:
+    seed_generators(7)
+    first = drawn()
+    drawn()
+
+    seed_generators(7)
+
+    assert drawn() == first

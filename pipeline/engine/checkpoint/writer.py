@@ -162,9 +162,11 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def close(self) -> None:
-        """Wait for what is under way and give the memory back."""
-        self.wait()
+    def close(self, patience_seconds: int | float | None = None) -> None:
+        """Wait for what is under way, for so long at most, and give the memory back."""
+        if self._thread is not None:
+            self._thread.join(patience_seconds)
+        self._thread = None
         self._copy = HostCopy()
 
     def _attempt(self, target: str) -> Attempt:

@@ -128,5 +128,24 @@ def test_fewer_rows_than_processes_leave_some_an_empty_micro_batch() -> None:
     assert shares == [[[0]], [[1]], [[]]]
 
 
+def test_with_a_least_number_any_processes_compute_the_same_micro_batches() -> None:
+    def of(processes: int) -> list[list[int]]:
+        shares = [
+            micro_batches(
+                [5, 1, 4, 2, 3],
+                max_tokens=100,
+                num_processes=processes,
+                process=process,
+                at_least=3,
+            )
+            for process in range(processes)
+        ]
+        return [part for turn in zip(*shares, strict=True) for part in turn]
+
+    # 15 tokens in 3 parts of 5, the longest rows first; then nothing.
+    assert of(1) == [[0], [1, 2], [3, 4]]
+    assert of(2) == of(4) == [[0], [1, 2], [3, 4], []]
+
+
 def test_without_rows_there_is_one_empty_micro_batch() -> None:
     assert local_micro_batches([], max_tokens=8) == [[]]

@@ -12,7 +12,7 @@ from pipeline import faults
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
-from tests.distributed import _PROCESSES as PROCESSES
+from tests.distributed import PROCESSES
 
 NUMEL = 10_000
 

@@ -1,0 +1,300 @@
+"""Jobs of a few seconds: one step on toy models, in processes that can be killed and started again.
+
+`Forked` is for many of them: its processes come from a server that has imported everything, and run
+the step's `train`. `Command` is what a user types, with launcher and all.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from pipeline import faults
+from pipeline.cli import run_main, write_config
+from pipeline.config import DataConfig, LoraConfig, StepConfig
+from pipeline.distributed import is_main, process_group
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.find import newest
+from pipeline.run import configure_logging
+from pipeline.signals import EXIT_REQUEUE
+from tests.distributed import PROCESSES
+from tests.step3_ppo.toy import save_models
+from tests.test_resume import CONFIGS, exported, metrics, run, saved, settings
+
+ROOT = Path(__file__).parents[2]
+
+PEER_SECONDS = 10
+"""In which a process notices that another one is gone, or a job ends after its fault."""
+
+
+ROWS = 60
+WORDS = ("sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "cloud", "night")
+
+
+def make_start(directory: Path) -> None:
+    """What jobs start from: random models, and so few rows that every pass is over soon."""
+    save_models(directory)
+    draw = random.Random(1)
+
+    def sentence() -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(2, 6)))
+
+    with (directory / DATA).open("w") as file:
+        for _ in range(ROWS):
+            row = {name: sentence() for name in ("prompt", "chosen", "rejected")}
+            file.write(json.dumps(row) + "\n")
+
+
+DATA = "rows.jsonl"
+
+
+def small(start: Path, step: str, **changes: Any) -> StepConfig:
+    """A job with all that has a state: dropout, accumulation, warm-up, loss scale, evaluations.
+
+    It saves after every step and keeps everything, so that what another run saves can be compared.
+    """
+    data = DataConfig(path=(str(start / DATA),), max_eval_rows=6, max_length=64)
+    model: dict[str, Any] = {"zero_stage": 3, "precision": "fp16"}
+    if step != "ppo":  # where dropout would break the ratio
+        model["lora"] = LoraConfig(rank=2, dropout=0.1)
+    common = {"max_steps": 8, "save_every": 1, "keep_last": 1000, "eval_every": 4}
+    return replace(CONFIGS[step](start, **model), **{"data": data, **common, **changes})
+
+
+class Forked:
+    """One start of a job: so many processes, each with a log; killed, if still there, on exit.
+
+    They meet at a store that outlives them, as that of torchrun does.
+    """
+
+    def __init__(
+        self, config: StepConfig, *, world_size: int = 2, fault: str | None = None
+    ) -> None:
+        self._scratch = tempfile.TemporaryDirectory()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(world_size),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        self.logs = [Path(self._scratch.name) / f"rank {rank}.log" for rank in range(world_size)]
+        self.processes = [
+            PROCESSES.Process(
+                target=_run_rank,
+                args=(config, {**meeting, "RANK": str(rank)}, fault, log),
+                daemon=True,
+            )
+            for rank, log in enumerate(self.logs)
+        ]
+
+    def __enter__(self) -> "Forked":
+        self.began = time.monotonic()
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._scratch.cleanup()
+
+    def wait(self, seconds: float = 60) -> list[int]:
+        """The exit codes; -n where signal n ended it.
+
+        When one has failed, the others are told by SIGTERM, as by torchrun.
+        """
+        fine = (None, 0, EXIT_REQUEUE)
+        end = time.monotonic() + seconds
+        told = False
+        while any(process.exitcode is None for process in self.processes):
+            assert time.monotonic() < end, f"it did not end within {seconds:g} s:\n{self.said()}"
+            if not told and any(process.exitcode not in fine for process in self.processes):
+                told = True
+                for process in self.processes:
+                    process.terminate()
+            time.sleep(0.005)
+        return [process.exitcode or 0 for process in self.processes]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to those that are there."""
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
+    def said(self) -> str:
+        """All that the processes wrote."""
+        return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+
+def _run_rank(
+    config: StepConfig, environment: dict[str, str], fault: str | None, log: Path
+) -> None:
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    faults._text = fault
+
+    def main(_argv: Sequence[str]) -> None:
+        with process_group():
+            configure_logging(is_main=is_main())
+            run(config)
+
+    run_main(main, [])
+
+
+def run_forked(config: StepConfig, **options: Any) -> list[int]:
+    """Run a job to whatever end it finds."""
+    with Forked(config, **options) as job:
+        return job.wait()
+
+
+class Command:
+    """A command in a session of its own, which is killed on exit, if still there."""
+
+    def __init__(self, *words: str, fault: str | None = None, **environment: str) -> None:
+        self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115
+        without = {name: value for name, value in os.environ.items() if name != "FAULT"}
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={**without, **environment, **({"FAULT": fault} if fault else {})},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._log.close()
+
+    def kill(self) -> None:
+        """SIGKILL to everything it has started, as when the machine is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for child in _descendants(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, seconds: float = 120) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {seconds:g} s:\n{self.said()}") from None
+
+    def said(self) -> str:
+        """All that it wrote."""
+        return Path(self._log.name).read_text()
+
+
+def _descendants(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def step_words(config: StepConfig, *, processes: int | None = 2) -> list[str]:
+    """The command line of a step; its settings are written beside its output."""
+    file = config.output_dir.with_name(f"{config.output_dir.name}.yaml")
+    write_config(config, file)
+    modules = {"SFTConfig": "step1_sft", "RewardConfig": "step2_reward", "PPOConfig": "step3_ppo"}
+    words = ["-m", f"{modules[type(config).__name__]}.train", "--config", str(file)]
+    if processes is None:
+        return words
+    launcher = ["-m", "pipeline.launch.torchrun", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(processes), *words]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, just now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+OF_TIME = ("seconds", "seconds_trained", "logged_at", "metrics_bytes")
+"""What of a run's state the clock decides, or the length of the numbers it gives."""
+
+
+def assert_prefix(out: Path, reference: Path) -> int:
+    """What `out` offers is, to the bit, what the undisturbed run had after the same step: which."""
+    checkpoint, passed_over = newest(out / "checkpoints")
+    assert not passed_over  # a kill leaves nothing that has to be passed over
+    if checkpoint is None:
+        return 0
+    step = checkpoint.step
+    expected = Checkpoint.open(reference / "checkpoints" / f"step_{step:08d}")
+    assert _state(checkpoint) == _state(expected)
+    assert_same_tensors(saved(out, step), saved(reference, step))
+    return step
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, Any]:
+    state = dict(checkpoint.state)
+    run_state = {k: v for k, v in state["parts"]["run"].items() if k not in OF_TIME}
+    return {**state, "parts": {**state["parts"], "run": run_state}}
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [key for key, tensor in found.items() if not torch.equal(tensor, expected[key])]
+    assert not different, f"these differ: {different}"
+
+
+def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = False) -> None:
+    """Both runs ended alike: last checkpoint, metrics, exported models.
+
+    With other numbers of processes (`elastic`) generators of random numbers are not compared, which
+    belong to a process, nor the score's mean and deviation, measured after the last step.
+    """
+    assert metrics(out) == metrics(reference)
+    ours, theirs = saved(out, step), saved(reference, step)
+    files, expected = exported(out), exported(reference)
+    assert {Path(name).name for name in files} >= {"model.safetensors", "config.json"}
+    if elastic:
+        ours, theirs = (_without_generators(each) for each in (ours, theirs))
+        assert settings(files.pop("config.json")) == settings(expected.pop("config.json"))
+    assert_same_tensors(ours, theirs)
+    assert files.keys() == expected.keys()
+    different = [name for name, content in files.items() if content != expected[name]]
+    assert not different, f"these differ: {different}"
+
+
+def _without_generators(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith("random/")}

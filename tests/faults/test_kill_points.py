@@ -1,0 +1,49 @@
+"""A process that is killed at a named point of training ends the job; the next start goes on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import (
+    PEER_SECONDS,
+    Forked,
+    assert_prefix,
+    assert_same_end,
+    run_forked,
+    small,
+)
+
+POINTS = [
+    pytest.param("engine.forward", marks=pytest.mark.faults),
+    "engine.backward",
+    pytest.param("engine.step", marks=pytest.mark.faults),
+    "checkpoint.before_write",  # the other one then has a save under way that never ends
+    pytest.param("checkpoint.mid_file", marks=pytest.mark.faults),
+    pytest.param("checkpoint.after_file", marks=pytest.mark.faults),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reference")
+    assert run_forked(small(start, "sft", output_dir=out)) == [0, 0]
+    return out
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rank_killed_anywhere_ends_the_job_and_the_next_start_goes_on(
+    point: str, start: Path, reference: Path, tmp_path: Path
+) -> None:
+    config = small(start, "sft", output_dir=tmp_path)
+
+    with Forked(config, fault=f"{point}:1:5:kill") as job:
+        job.processes[1].join(30)
+        codes = job.wait(PEER_SECONDS)
+
+    assert codes[0] in (1, -15)
+    assert codes[1] == -9
+    assert assert_prefix(tmp_path, reference) < 8
+
+    assert run_forked(replace(config, resume=True)) == [0, 0]
+    assert_same_end(tmp_path, reference, step=8)

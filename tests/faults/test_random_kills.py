@@ -1,0 +1,102 @@
+"""Whenever a job is killed, what it offers is a prefix of the undisturbed run, and it ends as that.
+
+The instants are uniform over the wall time of a whole run that saves after every step: imports are
+over, and starting, loading, computing, saving, evaluating and exporting are all hit.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import StepConfig
+from tests.faults.jobs import (
+    PEER_SECONDS,
+    Forked,
+    assert_prefix,
+    assert_same_end,
+    run_forked,
+    small,
+)
+
+STEPS = {"sft": 30, "ppo": 5}
+
+
+@dataclass
+class Tally:
+    """What the kills hit."""
+
+    kills: int = 0
+    in_a_save: int = 0
+    in_training: int = 0
+    completed: int = 0
+
+
+def run_undisturbed(config: StepConfig) -> float:
+    """Seconds of the run that nothing disturbs, without those of the first start of all."""
+    assert run_forked(replace(config, max_steps=1)) == [0, 0]
+    began = time.monotonic()
+    assert run_forked(config) == [0, 0]
+    return time.monotonic() - began
+
+
+def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> bool:
+    """Start the job and kill one rank or all of them at some instant; whether one was alive."""
+    victims = draw.choice([(0,), (1,), (0, 1), (0, 1)])
+    with Forked(config) as job:
+        time.sleep(draw.uniform(0, seconds))
+        killed = [rank for rank in victims if job.processes[rank].is_alive()]
+        for rank in killed:
+            job.processes[rank].kill()
+        codes = job.wait(PEER_SECONDS)  # whoever is left ends as well
+    died = [rank for rank, code in enumerate(codes) if code == -9]
+    assert set(died) <= set(killed)
+    assert died or codes == [0, 0]
+    return bool(died)
+
+
+@pytest.mark.parametrize(
+    ("step", "kills"),
+    [
+        pytest.param("sft", 5, id="sft, 5"),
+        pytest.param("sft", 50, id="sft, 50", marks=pytest.mark.faults),
+        pytest.param("ppo", 12, id="ppo, 12", marks=pytest.mark.faults),
+    ],
+)
+@pytest.mark.timeout(1200)
+def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
+    step: str,
+    kills: int,
+    start: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    steps = STEPS[step]
+    reference = tmp_path / "reference"
+    config = small(start, step, output_dir=reference, max_steps=steps)
+    seconds = run_undisturbed(config)
+    draw = random.Random(kills)
+    tally = Tally()
+
+    while tally.kills < kills:
+        out = tmp_path / f"run {tally.completed}"
+        job, done = replace(config, output_dir=out), 0
+        while tally.kills < kills and kill_at_random(job, seconds, draw):
+            tally.kills += 1
+            tally.in_a_save += any((out / "checkpoints").glob(".writing-*/rank*"))
+            job = replace(job, resume=True)
+            before, done = done, assert_prefix(out, reference)
+            tally.in_training += done > before
+            assert done >= before
+        if not (out / "result.json").exists():
+            assert run_forked(job) == [0, 0]
+        assert_same_end(out, reference, step=steps)
+        tally.completed += 1
+
+    record_property("kills", str(tally))
+    assert tally.in_training > 0
+    if kills >= 50:
+        assert tally.in_a_save > 0

@@ -1,0 +1,54 @@
+"""What an earlier version of the program saved is read by this one, or refused by its format."""
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+
+from pipeline.engine.checkpoint.find import newest
+from pipeline.engine.resume import load_engine
+from pipeline.errors import CheckpointError
+from tests.pipeline.engine.checkpoint.golden import STEPS, golden_engine, numbers, train
+
+FORMATS = sorted((Path(__file__).parents[3] / "data").glob("checkpoint_format_*"))
+
+
+def test_the_first_format_is_there() -> None:
+    assert FORMATS[0].name == "checkpoint_format_1"
+
+
+@pytest.mark.parametrize("golden", FORMATS, ids=lambda path: path.name)
+def test_a_golden_checkpoint_is_read_to_the_bit_and_goes_on(golden: Path) -> None:
+    engine = golden_engine()
+    train(engine, range(2 * STEPS))  # other weights than at the start
+
+    state = load_engine(engine, golden)
+
+    assert engine.steps == STEPS
+    assert numbers(engine) == state["numbers"]
+    straight = golden_engine()
+    train(straight, range(STEPS + 1))
+    train(engine, range(STEPS, STEPS + 1))
+    for name, values in numbers(straight).items():
+        assert numbers(engine)[name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    root = tmp_path / "later"
+    shutil.copytree(FORMATS[-1], root)
+    for path in root.glob("*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["format"] = 999
+        del manifest["crc32"]
+        canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+        manifest["crc32"] = f"{zlib.crc32(canonical):08x}"
+        path.write_text(json.dumps(manifest))
+
+    checkpoint, (sentence,) = newest(root)
+
+    assert checkpoint is None
+    assert "has format 999; this version of the program reads format 1" in sentence
+    with pytest.raises(CheckpointError, match="holds no checkpoint that verifies"):
+        load_engine(golden_engine(), root)
