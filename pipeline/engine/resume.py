@@ -55,20 +55,31 @@ def load_engine(engine: Engine, root: Path) -> Any:  # noqa: ANN401
     """
     checkpoint = newest_on_all(root)
     if checkpoint is None:
-        raise CheckpointError(f"{root} holds no checkpoint that verifies")
+        raise CheckpointError(f"{root} holds no checkpoint")
     load(engine, NAME, checkpoint, checkpoint.state["engines"][NAME])
     load_random_state(checkpoint)
     return checkpoint.state["client_state"]
 
 
 def newest_on_all(root: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files are what was written; each process reads its share."""
+    """The newest checkpoint whose files are what was written; each process reads its share.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be used.
+    """
+    passed_over: list[str] = []
     for path in gather_objects(candidates(root))[0]:
         checkpoint, problem = _opened(path)
         problems = [each for each in gather_objects(problem) if each]
         if checkpoint is not None and not problems:
             return checkpoint
+        passed_over.append(problems[0])
         logger.warning("%s; trying the one before", problems[0])
+    if passed_over:
+        raise CheckpointError(
+            f"none of the {len(passed_over)} checkpoints in {root} can be used: {passed_over[0]};"
+            " bring one back, or say --overwrite to begin again"
+        )
     return None
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from pipeline.errors import ConfigError, OffloadError
+from pipeline.faults import fault_point
 from pipeline.tensor_io import bytes_of, read_at, write_at
 
 ALIGNMENT = 4096
@@ -107,7 +108,12 @@ class TensorStore:
             self._file,
             slot.position,
         )
-        self._begin(key, after, "written", lambda: write_at(file.fileno(), parts, position))
+
+        def work() -> None:
+            fault_point("offload.write")
+            write_at(file.fileno(), parts, position)
+
+        self._begin(key, after, "written", work)
 
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
         """Begin to read into `out`, which holds the tensor after `wait`.
@@ -122,6 +128,7 @@ class TensorStore:
         parts, file, position = [bytes_of(out), found], self._file, slot.position
 
         def work() -> None:
+            fault_point("offload.read")
             read_at(file.fileno(), parts, position)
             if found != expected:
                 raise EOFError("it is not what was written last")

@@ -1,0 +1,163 @@
+"""Disks that fail under a job: a save costs itself alone, what is offloaded ends the job."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import StepConfig
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from tests.faults.jobs import (
+    PEER_SECONDS,
+    Forked,
+    assert_prefix,
+    assert_same_end,
+    run_forked,
+    small,
+)
+from tests.test_resume import metrics
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def reference(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reference")
+    assert run_forked(small(start, "sft", output_dir=out, max_steps=STEPS)) == [0, 0]
+    return out
+
+
+def steps_saved(out: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"), [("enospc", "No space left on device"), ("eio", "Input/output error")]
+)
+def test_a_save_that_one_rank_can_not_make_costs_a_sentence(
+    action: str, reason: str, start: Path, reference: Path, tmp_path: Path
+) -> None:
+    config = small(start, "sft", output_dir=tmp_path, max_steps=STEPS)
+
+    # The first file is that of the frozen weights, the second that of step 1.
+    with Forked(config, fault=f"checkpoint.mid_file:1:4:{action}") as job:
+        assert job.wait() == [0, 0], job.said()
+        said = job.said()
+
+    (sentence,) = [line for line in said.splitlines() if "failed" in line]
+    assert f"saving step 3 to {tmp_path}/checkpoints failed: rank 1: {reason}" in sentence
+    assert sentence.endswith("training goes on, and the next save tries again")
+    assert steps_saved(tmp_path) == [1, 2, 4, 5, 6, 7, 8]
+    assert_same_end(tmp_path, reference, step=STEPS)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A run's directory whose checkpoints are on a disk of 900 kB."""
+    root = tmp_path / "out" / "checkpoints"
+    root.mkdir(parents=True)
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(root)]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system can't be mounted here")
+    yield root.parent
+    subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def remount(out: Path, options: str) -> None:
+    """Waits until no file is being written, as the system demands."""
+    command = ["mount", "-o", f"remount,{options}", str(out / "checkpoints")]
+    end = time.monotonic() + 20
+    while subprocess.run(command, capture_output=True, check=False).returncode:
+        assert time.monotonic() < end
+
+
+def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_disk: Path) -> None:
+    config = small(start, "sft", output_dir=small_disk, max_steps=STEPS)
+
+    with Forked(config) as job:
+        assert job.wait() == [0, 0], job.said()
+        said = job.said()
+
+    failed = [line for line in said.splitlines() if "No space left on device" in line]
+    saved = steps_saved(small_disk)
+    assert 1 <= len(saved) < STEPS
+    assert len(failed) == STEPS - len(saved)  # one sentence each
+    assert "bytes needed)" in failed[0]
+    assert metrics(small_disk) == metrics(reference)
+    assert assert_prefix(small_disk, reference) == saved[-1]
+
+    remount(small_disk, "size=50m")
+    assert run_forked(replace(config, resume=True)) == [0, 0]
+    assert_same_end(small_disk, reference, step=STEPS)
+
+
+@pytest.mark.faults
+def test_a_job_outlives_a_disk_that_is_read_only_for_a_while(
+    start: Path, tmp_path_factory: pytest.TempPathFactory, small_disk: Path
+) -> None:
+    steps = 80
+    whole = tmp_path_factory.mktemp("whole")
+    config = small(start, "sft", output_dir=small_disk, max_steps=steps, keep_last=2)
+    assert run_forked(replace(config, output_dir=whole)) == [0, 0]
+
+    with Forked(config) as job:
+        while len(steps_saved(small_disk)) < 2:
+            time.sleep(0.01)
+        remount(small_disk, "ro")
+        while "Read-only file system" not in job.said():
+            time.sleep(0.01)
+        remount(small_disk, "rw")
+        assert job.wait() == [0, 0], job.said()
+        said = job.said()
+
+    assert said.count("Read-only file system") < steps - 2
+    assert "Traceback" not in said
+    assert_same_end(small_disk, whole, step=steps)
+
+
+def offloading(start: Path, out: Path, scratch: Path) -> StepConfig:
+    config = small(start, "sft", output_dir=out, max_steps=STEPS)
+    offload = OffloadConfig(optimizer="nvme", params="nvme", nvme_path=scratch)
+    return replace(config, model=replace(config.model, zero=ZeroConfig(offload=offload)))
+
+
+def test_an_offload_directory_that_vanishes_takes_nothing_along(
+    start: Path, reference: Path, tmp_path: Path
+) -> None:
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+
+    with Forked(offloading(start, out, scratch)) as job:
+        while not steps_saved(out):
+            time.sleep(0.01)
+        shutil.rmtree(scratch)
+        assert job.wait() == [0, 0], job.said()
+
+    assert_same_end(out, reference, step=STEPS)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_an_offload_disk_that_fails_on_one_rank_ends_the_job_in_a_sentence(
+    verb: str, start: Path, reference: Path, tmp_path: Path
+) -> None:
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    config = offloading(start, out, scratch)
+
+    with Forked(config, fault=f"offload.{verb}:1:40:eio") as job:
+        job.processes[1].join(60)
+        codes = job.wait(PEER_SECONDS)
+        said = job.said()
+
+    assert codes[1] == 2
+    assert codes[0] != 0
+    done = {"read": "read", "write": "written"}[verb]
+    sentences = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(sentences) == 1
+    assert f"can't be {done} in the offload file of rank 1 in {scratch}: Input/output" in said
+    assert assert_prefix(out, reference) < STEPS
+    assert run_forked(replace(config, resume=True)) == [0, 0]
+    assert_same_end(out, reference, step=STEPS)

@@ -1,0 +1,79 @@
+"""What a new start must not go on with is refused in a sentence, with exit code 2."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import DataConfig, StepConfig
+from tests.faults.jobs import DATA, Forked, run_forked, small
+
+
+def started(start: Path, tmp_path: Path) -> StepConfig:
+    """A job that stood after step 2 of 4 when it was cut off, on rows of its own."""
+    rows = tmp_path / DATA
+    rows.write_text((start / DATA).read_text())
+    data = DataConfig(path=(str(rows),), max_eval_rows=6, max_length=64)
+    config = small(start, "sft", output_dir=tmp_path / "out", max_steps=4, data=data)
+    assert run_forked(config, world_size=1, fault="engine.step:0:3:kill") == [-9]
+    return replace(config, resume=True)
+
+
+def refusal(config: StepConfig) -> str:
+    """What the job says before it ends with exit code 2; nothing of its output has changed."""
+    before = {path: path.stat().st_mtime_ns for path in saved_files(config)}
+    with Forked(config, world_size=1) as job:
+        assert job.wait() == [2], job.said()
+        said = job.said()
+    assert {path: path.stat().st_mtime_ns for path in saved_files(config)} == before
+    assert "Traceback" not in said
+    (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    return sentence
+
+
+def saved_files(config: StepConfig) -> list[Path]:
+    out = config.output_dir
+    return [out / "metrics.jsonl", *(out / "checkpoints").glob("step_*/*")]
+
+
+@pytest.mark.parametrize("change", ["a word", "a row less", "the order"])
+def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Path) -> None:
+    config = started(start, tmp_path)
+    rows = tmp_path / DATA
+    lines = rows.read_text().splitlines()
+    match change:
+        case "a word":
+            lines = [line.replace("moon", "mood") for line in lines]
+        case "a row less":
+            lines = lines[:-1]
+        case "the order":
+            lines = lines[::-1]
+    rows.write_text("\n".join(lines) + "\n")
+
+    assert refusal(config) == (
+        f"error: the training rows are not those of {tmp_path}/out/checkpoints/step_00000002: the"
+        " data has changed; bring it back, or say --overwrite to begin again"
+    )
+
+
+def test_a_setting_that_decides_the_result_is_refused_by_name(start: Path, tmp_path: Path) -> None:
+    config = started(start, tmp_path)
+
+    assert refusal(replace(config, seed=7)) == (
+        f"error: {tmp_path}/out/checkpoints/step_00000002 was made with seed 1234, and this run has"
+        " 7; keep that setting, or say --overwrite to begin again"
+    )
+
+
+def test_checkpoints_of_which_none_can_be_used_are_not_begun_over(
+    start: Path, tmp_path: Path
+) -> None:
+    config = started(start, tmp_path)
+    root = tmp_path / "out" / "checkpoints"
+    for path in root.glob("step_*/manifest.json"):
+        path.write_text(path.read_text().replace('"format": 1', '"format": 999'))
+
+    sentence = refusal(config)
+
+    assert sentence.startswith(f"error: none of the 2 checkpoints in {root} can be used: ")
+    assert "has format 999; this version of the program reads format 1" in sentence
