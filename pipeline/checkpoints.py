@@ -142,7 +142,12 @@ class Checkpoints:
             self._writer.save_base(self._base, chain(*frozen))
         blocked = self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
-        logger.info("%s checkpoint of step %d, %.2f s", self.run.name, step, blocked)
+        logger.info(
+            "%s saves its state after step %d; it held up training for %.2f s",
+            self.run.name,
+            step,
+            blocked,
+        )
 
     def _prepare(self) -> None:
         """Have the memory for copies made while training goes on."""
@@ -165,11 +170,13 @@ class Checkpoints:
 
     def _leave(self, step: int) -> None:
         self._writer.wait()
+        saved = self._writer.failure is None
         logger.info(
-            "%s was told to stop after step %d of %d and has saved its state; --resume goes on",
+            "%s was told to stop after step %d of %d and %s; --resume goes on",
             self.run.name,
             step,
             self.run.total_steps,
+            "has saved its state" if saved else "could not save its state: see above",
         )
         raise SystemExit(EXIT_REQUEUE)
 

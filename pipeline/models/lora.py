@@ -1,5 +1,6 @@
 """LoRA through peft: adapters on the linear layers, heads always trained in full."""
 
+import warnings
 from typing import Literal
 
 import torch
@@ -36,7 +37,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft asks for the model's gradient checkpointing by the name it had before.
+        warnings.simplefilter("ignore", FutureWarning)
         torch.manual_seed(seed)
         try:
             peft_model = get_peft_model(model, settings)

@@ -1,9 +1,11 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.cli import help_entry, parse_step, run_main, split_options, step_help, write_config
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import EXIT_OUT_OF_MEMORY, ConfigError, DataError
 from pipeline.settings import list_settings
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -179,3 +181,25 @@ def test_an_error_of_ours_keeps_its_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_main(main, [])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("cannot allocate 7 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"),
+    ],
+    ids=["Python", "CUDA", "CPU"],
+)
+def test_where_memory_ran_out_the_exit_code_says_so(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(_argv: Sequence[str]) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        run_main(main, [])
+
+    assert end.value.code == EXIT_OUT_OF_MEMORY
+    assert capsys.readouterr().err.startswith("out of memory: ")

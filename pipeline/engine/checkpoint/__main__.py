@@ -43,7 +43,9 @@ def show(words: Sequence[str]) -> None:
 def consolidate(words: Sequence[str]) -> None:
     """Write the model as a Hugging Face directory OUT; of step 3 the actor, or --model critic."""
     from pipeline.models.consolidate import consolidate as write
+    from pipeline.run import configure_logging
 
+    configure_logging(is_main=True)
     model = None
     if len(words) == 4 and words[2] == "--model":
         *words, _, model = words
