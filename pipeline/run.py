@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -48,20 +49,19 @@ class Run:
         self.step = 0
         self.tokens = 0
         self._progress = Progress(name, total_steps)
-        self._lock = RunLock(self.path(LOCK))
+        self._held = ExitStack()
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
         self._stragglers, self._health = Stragglers(), Health()
         self._tokens_per_second = 0.0
 
     def __enter__(self) -> "Run":
-        if self.is_main:
-            self._lock.__enter__()
         self._start = self._step_end = time.perf_counter()
         self._seconds_before = self._seconds_trained = 0.0
         self._logged_at = (0, 0.0)
         if self.is_main:
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
+            self._held.enter_context(RunLock(self.path(LOCK)))
             self._trackers = open_trackers(
                 self.config.trackers,
                 directory=self.config.output_dir,
@@ -88,7 +88,7 @@ class Run:
     ) -> None:
         if self._metrics is None:
             return
-        self._lock.__exit__(kind, error, traceback)
+        self._held.close()
         self._progress.stop()
         self._metrics.close()
         if kind is KeyboardInterrupt:

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM: a scheduler takes the machine back. SIGUSR1: SLURM's warning, `--signal=USR1@120`."""
@@ -23,12 +23,7 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._restore()
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:

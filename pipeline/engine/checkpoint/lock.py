@@ -10,7 +10,6 @@ import weakref
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from pipeline.errors import ConfigError
 
@@ -43,12 +42,7 @@ class RunLock:
         self._sign()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._file >= 0 and self._is_ours():
             self.path.unlink(missing_ok=True)
         self._close()
