@@ -21,15 +21,17 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def uniforms(seed: int, keys: Sequence[int], position: int) -> Float[np.ndarray, " B"]:
-    """One number in [0, 1) for each key: a pure function of (seed, key, position).
+def uniforms(
+    seed: int, keys: Sequence[int], positions: int | Sequence[int]
+) -> Float[np.ndarray, " B"]:
+    """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
 
     Nothing is drawn from a stream, so a row's numbers do not depend on the rows beside it.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
         state = _mix(np.asarray([seed % 2**64], dtype=np.uint64) + _GOLDEN)
         state = _mix((state ^ np.asarray(keys, dtype=np.uint64)) + _GOLDEN)
-        state = _mix((state ^ np.uint64(position)) + _GOLDEN)
+        state = _mix((state ^ np.asarray(positions, dtype=np.uint64)) + _GOLDEN)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -45,10 +47,24 @@ class Sampler:
 
     seed: int
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return False
+
     def __call__(
-        self, logits: Float[Tensor, "B V"], keys: Sequence[int], position: int
+        self,
+        logits: Float[Tensor, "B V"],
+        keys: Sequence[int],
+        positions: int | Sequence[int],
+        histories: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], list[float]]:
-        """Tokens, and their log-probabilities under the whole policy at this temperature."""
+        """Tokens, and their log-probabilities under the whole policy at this temperature.
+
+        `positions` counts the tokens of each response so far, `histories` are all tokens of the
+        sequences.
+        """
+        del histories
         logits = logits.float()
         if self.temperature > 0:
             logits = logits / self.temperature
@@ -56,7 +72,7 @@ class Sampler:
         if self.temperature == 0:
             tokens = logprobs.argmax(dim=-1)
         else:
-            points = torch.from_numpy(uniforms(self.seed, keys, position)).to(logits.device)
+            points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
             tokens = inverse_transform(nucleus(logprobs.double().exp(), self.top_p), points)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens.tolist(), chosen.tolist()
