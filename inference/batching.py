@@ -21,8 +21,8 @@ PREFILL = 2048
 """Prompt tokens of one forward pass: more make it no faster, and cost memory."""
 
 ROWS = 4
-"""Passes have a multiple of so many tokens: with fewer a matrix product on the CPU rounds a row
-otherwise than training does, which has many."""
+"""On the CPU, passes of more than one token have a multiple of so many: matrix products of 2 or 3
+rows are slower than those of 4, and round otherwise than those of training, which have many."""
 
 
 def answer_in_slots(
@@ -58,7 +58,6 @@ class Slots:
     def __init__(self, model: nn.Module, requests: Sequence[Request], *, num_slots: int) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self.rows = ROWS if self.device.type == "cpu" else 1
         self.occupants: list[Request | None] = [None] * num_slots
         self.held: list[tuple[int, ...] | None] = [None] * num_slots
         """The prompt whose keys and values are still at the beginning of each slot."""
@@ -148,7 +147,7 @@ class Slots:
             for place in range(length)
         ]
         # Padding goes on from the last piece, whose tokens don't see what comes after them.
-        padding = round_up(len(tokens), self.rows) - len(tokens)
+        padding = self._padding(len(tokens))
         layout = (
             Continuation(slots[0], first, lengths[0])
             if first
@@ -197,8 +196,8 @@ class Slots:
         reads_slots: bool,
         keep: int | Tensor,
     ) -> Float[Tensor, "B V"]:
-        """One forward pass over a row of tokens, padded to a multiple of `rows`."""
-        padding = round_up(len(tokens), self.rows) - len(tokens)
+        """One forward pass over a row of tokens, padded."""
+        padding = self._padding(len(tokens))
         inputs = torch.tensor(
             [
                 tokens + [tokens[-1]] * padding,
@@ -219,6 +218,12 @@ class Slots:
             logits_to_keep=keep,
         )
         return output.logits[0]
+
+    def _padding(self, num_tokens: int) -> int:
+        """How many tokens a pass has besides its own."""
+        if self.device.type != "cpu" or num_tokens == 1:
+            return 0
+        return round_up(num_tokens, ROWS) - num_tokens
 
 
 def packed(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
