@@ -127,10 +127,11 @@ class Slots:
         """Store prompts in their slots; the logits after each."""
         for part in packed(list(prompts)):
             slots = [prompts[prompt] for prompt in part]
-            for first in range(0, len(part[0]), PREFILL):
-                # Only a prompt that is alone can be longer than one pass.
-                pieces = [prompt[first : first + PREFILL] for prompt in part]
-                logits = self._read_pieces(pieces, slots, first=first)
+            # Only a prompt that is alone can be longer than one pass.
+            *beginnings, last = range(0, len(part[0]), PREFILL)
+            for first in beginnings:
+                self._read_pieces([part[0][first : first + PREFILL]], slots, first=first)
+            logits = self._read_pieces([prompt[last:] for prompt in part], slots, first=last)
             yield from zip(part, logits, strict=True)
 
     def _read_pieces(

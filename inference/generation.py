@@ -88,10 +88,8 @@ def answer_each(
 ) -> Iterator[Request]:
     """Answer the prompts like `generate`, each request handed out as it ends.
 
-    Args:
-        cache_bytes: memory for keys and values; fewer sequences are computed at once where
-            `batch_size` of them don't fit. Null is no limit.
-        stop_when: ends a response after a token besides the stop tokens and the length.
+    With `cache_bytes` fewer sequences than `batch_size` are computed at once where the keys and
+    values of so many don't fit. `stop_when` ends responses besides stop tokens and length.
 
     Raises:
         DataError: a prompt is empty or leaves no room in the model's context.

@@ -16,6 +16,9 @@ from inference.requests import Recorder, Request
 from inference.sampling import Sampler
 from pipeline.models.forward import base_model
 
+SORTED = 8
+"""Batches whose requests are sorted by length together; more pad less, and keep more waiting."""
+
 
 def answer_in_batches(
     model: nn.Module,
@@ -25,11 +28,8 @@ def answer_in_batches(
     *,
     batch_size: int,
 ) -> Iterator[Request]:
-    """Answer `batch_size` requests at a time, the short prompts first; those of a batch that ends
-    come together."""
-    by_length = sorted(requests, key=lambda request: len(request.prompt))
-    for start in range(0, len(requests), batch_size):
-        asked = by_length[start : start + batch_size]
+    """Answer `batch_size` requests at a time; those of a batch come when all of them have ended."""
+    for asked in batches_of(requests, batch_size):
         batch = PaddedBatch(model, asked)
         ended: set[int] = set()
         while len(ended) < len(asked):
@@ -48,6 +48,15 @@ def answer_in_batches(
         yield from asked
 
 
+def batches_of(requests: Sequence[Request], batch_size: int) -> Iterator[list[Request]]:
+    """Batches of prompts of similar length, from among SORTED batches at a time."""
+    for start in range(0, len(requests), SORTED * batch_size):
+        among = requests[start : start + SORTED * batch_size]
+        by_length = sorted(among, key=lambda request: len(request.prompt))
+        for first in range(0, len(among), batch_size):
+            yield by_length[first : first + batch_size]
+
+
 class PaddedBatch:
     """A batch in the middle of generation: its rows, its cache, its masks."""
 
@@ -64,10 +73,7 @@ class PaddedBatch:
             [[0] * gap + [1] * (width - gap) for gap in gaps], device=device
         )
         self.inputs: Int[Tensor, "B T"] = torch.tensor(
-            [
-                [prompt[0]] * gap + list(prompt)
-                for gap, prompt in zip(gaps, prompts, strict=True)
-            ],
+            [[prompt[0]] * gap + list(prompt) for gap, prompt in zip(gaps, prompts, strict=True)],
             device=device,
         )
 

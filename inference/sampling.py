@@ -4,12 +4,14 @@ Dimension names: B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from inference.settings import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,22 +37,25 @@ def uniforms(
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """How the next token is chosen."""
+    """How the next token is chosen; `inference/settings.py` says what each setting does."""
 
     temperature: float
-    """Divides the logits; 0 takes the likeliest token."""
-
-    top_p: float
-    """Sample only from the likeliest tokens that together reach this probability."""
-
     seed: int
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    min_new_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+    """Tokens that a response can't have before it has `min_new_tokens`."""
 
     @property
     def needs_history(self) -> bool:
         """Whether the choice depends on which tokens came before."""
-        return False
+        return self.repetition_penalty != 1.0
 
     def __call__(
         self,
@@ -61,21 +66,82 @@ class Sampler:
     ) -> tuple[list[int], list[float]]:
         """Tokens, and their log-probabilities under the whole policy at this temperature.
 
-        `positions` counts the tokens of each response so far, `histories` are all tokens of the
-        sequences.
+        Args:
+            logits: of the next token of each sequence.
+            keys: number of each sequence; with the seed and the position it gives the sample.
+            positions: how many tokens each response has so far.
+            histories: all tokens of each sequence, where `needs_history`.
         """
-        del histories
         logits = logits.float()
-        if self.temperature > 0:
-            logits = logits / self.temperature
-        logprobs = logits.log_softmax(dim=-1)
+        scale = self.temperature or 1.0
+        logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
+        scores = self._allowed(logits, positions, histories)
         if self.temperature == 0:
-            tokens = logprobs.argmax(dim=-1)
+            tokens = scores.argmax(dim=-1)
         else:
+            probabilities = (
+                logprobs.double().exp()
+                if scores is logits
+                else (scores.double() / scale).softmax(dim=-1)
+            )
             points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
-            tokens = inverse_transform(nucleus(logprobs.double().exp(), self.top_p), points)
+            tokens = inverse_transform(self._truncated(probabilities), points)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens.tolist(), chosen.tolist()
+
+    def _allowed(
+        self,
+        logits: Float[Tensor, "B V"],
+        positions: int | Sequence[int],
+        histories: Sequence[Sequence[int]],
+    ) -> Float[Tensor, "B V"]:
+        """The logits with repetitions penalized and early ends forbidden."""
+        if self.needs_history:
+            logits = penalized(logits, histories, self.repetition_penalty)
+        if self.min_new_tokens > 0 and len(self.stop_ids) > 0:
+            early = torch.as_tensor(positions, device=logits.device) < self.min_new_tokens
+            ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            ends[list(self.stop_ids)] = True
+            logits = logits.masked_fill(early.reshape(-1, 1) & ends, -torch.inf)
+        return logits
+
+    def _truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Top-k, then the nucleus of what is left, then min-p: the order of `transformers`."""
+        if self.top_k is not None:
+            probabilities = likeliest(probabilities, self.top_k)
+        probabilities = nucleus(probabilities, self.top_p)
+        if self.min_p > 0:
+            floor = self.min_p * probabilities.amax(dim=-1, keepdim=True)
+            probabilities = probabilities * (probabilities >= floor)
+        return probabilities
+
+
+def sampler_of(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
+    """The sampler that the settings describe."""
+    settings = asdict(sampling)
+    del settings["max_new_tokens"]
+    return Sampler(**settings, stop_ids=tuple(stop_ids))
+
+
+def penalized(
+    logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
+) -> Float[Tensor, "B V"]:
+    """Lower the logits of tokens that a sequence has already (Keskar et al. 2019, 4.1).
+
+    Those above 0 are divided by `penalty`, those below are multiplied.
+    """
+    rows = [row for row, history in enumerate(histories) for _ in history]
+    tokens = [token for history in histories for token in history]
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    seen[rows, tokens] = True
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
+    """Keep the `top_k` likeliest tokens and those as likely as the last; they add up to 1."""
+    least = probabilities.topk(min(top_k, probabilities.shape[-1]), dim=-1).values[:, -1:]
+    kept = probabilities * (probabilities >= least)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:

@@ -90,8 +90,12 @@ def test_a_killed_run_goes_on_from_its_last_whole_line(
 
     answer_file(sampler, prompts, resumed, model_path="embedded", batch_size=2)
 
-    assert resumed.read_bytes().replace(b'"kept": true, ', b"") == whole.read_bytes()
-    assert read(resumed)[0]["kept"]
+    expected, got = read(whole), read(resumed)
+    assert got[0].pop("kept")
+    for ours, other in zip(got, expected, strict=True):
+        # Other rows were computed beside them: rounding may differ, the answers may not.
+        assert ours.pop("logprobs")[0] == pytest.approx(other.pop("logprobs")[0], abs=1e-5)
+        assert ours == other
     assert not partial.exists()
 
 
