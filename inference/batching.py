@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from inference.requests import Recorder, Request
 from inference.sampling import Sampler
-from inference.slots import Continuation, NextToken, SlotCache, round_up, spans
-from pipeline.models.attention import Layout, Ragged
+from inference.slots import Continuation, NextToken, SlotCache, spans
+from pipeline.models.attention import Layout, Ragged, round_up
 
 PREFILL = 2048
 """Prompt tokens of one forward pass: more make it no faster, and cost memory."""

@@ -16,9 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-BLOCK = 32
-"""In 16-bit precision keys are read in multiples of so many, as training pads them, so that sums
-round alike."""
+from pipeline.models.attention import KEY_BLOCK, round_up
 
 CALL = 256
 """Keys that cost as much to read as one more attention call."""
@@ -30,8 +28,8 @@ class SlotCache(Cache):
     def __init__(self, *, num_slots: int, capacity: int) -> None:
         super().__init__(layers=[])
         self.num_slots = num_slots
-        self.width = round_up(capacity, BLOCK) + BLOCK
-        """Tokens of a slot; the last BLOCK of them take what nobody will read."""
+        self.width = round_up(capacity, KEY_BLOCK) + KEY_BLOCK
+        """Tokens of a slot; the last KEY_BLOCK of them take what nobody will read."""
         self.keys: list[Float[Tensor, "S G M D"]] = []
         self.values: list[Float[Tensor, "S G M E"]] = []
         self._places: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
@@ -159,7 +157,7 @@ class NextToken:
         """First key, one past the last, and what keeps each slot to its own keys among them."""
         lengths = self.lengths[part.first : part.last]
         reach = sliding_window or max(lengths)
-        block = BLOCK if dtype.itemsize < torch.float32.itemsize else 1
+        block = KEY_BLOCK if dtype.itemsize < torch.float32.itemsize else 1
         start = max(0, min(lengths) - reach) // block * block
         stop = round_up(max(lengths), block)
         if min(lengths) == stop <= start + reach:
@@ -210,11 +208,6 @@ class Continuation:
             enable_gqa=True,
         )
         return attended.transpose(1, 2)
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple that is not below `number`."""
-    return -(-number // multiple) * multiple
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

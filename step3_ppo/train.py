@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from inference.self_test import check_generation
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.clock import Clock
@@ -19,6 +20,7 @@ from pipeline.distributed import is_main, process_group, rank, share_of_rank, wo
 from pipeline.errors import ConfigError
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
+from pipeline.models.trained import evaluating
 from pipeline.run import Run, configure_logging
 from step3_ppo.comparison import (
     Answers,
@@ -78,6 +80,8 @@ def train(config: PPOConfig) -> Path:
             tokenizer=tokenizer,
             data=prompts.fingerprint,
         )
+        with evaluating(models.policy), models.actor.gathered():
+            check_generation(models.policy, [row.input_ids for row in prompts.train[:2]])
         before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
         if checkpoints.done == 0:
             run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))

@@ -23,6 +23,10 @@ from transformers.masking_utils import sdpa_mask
 
 RAGGED = "ragged"
 
+KEY_BLOCK = 32
+"""Attention reads keys in multiples of so many, in training as in generation: in 16-bit precision
+both then add up a softmax alike, to the bit, whatever shares the call."""
+
 MAX_PADDING = 1.3
 """Sequences share one attention call while it computes at most this many times their tokens."""
 
@@ -117,11 +121,16 @@ def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) ->
     return parts
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
 def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> Group:
     sizes = torch.tensor(lengths)
     first = (sizes.cumsum(0) - sizes)[list(rows), None]  # (B, 1)
     size = sizes[list(rows), None]
-    step = torch.arange(int(size.max()))[None, :]  # (1, T)
+    step = torch.arange(round_up(int(size.max()), KEY_BLOCK))[None, :]  # (1, T)
     tokens = first + torch.minimum(step, size - 1)
     return Group(tokens.to(device), (step < size).flatten().nonzero().squeeze(-1).to(device))
 
