@@ -45,6 +45,7 @@ class Answerer:
         raw: bool = False,
         num_samples: int = 1,
         stop_strings: Sequence[str] = (),
+        cache_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -52,6 +53,7 @@ class Answerer:
         self.raw = raw
         self.num_samples = num_samples
         self.stop_strings = tuple(stop_strings)
+        self.cache_bytes = cache_bytes
         self.chat_format = None if raw else resolve_format(tokenizer, "auto")
 
     @property
@@ -104,6 +106,7 @@ class Answerer:
                 for sample in range(count)
             ],
             batch_size=batch_size,
+            cache_bytes=self.cache_bytes,
             stop_when=self._says_stop if self.stop_strings else None,
         )
         ready: dict[int, Answer] = {}

@@ -25,6 +25,10 @@ def main(argv: Sequence[str]) -> None:
     options = parse(argv)
     require(options.samples > 0, f"--samples must be above 0, got {options.samples}")
     require(options.batch_size > 0, f"--batch-size must be above 0, got {options.batch_size}")
+    require(
+        options.cache_gib is None or options.cache_gib > 0,
+        f"--cache-gib must be above 0, got {options.cache_gib}",
+    )
     require(all(options.stop), "--stop needs a text that is not empty")
     sampling = sampling_of(options, seed=options.seed)
 
@@ -43,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
         raw=options.raw,
         num_samples=options.samples,
         stop_strings=options.stop,
+        cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
     )
     answer_file(
         answerer, prompts, options.out, model_path=options.path, batch_size=options.batch_size
@@ -65,6 +70,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--stop", action="append", default=[], metavar="TEXT", help="end answers before TEXT")
     add("--batch-size", "--batch_size", "--slots", type=int, default=32, metavar="N",
         help="answers computed at once; default 32")  # fmt: skip
+    memory = "memory for keys and values; default what a GPU has free, no limit on the CPU"
+    add("--cache-gib", "--cache_gib", type=float, metavar="X", help=memory)
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 

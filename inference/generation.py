@@ -6,6 +6,7 @@ One engine for training, evaluation and chat, on the modules and the attention t
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -88,12 +89,13 @@ def answer_each(
 ) -> Iterator[Request]:
     """Answer the prompts like `generate`, each request handed out as it ends.
 
-    With `cache_bytes` fewer sequences than `batch_size` are computed at once where the keys and
-    values of so many don't fit. `stop_when` ends responses besides stop tokens and length.
+    Fewer sequences than `batch_size` are computed at once where the keys and values of so many
+    don't fit `cache_bytes`: by default what is free on a GPU, and no limit on the CPU. `stop_when`
+    ends responses besides stop tokens and length.
 
     Raises:
         DataError: a prompt is empty or leaves no room in the model's context.
-        ConfigError: `cache_bytes` has no room for one sequence.
+        ConfigError: there is no room for the keys and values of one sequence.
     """
     plain = base_model(model)
     numbers = range(len(prompts)) if keys is None else keys
@@ -109,6 +111,8 @@ def answer_each(
     recorder = Recorder(frozenset(stop_ids), stop_when, on_token)
     if not requests:
         return iter(())
+    if cache_bytes is None:
+        cache_bytes = free_bytes(next(model.parameters()).device)
     if cache_bytes is not None:
         longest = max(len(request.prompt) + request.room for request in requests)
         batch_size = min(batch_size, slots_within(plain, cache_bytes, num_tokens=longest))
@@ -135,9 +139,18 @@ def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -
     if needed > cache_bytes:
         raise ConfigError(
             f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, and"
-            f" {cache_bytes:,} are allowed; lower max_new_tokens or shorten the prompts"
+            f" there is room for {cache_bytes:,}; lower max_new_tokens or shorten the prompts"
         )
     return cache_bytes // needed
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Nine tenths of a GPU's free memory, the rest being for activations; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + cached) * 9 // 10
 
 
 def room_after(model: PreTrainedModel, num_tokens: int) -> int:
