@@ -8,10 +8,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.settings import Sampling
+
+BLOCK = 128
+"""Tokens of a block, of which one is looked into: about the root of a vocabulary's size."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -77,12 +81,10 @@ class Sampler:
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
         scores = self._allowed(logits, positions, histories)
         if self.temperature == 0:
-            tokens = scores.argmax(dim=-1)
+            tokens = likeliest_tokens(scores)
         else:
             probabilities = (
-                logprobs.double().exp()
-                if scores is logits
-                else (scores.double() / scale).softmax(dim=-1)
+                logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
             )
             points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
             tokens = inverse_transform(self._truncated(probabilities), points)
@@ -107,6 +109,9 @@ class Sampler:
 
     def _truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Top-k, then the nucleus of what is left, then min-p: the order of `transformers`."""
+        if self.top_k is None and self.top_p >= 1.0 and self.min_p == 0.0:
+            return probabilities
+        probabilities = probabilities.double()
         if self.top_k is not None:
             probabilities = likeliest(probabilities, self.top_k)
         probabilities = nucleus(probabilities, self.top_p)
@@ -157,11 +162,41 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """The token at share `points` of each row's cumulative weight; never one of weight 0."""
-    cumulative = weights.cumsum(dim=-1)
+    """The token at share `points` of each row's cumulative weight; never one of weight 0.
+
+    Found in two steps, the block and the token in it: one pass over the weights.
+    """
+    blocks = in_blocks(weights, padding=0.0)
+    chosen, share = _place(blocks.sum(dim=-1), points)
+    rows = torch.arange(len(weights), device=weights.device)
+    inside, _ = _place(blocks[rows, chosen], share)
+    return chosen * BLOCK + inside
+
+
+def _place(
+    weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Where a share of the cumulative weight falls, and at which share of that place's weight."""
+    cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
-    return (
-        torch.searchsorted(cumulative, thresholds, right=True)
-        .squeeze(-1)
-        .clamp(max=weights.shape[-1] - 1)
-    )
+    found = torch.searchsorted(cumulative, thresholds, right=True)
+    found = found.clamp(max=weights.shape[-1] - 1)
+    weight = weights.double().gather(-1, found)
+    before = cumulative.gather(-1, found) - weight
+    share = ((thresholds - before) / weight).clamp(0.0, 1 - 2.0**-53)
+    return found.squeeze(-1), share.squeeze(-1)
+
+
+def likeliest_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    """The first of the highest scores of each row: argmax, which is slow on the CPU, by blocks."""
+    blocks = in_blocks(scores, padding=-torch.inf)
+    chosen = blocks.amax(dim=-1).argmax(dim=-1)
+    rows = torch.arange(len(scores), device=scores.device)
+    return chosen * BLOCK + blocks[rows, chosen].argmax(dim=-1)
+
+
+def in_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, "B K W"]:
+    """Each row cut into K blocks, the last one filled up."""
+    missing = -values.shape[-1] % BLOCK
+    padded = F.pad(values, (0, missing), value=padding) if missing else values
+    return padded.unflatten(-1, (-1, BLOCK))
