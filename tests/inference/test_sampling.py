@@ -133,10 +133,10 @@ HISTORY = [3, 3, 0, 7]
 def test_tokens_are_as_frequent_as_the_processors_of_transformers_make_them(
     settings: dict, processors: list[LogitsProcessor]
 ) -> None:
-    logits = torch.tensor([[0.5, 2.5, 2.0, -0.6, 1.0, 0.9, -1.0, 1.5]])
+    logits = torch.FloatTensor([[0.5, 2.5, 2.0, -0.6, 1.0, 0.9, -1.0, 1.5]])
     expected = logits
     for processor in processors:
-        expected = processor(torch.tensor([HISTORY]), expected)
+        expected = processor(torch.LongTensor([HISTORY]), expected)
     expected = expected[0].double().softmax(-1)
 
     sampler = Sampler(temperature=1.0, seed=3, **settings)

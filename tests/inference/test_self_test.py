@@ -7,7 +7,7 @@ import torch
 
 from inference.self_test import GenerationMismatchError, check_generation
 from inference.slots import SlotCache
-from pipeline.config import FrozenModelConfig
+from pipeline.config import FrozenModelConfig, Precision
 from pipeline.models.load import load_causal_lm
 from tests.families import FAMILIES, random_rows, saved, tiny_causal_lm
 
@@ -16,7 +16,7 @@ PROMPTS = [row.input_ids for row in random_rows((7, 12))]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_passes(family: str, precision: str, tmp_path: Path) -> None:
+def test_every_family_passes(family: str, precision: Precision, tmp_path: Path) -> None:
     path = saved(tiny_causal_lm(family), tmp_path)
     config = FrozenModelConfig(path=path, precision=precision)
 
