@@ -4,16 +4,17 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.generation import Response, generate
+from inference.generation import Response, answer_each
 from inference.prompts import Prompt
+from inference.sampling import sampler_of
 from inference.settings import Sampling
-from inference.streaming import continuation
+from inference.streaming import continuation, plain_text
 from pipeline.data.chat_format import resolve_format
 from pipeline.errors import DataError
 from pipeline.models.forward import context_length
@@ -44,6 +45,7 @@ class Answerer:
         raw: bool = False,
         num_samples: int = 1,
         stop_strings: Sequence[str] = (),
+        cache_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -51,6 +53,7 @@ class Answerer:
         self.raw = raw
         self.num_samples = num_samples
         self.stop_strings = tuple(stop_strings)
+        self.cache_bytes = cache_bytes
         self.chat_format = None if raw else resolve_format(tokenizer, "auto")
 
     @property
@@ -84,29 +87,45 @@ class Answerer:
 
     def answers(
         self, prompts: Sequence[Sequence[int]], *, first_row: int, batch_size: int
-    ) -> list[list[Answer]]:
-        """`num_samples` answers to each prompt.
+    ) -> Iterator[list[Answer]]:
+        """`num_samples` answers to each prompt, prompt after prompt as they are ready.
 
-        An answer depends on its prompt, its row in the file and the settings, not on what is
-        answered beside it: `first_row` is the row of the first prompt.
+        An answer depends on its prompt, its row in the file, the number of the sample and the
+        settings, not on what is answered beside it: `first_row` is the row of the first prompt.
         """
         count = self.num_samples
-        responses = generate(
+        requests = answer_each(
             self.model,
             [prompt for prompt in prompts for _ in range(count)],
+            sampler_of(self.sampling, self.stop_ids),
             max_new_tokens=self.sampling.max_new_tokens,
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
             stop_ids=self.stop_ids,
-            seed=self.sampling.seed,
-            keys=[first_row * count + key for key in range(len(prompts) * count)],
+            keys=[
+                sample_key(first_row + row, sample)
+                for row in range(len(prompts))
+                for sample in range(count)
+            ],
             batch_size=batch_size,
+            cache_bytes=self.cache_bytes,
+            stop_when=self._says_stop if self.stop_strings else None,
         )
-        finished = [
-            self.finish(prompts[place // count], response)
-            for place, response in enumerate(responses)
-        ]
-        return [finished[start : start + count] for start in range(0, len(finished), count)]
+        ready: dict[int, Answer] = {}
+        row = 0
+        for request in requests:
+            ready[request.index] = self.finish(request.prompt, request.response)
+            while row < len(prompts) and all(row * count + i in ready for i in range(count)):
+                yield [ready.pop(row * count + sample) for sample in range(count)]
+                row += 1
+
+    def _says_stop(self, index: int, token_ids: Sequence[int]) -> bool:
+        """Whether a response has a stop string, in which case its last token completed it."""
+        del index  # every response has the same stop strings
+        # A token is a byte at least. The tokens before keep the space of the first word.
+        longest = 4 + max(len(stop.encode()) for stop in self.stop_strings)
+        end = plain_text(self.tokenizer, list(token_ids[-longest:]))
+        return any(stop in end for stop in self.stop_strings) and any(
+            stop in plain_text(self.tokenizer, list(token_ids)) for stop in self.stop_strings
+        )
 
     def finish(self, prompt: Sequence[int], response: Response) -> Answer:
         """The answer in a response to `prompt`: its text, cut before the first stop string."""
@@ -166,17 +185,13 @@ def answer_file(
         with partial.open("ab", buffering=0) as file:
             progress.start()
             started, num_tokens = time.perf_counter(), 0
-            per_batch = max(1, batch_size // answerer.num_samples)
-            for first in range(done, len(prompts), per_batch):
-                last = min(first + per_batch, len(prompts))
-                answers = answerer.answers(
-                    encoded[first:last], first_row=first, batch_size=batch_size
-                )
-                rows = zip(prompts[first:last], answers, strict=True)
-                file.write(b"".join(as_line(prompt, given) for prompt, given in rows))
-                num_tokens += sum(len(answer.token_ids) for row in answers for answer in row)
+            rows = answerer.answers(encoded[done:], first_row=done, batch_size=batch_size)
+            for row, answers in enumerate(rows, start=done):
+                file.write(as_line(prompts[row], answers))
+                num_tokens += sum(len(answer.token_ids) for answer in answers)
                 seconds = time.perf_counter() - started
-                progress.update(last, {"tokens_per_second": num_tokens / seconds}, seconds=seconds)
+                rate = {"tokens_per_second": num_tokens / seconds}
+                progress.update(row + 1, rate, seconds=seconds)
         partial.replace(out)
     except OSError as error:
         raise DataError(f"--out {out} can't be written: {error.strerror}") from error
@@ -194,6 +209,11 @@ def as_line(prompt: Prompt, answers: Sequence[Answer]) -> bytes:
         "stop": [answer.stop for answer in answers],
     }
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def sample_key(row: int, sample: int) -> int:
+    """What chooses a sample beside the seed; the first sample is the same however many follow."""
+    return sample << 40 | row
 
 
 def keep_whole_lines(path: Path) -> int:

@@ -4,7 +4,7 @@ import argparse
 import secrets
 from collections.abc import Sequence
 
-from inference.settings import Sampling
+from inference.settings import add_options, sampling_of
 
 
 def main(argv: Sequence[str]) -> None:
@@ -14,12 +14,8 @@ def main(argv: Sequence[str]) -> None:
         UserError: a wrong setting, or no model at the path.
     """
     options = parse(argv)
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
-    )
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    sampling = sampling_of(options, seed=seed)
 
     from inference.conversation import Conversation
     from inference.terminal import Terminal
@@ -41,9 +37,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")
-    add("--max-new-tokens", "--max_new_tokens", type=int, default=128, metavar="N")
-    add("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy; default 0.7")
-    add("--top-p", "--top_p", type=float, default=1.0, metavar="P", help="nucleus; default 1")
+    add_options(parser, max_new_tokens=128, temperature=0.7)
     add("--system", metavar="TEXT", help="system message")
     add("--seed", type=int, help="makes the answers repeatable; random without it")
     return parser.parse_args(argv)

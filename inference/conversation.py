@@ -1,12 +1,13 @@
 """A dialogue with a model: its messages, and answers that come word by word."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.context import fit_turns
-from inference.generation import generate
+from inference.generation import answer_each
+from inference.sampling import sampler_of
 from inference.settings import Sampling
 from inference.streaming import TextStream
 from pipeline.data.chat_format import ChatFormat
@@ -83,15 +84,16 @@ class Conversation:
 
         interrupted = False
         try:
-            generate(
-                self.model,
-                [token_ids],
-                max_new_tokens=max_new_tokens,
-                temperature=self.sampling.temperature,
-                top_p=self.sampling.top_p,
-                stop_ids=self.chat_format.stop_ids,
-                seed=self.sampling.seed + self._num_answers,
-                on_token=on_token,
+            sampling = replace(self.sampling, seed=self.sampling.seed + self._num_answers)
+            list(
+                answer_each(
+                    self.model,
+                    [token_ids],
+                    sampler_of(sampling, self.chat_format.stop_ids),
+                    max_new_tokens=max_new_tokens,
+                    stop_ids=self.chat_format.stop_ids,
+                    on_token=on_token,
+                )
             )
             emit(stream.finish())
         except KeyboardInterrupt:

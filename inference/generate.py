@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from inference.settings import Sampling
+from inference.settings import add_options, sampling_of
 from pipeline.cli import run_main
 from pipeline.config import require
 
@@ -25,13 +25,12 @@ def main(argv: Sequence[str]) -> None:
     options = parse(argv)
     require(options.samples > 0, f"--samples must be above 0, got {options.samples}")
     require(options.batch_size > 0, f"--batch-size must be above 0, got {options.batch_size}")
-    require(all(options.stop), "--stop needs a text that is not empty")
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
+    require(
+        options.cache_gib is None or options.cache_gib > 0,
+        f"--cache-gib must be above 0, got {options.cache_gib}",
     )
+    require(all(options.stop), "--stop needs a text that is not empty")
+    sampling = sampling_of(options, seed=options.seed)
 
     from inference.answering import Answerer, answer_file
     from inference.prompts import read_prompts
@@ -48,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
         raw=options.raw,
         num_samples=options.samples,
         stop_strings=options.stop,
+        cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
     )
     answer_file(
         answerer, prompts, options.out, model_path=options.path, batch_size=options.batch_size
@@ -64,13 +64,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")
     add("--prompts", required=True, type=Path, metavar="IN.jsonl")
     add("--out", required=True, type=Path, metavar="OUT.jsonl")
-    add("--max-new-tokens", "--max_new_tokens", type=int, default=64, metavar="N")
-    add("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
-    add("--top-p", "--top_p", type=float, default=1.0, metavar="P", help="nucleus; default 1")
+    add_options(parser, max_new_tokens=64, temperature=0.0)
     add("--samples", type=int, default=1, metavar="N", help="answers to each prompt")
     add("--raw", action="store_true", help="prompts are text to continue: no chat template")
     add("--stop", action="append", default=[], metavar="TEXT", help="end answers before TEXT")
-    add("--batch-size", "--batch_size", type=int, default=32, metavar="N")
+    add("--batch-size", "--batch_size", "--slots", type=int, default=32, metavar="N",
+        help="answers computed at once; default 32")  # fmt: skip
+    memory = "memory for keys and values; default what a GPU has free, no limit on the CPU"
+    add("--cache-gib", "--cache_gib", type=float, metavar="X", help=memory)
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 

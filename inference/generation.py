@@ -1,36 +1,28 @@
 """Generation: token ids in, token ids and their log-probabilities out.
 
-One loop for training, evaluation and chat: prompts padded on the left, a key-value cache, exact
-masks and positions. Rows that have ended leave the batch once they fill half of it.
-Dimension names: B rows, P tokens so far, T tokens of one forward pass, V vocabulary.
+One engine for training, evaluation and chat, on the modules and the attention that training uses.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
+from inference.batching import answer_in_slots
+from inference.padded import answer_in_batches
+from inference.requests import Recorder, Request, Response, StopWhen
 from inference.sampling import Sampler
-from pipeline.errors import DataError
-from pipeline.models.forward import base_model, context_length
+from inference.slots import bytes_per_token
+from pipeline.errors import ConfigError, DataError
+from pipeline.models.forward import base_model, context_length, is_ragged
 
+__all__ = ["Response", "answer_each", "generate"]
 
-@dataclass
-class Response:
-    """What the model answered to one prompt."""
+logger = logging.getLogger(__name__)
 
-    ids: list[int] = field(default_factory=list)
-    """Sampled tokens, the stop token included."""
-
-    logprobs: list[float] = field(default_factory=list)
-    """log pi of each token under the whole, untruncated policy at the sampling temperature (at
-    temperature 1 for greedy decoding), in nats."""
-
-    stopped: bool = False
-    """True where the model ended its turn itself; False where the length did."""
+_told: set[str] = set()
 
 
 def generate(
@@ -46,51 +38,119 @@ def generate(
     batch_size: int = 64,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[Response]:
-    """Answer each prompt, `batch_size` at a time; responses come in the order of the prompts.
+    """Answer each prompt; responses come in the order of the prompts.
 
     Sampling is keyed by (seed, key of the prompt, position), so it does not depend on the order of
-    the prompts or on what shares a batch. A response also ends where the model's context does.
+    the prompts or on what is computed beside them. A response also ends where the model's context
+    does.
 
     Args:
         model: a causal language model, plain or with adapters.
-        prompts: token ids, none empty.
+        prompts: token ids, none empty; equal ones are read once.
         max_new_tokens: longest response, its stop token included.
         temperature: divides the logits before sampling; 0 takes the likeliest token.
         stop_ids: tokens that end a response.
         seed: of the sampling.
         top_p: sample only from the likeliest tokens that together reach this probability.
-        keys: one number for each prompt; their indices if not given.
-        batch_size: rows computed at once.
+        keys: one number for each prompt and sample; their indices if not given.
+        batch_size: sequences computed at once: slots of the key-value cache.
         on_token: called with (prompt index, token) as tokens come.
 
     Raises:
         DataError: a prompt is empty or leaves no room in the model's context.
     """
-    room = [room_after(base_model(model), len(prompt)) for prompt in prompts]
-    keys = range(len(prompts)) if keys is None else keys
     sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
-    responses = [Response() for _ in prompts]
-    by_length = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
+    requests = answer_each(
+        model,
+        prompts,
+        sampler,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        keys=keys,
+        batch_size=batch_size,
+        on_token=on_token,
+    )
+    responses = {request.index: request.response for request in requests}
+    return [responses[index] for index in range(len(prompts))]
 
-    for start in range(0, len(prompts), batch_size):
-        batch = Decoding(model, prompts, by_length[start : start + batch_size])
-        for position in range(max_new_tokens):
-            logits = batch.forward()
-            tokens, logprobs = sampler(logits, [keys[row] for row in batch.rows], position)
-            running: list[bool] = []
-            for row, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
-                response = responses[row]
-                if not response.stopped and len(response.ids) < room[row]:
-                    response.ids.append(token)
-                    response.logprobs.append(logprob)
-                    response.stopped = token in stop_ids
-                    if on_token is not None:
-                        on_token(row, token)
-                running.append(not response.stopped and len(response.ids) < room[row])
-            if not any(running):
-                break
-            batch.append(tokens, running)
-    return responses
+
+def answer_each(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    keys: Sequence[int] | None = None,
+    batch_size: int = 64,
+    cache_bytes: int | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    stop_when: StopWhen | None = None,
+) -> Iterator[Request]:
+    """Answer the prompts like `generate`, each request handed out as it ends.
+
+    Fewer sequences than `batch_size` are computed at once where the keys and values of so many
+    don't fit `cache_bytes`: by default what is free on a GPU, and no limit on the CPU. `stop_when`
+    ends responses besides stop tokens and length.
+
+    Raises:
+        DataError: a prompt is empty or leaves no room in the model's context.
+        ConfigError: there is no room for the keys and values of one sequence.
+    """
+    plain = base_model(model)
+    numbers = range(len(prompts)) if keys is None else keys
+    requests = [
+        Request(
+            index=index,
+            prompt=tuple(prompt),
+            key=key,
+            room=min(max_new_tokens, room_after(plain, len(prompt))),
+        )
+        for index, (prompt, key) in enumerate(zip(prompts, numbers, strict=True))
+    ]
+    recorder = Recorder(frozenset(stop_ids), stop_when, on_token)
+    if not requests:
+        return iter(())
+    if cache_bytes is None:
+        cache_bytes = free_bytes(next(model.parameters()).device)
+    if cache_bytes is not None:
+        longest = max(len(request.prompt) + request.room for request in requests)
+        batch_size = min(batch_size, slots_within(plain, cache_bytes, num_tokens=longest))
+    if takes_slots(plain):
+        num_slots = min(batch_size, len(requests))
+        return answer_in_slots(model, requests, sampler, recorder, num_slots=num_slots)
+    _tell_padded(plain)
+    return answer_in_batches(model, requests, sampler, recorder, batch_size=batch_size)
+
+
+def takes_slots(model: PreTrainedModel) -> bool:
+    """Whether the model was loaded with ragged attention and each layer keeps keys of its own."""
+    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
+    return is_ragged(model) and not shared
+
+
+def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
+    """How many sequences of `num_tokens` have room for their keys and values in `cache_bytes`.
+
+    Raises:
+        ConfigError: not one has.
+    """
+    needed = bytes_per_token(model) * num_tokens
+    if needed > cache_bytes:
+        raise ConfigError(
+            f"the keys and values of one sequence of {num_tokens} tokens take {needed:,} bytes, and"
+            f" there is room for {cache_bytes:,}; lower max_new_tokens or shorten the prompts"
+        )
+    return cache_bytes // needed
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Nine tenths of a GPU's free memory, the rest being for activations; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + cached) * 9 // 10
 
 
 def room_after(model: PreTrainedModel, num_tokens: int) -> int:
@@ -109,54 +169,11 @@ def room_after(model: PreTrainedModel, num_tokens: int) -> int:
     return limit - num_tokens
 
 
-class Decoding:
-    """A batch in the middle of generation: its rows, its cache, its masks."""
-
-    def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], rows: Sequence[int]
-    ) -> None:
-        self.model = model
-        self.rows = list(rows)
-        """Which prompt each row of the tensors belongs to."""
-        self.cache = DynamicCache(config=base_model(model).config)
-        device = next(model.parameters()).device
-        width = max(len(prompts[row]) for row in rows)
-        gaps = [width - len(prompts[row]) for row in rows]
-        self.mask: Int[Tensor, "B P"] = torch.tensor(
-            [[0] * gap + [1] * (width - gap) for gap in gaps], device=device
+def _tell_padded(model: PreTrainedModel) -> None:
+    """Say once for each kind of model that it generates the slow way."""
+    kind = str(model.config.model_type)
+    if kind not in _told:
+        _told.add(kind)
+        logger.info(
+            "%s has attention of its own: it generates in padded batches, without slots", kind
         )
-        self.inputs: Int[Tensor, "B T"] = torch.tensor(
-            [
-                [prompts[row][0]] * gap + list(prompts[row])
-                for gap, row in zip(gaps, rows, strict=True)
-            ],
-            device=device,
-        )
-
-    @torch.no_grad()
-    def forward(self) -> Float[Tensor, "B V"]:
-        """Logits of the next token of each row."""
-        positions = (self.mask.cumsum(dim=-1) - 1).clamp(min=0)
-        output = self.model(
-            input_ids=self.inputs,
-            attention_mask=self.mask,
-            position_ids=positions[:, -self.inputs.shape[1] :],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
-
-    def append(self, tokens: Sequence[int], running: Sequence[bool]) -> None:
-        """Feed the chosen tokens next; drop ended rows once they fill half the batch."""
-        self.inputs = torch.tensor(tokens, device=self.mask.device)[:, None]
-        # The tokens of ended rows stay out of sight, so that their positions never grow past the
-        # model's context while other rows go on.
-        self.mask = torch.cat([self.mask, self.mask.new_tensor(running)[:, None]], dim=-1)
-        if sum(running) * 2 > len(running):
-            return
-        kept = [slot for slot, runs in enumerate(running) if runs]
-        index = torch.tensor(kept, device=self.mask.device)
-        self.rows = [self.rows[slot] for slot in kept]
-        self.inputs, self.mask = self.inputs[index], self.mask[index]
-        self.cache.batch_select_indices(index)

@@ -4,12 +4,18 @@ Dimension names: B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from inference.settings import Sampling
+
+BLOCK = 128
+"""Tokens of a block, of which one is looked into: about the root of a vocabulary's size."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -21,45 +27,124 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def uniforms(seed: int, keys: Sequence[int], position: int) -> Float[np.ndarray, " B"]:
-    """One number in [0, 1) for each key: a pure function of (seed, key, position).
+def uniforms(
+    seed: int, keys: Sequence[int], positions: int | Sequence[int]
+) -> Float[np.ndarray, " B"]:
+    """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
 
     Nothing is drawn from a stream, so a row's numbers do not depend on the rows beside it.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
         state = _mix(np.asarray([seed % 2**64], dtype=np.uint64) + _GOLDEN)
         state = _mix((state ^ np.asarray(keys, dtype=np.uint64)) + _GOLDEN)
-        state = _mix((state ^ np.uint64(position)) + _GOLDEN)
+        state = _mix((state ^ np.asarray(positions, dtype=np.uint64)) + _GOLDEN)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """How the next token is chosen."""
+    """How the next token is chosen; `inference/settings.py` says what each setting does."""
 
     temperature: float
-    """Divides the logits; 0 takes the likeliest token."""
-
-    top_p: float
-    """Sample only from the likeliest tokens that together reach this probability."""
-
     seed: int
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    min_new_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+    """Tokens that a response can't have before it has `min_new_tokens`."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.repetition_penalty != 1.0
 
     def __call__(
-        self, logits: Float[Tensor, "B V"], keys: Sequence[int], position: int
+        self,
+        logits: Float[Tensor, "B V"],
+        keys: Sequence[int],
+        positions: int | Sequence[int],
+        histories: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], list[float]]:
-        """Tokens, and their log-probabilities under the whole policy at this temperature."""
+        """Tokens, and their log-probabilities under the whole policy at this temperature.
+
+        Args:
+            logits: of the next token of each sequence.
+            keys: number of each sequence; with the seed and the position it gives the sample.
+            positions: how many tokens each response has so far.
+            histories: all tokens of each sequence, where `needs_history`.
+        """
         logits = logits.float()
-        if self.temperature > 0:
-            logits = logits / self.temperature
-        logprobs = logits.log_softmax(dim=-1)
+        scale = self.temperature or 1.0
+        logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
+        scores = self._allowed(logits, positions, histories)
         if self.temperature == 0:
-            tokens = logprobs.argmax(dim=-1)
+            tokens = likeliest_tokens(scores)
         else:
-            points = torch.from_numpy(uniforms(self.seed, keys, position)).to(logits.device)
-            tokens = inverse_transform(nucleus(logprobs.double().exp(), self.top_p), points)
+            probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
+            points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
+            tokens = inverse_transform(self._truncated(probabilities), points)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens.tolist(), chosen.tolist()
+
+    def _allowed(
+        self,
+        logits: Float[Tensor, "B V"],
+        positions: int | Sequence[int],
+        histories: Sequence[Sequence[int]],
+    ) -> Float[Tensor, "B V"]:
+        """The logits with repetitions penalized and early ends forbidden."""
+        if self.needs_history:
+            logits = penalized(logits, histories, self.repetition_penalty)
+        if self.min_new_tokens > 0 and len(self.stop_ids) > 0:
+            early = torch.as_tensor(positions, device=logits.device) < self.min_new_tokens
+            ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            ends[list(self.stop_ids)] = True
+            logits = logits.masked_fill(early.reshape(-1, 1) & ends, -torch.inf)
+        return logits
+
+    def _truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Top-k, then the nucleus of what is left, then min-p: the order of `transformers`."""
+        if self.top_k is None and self.top_p >= 1.0 and self.min_p == 0.0:
+            return probabilities
+        probabilities = probabilities.double()
+        if self.top_k is not None:
+            probabilities = likeliest(probabilities, self.top_k)
+        probabilities = nucleus(probabilities, self.top_p)
+        if self.min_p > 0:
+            floor = self.min_p * probabilities.amax(dim=-1, keepdim=True)
+            probabilities = probabilities * (probabilities >= floor)
+        return probabilities
+
+
+def sampler_of(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
+    """The sampler that the settings describe."""
+    settings = asdict(sampling)
+    del settings["max_new_tokens"]
+    return Sampler(**settings, stop_ids=tuple(stop_ids))
+
+
+def penalized(
+    logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
+) -> Float[Tensor, "B V"]:
+    """Lower the logits of tokens that a sequence has already (Keskar et al. 2019, 4.1).
+
+    Those above 0 are divided by `penalty`, those below are multiplied.
+    """
+    rows = [row for row, history in enumerate(histories) for _ in history]
+    tokens = [token for history in histories for token in history]
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    seen[rows, tokens] = True
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
+    """Keep the `top_k` likeliest tokens and those as likely as the last; they add up to 1."""
+    least = probabilities.topk(min(top_k, probabilities.shape[-1]), dim=-1).values[:, -1:]
+    kept = probabilities * (probabilities >= least)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
@@ -75,11 +160,41 @@ def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, 
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """The token at share `points` of each row's cumulative weight; never one of weight 0."""
-    cumulative = weights.cumsum(dim=-1)
+    """The token at share `points` of each row's cumulative weight; never one of weight 0.
+
+    Found in two steps, the block and the token in it: one pass over the weights.
+    """
+    blocks = in_blocks(weights, padding=0.0)
+    chosen, share = _place(blocks.sum(dim=-1), points)
+    rows = torch.arange(len(weights), device=weights.device)
+    inside, _ = _place(blocks[rows, chosen], share)
+    return chosen * BLOCK + inside
+
+
+def _place(
+    weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Where a share of the cumulative weight falls, and at which share of that place's weight."""
+    cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
-    return (
-        torch.searchsorted(cumulative, thresholds, right=True)
-        .squeeze(-1)
-        .clamp(max=weights.shape[-1] - 1)
-    )
+    found = torch.searchsorted(cumulative, thresholds, right=True)
+    found = found.clamp(max=weights.shape[-1] - 1)
+    weight = weights.double().gather(-1, found)
+    before = cumulative.gather(-1, found) - weight
+    share = ((thresholds - before) / weight).clamp(0.0, 1 - 2.0**-53)
+    return found.squeeze(-1), share.squeeze(-1)
+
+
+def likeliest_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    """The first of the highest scores of each row: argmax, which is slow on the CPU, by blocks."""
+    blocks = in_blocks(scores, padding=-torch.inf)
+    chosen = blocks.amax(dim=-1).argmax(dim=-1)
+    rows = torch.arange(len(scores), device=scores.device)
+    return chosen * BLOCK + blocks[rows, chosen].argmax(dim=-1)
+
+
+def in_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, "B K W"]:
+    """Each row cut into K blocks, the last one filled up."""
+    missing = -values.shape[-1] % BLOCK
+    padded = F.pad(values, (0, missing), value=padding) if missing else values
+    return padded.unflatten(-1, (-1, BLOCK))

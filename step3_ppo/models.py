@@ -21,6 +21,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError
 from pipeline.models.chat import require_same_chat
+from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
@@ -119,6 +120,7 @@ def load_models(
     updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
     actor_iterations = max(1, iterations - config.critic_warmup_steps)
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
+    set_stop_tokens(actor, chat.stop_ids)
     critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
     reward = load_classifier(
         config.reward, device=device, seed=config.seed, defer=config.critic.zero_stage == 3

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from inference.self_test import check_generation
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.clock import Clock
@@ -18,7 +19,8 @@ from pipeline.data.batches import RowStream, num_steps
 from pipeline.distributed import is_main, process_group, rank, share_of_rank, world_size
 from pipeline.errors import ConfigError
 from pipeline.models.chat import load_chat
-from pipeline.models.export import export, set_stop_tokens
+from pipeline.models.export import export
+from pipeline.models.trained import evaluating
 from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step3_ppo.comparison import (
@@ -68,7 +70,6 @@ def train(config: PPOConfig) -> Path:
     )
     with Run(config, name="step3_ppo", total_steps=total_steps, is_main=is_main()) as run:
         models = load_models(config, tokenizer, chat, iterations=total_steps)
-        set_stop_tokens(models.policy, chat.stop_ids)
         held_out = HeldOut(models, prompts.held_out, config)
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
@@ -80,6 +81,8 @@ def train(config: PPOConfig) -> Path:
             tokenizer=tokenizer,
             data=prompts.fingerprint,
         )
+        with evaluating(models.policy), models.actor.gathered():
+            check_generation(models.policy, [row.input_ids for row in prompts.train[:2]])
         before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
         if checkpoints.done == 0:
             run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))

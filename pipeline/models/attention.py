@@ -1,16 +1,17 @@
 """Causal attention over sequences laid end to end, for any Hugging Face model.
 
 Registered under the name `ragged` in the attention-function registry of `transformers`: a model's
-own layers call it and pass on the keyword `ragged` that the model was called with. Each token sees
-the earlier tokens of its own sequence and nothing else. Called without that keyword, as generation
-with a cache does, it is the library's own scaled-dot-product attention.
+own layers call it and pass on the keyword `ragged` that the model was called with, which computes.
+In training that is `Ragged`: each token sees the earlier tokens of its own sequence and nothing
+else. Generation has layouts of its own, which read a cache. Called without the keyword, it is the
+library's own scaled-dot-product attention.
 
 Dimension names: N tokens of all sequences, H query heads, G key heads, D and E head sizes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,30 @@ from transformers.masking_utils import sdpa_mask
 
 RAGGED = "ragged"
 
+KEY_BLOCK = 32
+"""Attention reads keys in multiples of so many, in training as in generation: in 16-bit precision
+both then add up a softmax alike, to the bit, whatever shares the call."""
+
 MAX_PADDING = 1.3
 """Sequences share one attention call while it computes at most this many times their tokens."""
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """Where the tokens of a forward pass lie, and which keys each of them sees."""
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Attention of every token, within `sliding_window` tokens if given."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,40 @@ class Ragged:
         self.restore = order.argsort()
         """Index that puts the groups' real tokens, one group after the other, back in row order."""
 
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "1 G N D"],
+        value: Float[Tensor, "1 G N E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float = 0.0,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Causal attention of each sequence to itself.
+
+        Padding sits on the right, for the attention alone: under a causal mask no real token sees
+        what comes after it, so padding needs no mask.
+        """
+        if key.shape[1] != query.shape[1]:
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+        outputs: list[Tensor] = []
+        for group in self.groups:
+            window = window_mask(group.tokens.shape[1], sliding_window, query.device)
+            attended = F.scaled_dot_product_attention(
+                _take(query, group.tokens),
+                _take(key, group.tokens),
+                _take(value, group.tokens),
+                attn_mask=window,
+                is_causal=window is None,
+                dropout_p=dropout,
+                scale=scaling,
+            )  # (B, H, T, E)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, group.real))
+        return torch.cat(outputs).index_select(0, self.restore).unsqueeze(0)
+
 
 def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) -> list[list[int]]:
     """Cut the sequences, sorted by length, so that padding each part wastes little."""
@@ -64,57 +121,50 @@ def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) ->
     return parts
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
 def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> Group:
     sizes = torch.tensor(lengths)
     first = (sizes.cumsum(0) - sizes)[list(rows), None]  # (B, 1)
     size = sizes[list(rows), None]
-    step = torch.arange(int(size.max()))[None, :]  # (1, T)
+    step = torch.arange(round_up(int(size.max()), KEY_BLOCK))[None, :]  # (1, T)
     tokens = first + torch.minimum(step, size - 1)
     return Group(tokens.to(device), (step < size).flatten().nonzero().squeeze(-1).to(device))
 
 
 def ragged_attention(
     module: nn.Module,
-    query: Float[Tensor, "S H N D"],
+    query: Float[Tensor, "Q H N D"],
     key: Float[Tensor, "S G M D"],
     value: Float[Tensor, "S G M E"],
     attention_mask: Tensor | None,
     *,
-    ragged: Ragged | None = None,
+    ragged: Layout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,  # noqa: ANN401
-) -> tuple[Float[Tensor, "S N H E"], None]:
-    """Causal attention of each sequence to itself, within `sliding_window` tokens if given.
+) -> tuple[Float[Tensor, "Q N H E"], None]:
+    """Causal attention, within `sliding_window` tokens if given, as the layout `ragged` has it.
 
-    With `ragged`, S is 1 and M is N.
-
-    Padding sits on the right, for the attention alone: under a causal mask no real token sees what
-    comes after it, so padding needs no mask.
+    With a layout, Q is 1.
     """
     if ragged is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if key.shape[1] != query.shape[1]:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-
-    outputs: list[Tensor] = []
-    for group in ragged.groups:
-        window = window_mask(group.tokens.shape[1], sliding_window, query.device)
-        attended = F.scaled_dot_product_attention(
-            _take(query, group.tokens),
-            _take(key, group.tokens),
-            _take(value, group.tokens),
-            attn_mask=window,
-            is_causal=window is None,
-            dropout_p=dropout if module.training else 0.0,
-            scale=scaling,
-        )  # (B, H, T, E)
-        outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, group.real))
-    return torch.cat(outputs).index_select(0, ragged.restore).unsqueeze(0), None
+    attended = ragged.attend(
+        query,
+        key,
+        value,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        dropout=dropout if module.training else 0.0,
+    )
+    return attended, None
 
 
 def _take(heads: Float[Tensor, "1 H N D"], tokens: Int[Tensor, "B T"]) -> Tensor:

@@ -4,19 +4,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from inference.generation import generate
-from pipeline.config import FrozenModelConfig
+from inference import batching, generation
+from inference.generation import answer_each, generate
+from inference.sampling import Sampler
+from pipeline import distributed
+from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
-from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm
+from tests.distributed import run_ranks
+from tests.families import (
+    FAMILIES,
+    PECULIAR,
+    RAGGED_FAMILIES,
+    random_rows,
+    saved,
+    tiny_causal_lm,
+    tiny_config,
+)
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 NEW_TOKENS = 8
+
+
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def loaded(family: str, directory: Path, **changes: object) -> PreTrainedModel:
@@ -33,22 +48,44 @@ def greedy_of_transformers(model: PreTrainedModel, prompt: list[int]) -> list[in
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR])
-def test_greedy_answers_to_prompts_of_many_lengths_are_those_of_transformers(
-    family: str, tmp_path: Path
+def test_greedy_answers_to_more_prompts_than_slots_are_those_of_transformers(
+    family: str, precision: Precision, tmp_path: Path
 ) -> None:
-    plain = tiny_causal_lm(family)
-    model = load_causal_lm(
-        FrozenModelConfig(path=saved(plain, tmp_path)), device=torch.device("cpu")
-    )
+    plain = tiny_causal_lm(family).to(getattr(torch, TORCH_NAMES[precision]))
+    config = FrozenModelConfig(path=saved(plain, tmp_path), precision=precision)
+    model = load_causal_lm(config, device=torch.device("cpu"))
 
     responses = generate(
-        model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0.0, stop_ids=[2], seed=0
+        model,
+        PROMPTS,
+        max_new_tokens=NEW_TOKENS,
+        temperature=0.0,
+        stop_ids=[2],
+        seed=0,
+        batch_size=4,
     )
 
-    assert [response.ids for response in responses] == [
-        greedy_of_transformers(plain, prompt) for prompt in PROMPTS
-    ]
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        expected = greedy_of_transformers(plain, prompt)
+        if precision == "fp32":
+            assert response.ids == expected
+        else:
+            assert_equal_up_to_a_tie(plain, prompt, response.ids, expected)
+
+
+@torch.no_grad()
+def assert_equal_up_to_a_tie(
+    model: PreTrainedModel, prompt: list[int], ours: list[int], theirs: list[int]
+) -> None:
+    """Answers may part only where two tokens are equally likely but for rounding."""
+    parts = [place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+    if parts:
+        first = parts[0]
+        logits = model(torch.tensor([prompt + ours[:first]])).logits[0, -1]
+        step = torch.finfo(logits.dtype).eps * logits.abs().max()
+        assert (logits[ours[first]] - logits[theirs[first]]).abs() <= 4 * step
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,7 +109,7 @@ def test_log_probabilities_of_samples_are_those_training_computes(
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon"])
-def test_a_sampled_answer_does_not_depend_on_order_or_batch_size(
+def test_a_sampled_answer_does_not_depend_on_order_or_the_number_of_slots(
     family: str, tmp_path: Path
 ) -> None:
     model = loaded(family, tmp_path)
@@ -96,7 +133,8 @@ def test_a_sampled_answer_does_not_depend_on_order_or_batch_size(
 
     assert sample([5, 3, 1, 0, 2, 4], 64) == together
     assert sample([0, 1, 2, 3, 4, 5], 1) == together
-    assert sample([4, 2, 0, 1, 3, 5], 4) == together
+    assert sample([4, 2, 0, 1, 3, 5], 3) == together
+    assert sample([0, 1, 2, 3, 4, 5], 8) == together
     assert len({len(ids) for ids in together.values()}) > 1  # some ended early
 
 
@@ -211,3 +249,174 @@ def test_no_prompts_have_no_responses(tmp_path: Path) -> None:
     model = loaded("llama", tmp_path)
 
     assert generate(model, [], max_new_tokens=3, temperature=0.0, stop_ids=[], seed=0) == []
+
+
+def sampled_share(rank: int, world_size: int, directory: Path) -> dict[int, list[int]]:
+    """What a process answers that has every `world_size`-th prompt; by prompt."""
+    path = FrozenModelConfig(path=str(directory))
+    rows = list(range(len(PROMPTS)))[rank::world_size]
+    responses = generate(
+        load_causal_lm(path, device=torch.device("cpu")),
+        [PROMPTS[row] for row in rows],
+        max_new_tokens=NEW_TOKENS,
+        temperature=1.0,
+        stop_ids=[2],
+        seed=3,
+        keys=rows,
+    )
+    return {row: response.ids for row, response in zip(rows, responses, strict=True)}
+
+
+def share_of_this_process(directory: Path) -> dict[int, list[int]]:
+    return sampled_share(distributed.rank(), distributed.world_size(), directory)
+
+
+def test_two_processes_sample_what_one_does(tmp_path: Path) -> None:
+    saved(tiny_causal_lm("llama"), tmp_path)
+
+    first, second = run_ranks(share_of_this_process, tmp_path)
+
+    assert {**first, **second} == sampled_share(0, 1, tmp_path)
+
+
+def count_tokens(model: PreTrainedModel) -> list[int]:
+    """Tokens of each forward pass from now on."""
+    counts: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return counts
+
+
+def test_samples_of_one_prompt_read_it_once(tmp_path: Path) -> None:
+    model = loaded("llama", tmp_path)
+    counts = count_tokens(model)
+    prompt = PROMPTS[2]
+    assert len(prompt) == 12
+
+    def sample(prompts: list[list[int]], keys: list[int], slots: int) -> list[list[int]]:
+        responses = generate(
+            model,
+            prompts,
+            max_new_tokens=4,
+            temperature=1.0,
+            stop_ids=[],
+            seed=1,
+            keys=keys,
+            batch_size=slots,
+        )
+        return [response.ids for response in responses]
+
+    alone = [sample([prompt], [key], 1)[0] for key in range(7)]
+    counts.clear()
+
+    assert sample([prompt] * 7, list(range(7)), 3) == alone
+    # Seven samples in three slots: three rounds of three steps, of four rows or, the last, of one.
+    assert counts == [12, *[4] * 6, *[1] * 3]
+
+
+def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
+    model = loaded("llama", tmp_path)
+    prompts = [row.input_ids for row in random_rows((5, 9, 3, 7, 4, 6, 8))]
+    lengths = [12, 4, 9, 15, 6, 10, 3]
+    counts = count_tokens(model)
+
+    requests = answer_each(
+        model,
+        prompts,
+        Sampler(temperature=0.0, seed=0),
+        max_new_tokens=15,
+        stop_ids=[],
+        batch_size=3,
+        stop_when=lambda index, ids: len(ids) == lengths[index],
+    )
+    responses = {request.index: request.response for request in requests}
+
+    assert [len(responses[row].ids) for row in range(7)] == lengths
+    assert not any(response.stopped for response in responses.values())
+    whole = generate(model, prompts, max_new_tokens=15, temperature=0.0, stop_ids=[], seed=0)
+    for row, response in responses.items():
+        assert response.ids == whole[row].ids[: lengths[row]]
+    # 59 tokens by three slots; batches of three would take 12 + 15 + 3 less one each, 27 steps.
+    steps = [count for count in counts if count in (1, 4)]
+    assert len(steps) <= 24
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_a_long_prompt_is_read_in_pieces(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(family, tmp_path)
+    whole = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
+    monkeypatch.setattr(batching, "PREFILL", 5)
+    counts = count_tokens(model)
+
+    pieces = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
+
+    assert max(counts) == 8  # of five, padded
+    assert [response.ids for response in pieces] == [response.ids for response in whole]
+
+
+def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
+    model = loaded("llama", tmp_path)
+    counts = count_tokens(model)
+    # 2 layers of keys and values, 2 heads of 8 numbers in fp32, 12 + 8 tokens.
+    needed = 2 * 2 * 2 * 8 * 4 * 20
+
+    def answer(cache_bytes: int) -> list[int]:
+        requests = answer_each(
+            model,
+            PROMPTS,
+            Sampler(temperature=0.0, seed=0),
+            max_new_tokens=8,
+            stop_ids=[],
+            cache_bytes=cache_bytes,
+        )
+        return [request.index for request in requests]
+
+    assert sorted(answer(needed)) == [0, 1, 2, 3, 4, 5]
+    assert set(counts[1:]) <= {1, 4, 8, 12}
+    assert counts.count(1) >= 6 * 7  # one sequence at a time
+    with pytest.raises(ConfigError, match=f"of 20 tokens take {needed:,} bytes, and there is room"):
+        answer(needed - 1)
+
+
+def test_a_model_with_attention_of_its_own_says_once_that_it_is_slower(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_told", set())
+    caplog.set_level("INFO")
+    model = loaded("bloom", tmp_path)
+
+    for _ in range(2):
+        generate(model, PROMPTS, max_new_tokens=1, temperature=0.0, stop_ids=[], seed=0)
+
+    assert [record.message for record in caplog.records if "padded" in record.message] == [
+        "bloom has attention of its own: it generates in padded batches, without slots"
+    ]
+
+
+@pytest.mark.parametrize("family", RAGGED_FAMILIES)
+@torch.no_grad()
+def test_in_bf16_generation_rounds_as_training_does(family: str, tmp_path: Path) -> None:
+    path = saved(mildly_random(family), tmp_path)
+    config = FrozenModelConfig(path=path, precision="bf16")
+    model = load_causal_lm(config, device=torch.device("cpu"))
+
+    responses = generate(
+        model, PROMPTS, max_new_tokens=24, temperature=1.0, stop_ids=[], seed=1, batch_size=4
+    )
+
+    rows = [
+        Encoded([*prompt, *response.ids], [False] * len(prompt) + [True] * len(response.ids))
+        for prompt, response in zip(PROMPTS, responses, strict=True)
+    ]
+    expected = Policy(model)(collate(rows)).logprobs
+    sampled = torch.tensor([logprob for response in responses for logprob in response.logprobs])
+    assert (sampled - expected).abs().mean() < 1e-3
+
+
+def mildly_random(family: str) -> PreTrainedModel:
+    """A model with weights of the size that training starts from."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()

@@ -5,8 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from inference.sampling import Sampler, inverse_transform, nucleus, uniforms
+from inference.sampling import Sampler, inverse_transform, nucleus, sampler_of, uniforms
+from inference.settings import Sampling
 
 DISTRIBUTION = torch.tensor([[0.1, 0.4, 0.0, 0.3, 0.2]], dtype=torch.float64)
 
@@ -103,3 +112,58 @@ def test_temperature_0_takes_the_likeliest_token_and_reports_it_at_temperature_1
     assert tokens == [2, 0]
     normalizers = [math.log(sum(math.exp(x) for x in row)) for row in logits.tolist()]
     assert logprobs == pytest.approx([3 - normalizers[0], 2 - normalizers[1]])
+
+
+HISTORY = [3, 3, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("settings", "processors"),
+    [
+        ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        ({"top_k": 3, "top_p": 0.7}, [TopKLogitsWarper(3), TopPLogitsWarper(0.7)]),
+        ({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
+        ({"repetition_penalty": 1.7}, [RepetitionPenaltyLogitsProcessor(1.7)]),
+        (
+            {"min_new_tokens": 2, "stop_ids": [1, 4]},
+            [MinNewTokensLengthLogitsProcessor(3, 2, [1, 4], device="cpu")],
+        ),
+    ],
+)
+def test_tokens_are_as_frequent_as_the_processors_of_transformers_make_them(
+    settings: dict, processors: list[LogitsProcessor]
+) -> None:
+    logits = torch.FloatTensor([[0.5, 2.5, 2.0, -0.6, 1.0, 0.9, -1.0, 1.5]])
+    expected = logits
+    for processor in processors:
+        expected = processor(torch.LongTensor([HISTORY]), expected)
+    expected = expected[0].double().softmax(-1)
+
+    sampler = Sampler(temperature=1.0, seed=3, **settings)
+    tokens, logprobs = sampler(logits.expand(5000, -1), range(5000), 1, [HISTORY] * 5000)
+
+    counts = torch.bincount(torch.tensor(tokens), minlength=8).double()
+    assert ((counts > 0) == (expected > 0)).all()
+    possible = expected > 0
+    chi_square = ((counts - 5000 * expected) ** 2 / (5000 * expected))[possible].sum()
+    assert chi_square < 25  # 7 degrees of freedom, less than one in a thousand seeds
+    assert logprobs == pytest.approx(logits[0].log_softmax(-1)[tokens].tolist())
+
+
+def test_greedy_choices_are_penalized_and_not_early_ends() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, -1.0]]).expand(2, -1)
+    sampler = Sampler(
+        temperature=0.0, seed=0, repetition_penalty=2.0, min_new_tokens=1, stop_ids=[1]
+    )
+
+    # Token 0 was there: 3 / 2. Token 1 may end the second response, but is too early in the first.
+    tokens, _ = sampler(logits, [0, 1], [0, 1], [[2], [0, 0]])
+
+    assert tokens == [0, 1]
+
+
+def test_settings_become_a_sampler() -> None:
+    sampling = Sampling(temperature=0.5, top_k=3, min_p=0.1, min_new_tokens=2, seed=7)
+
+    expected = Sampler(temperature=0.5, top_k=3, min_p=0.1, min_new_tokens=2, seed=7, stop_ids=(2,))
+    assert sampler_of(sampling, [2]) == expected

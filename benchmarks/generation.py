@@ -1,0 +1,190 @@
+"""Generation against `generate` of transformers: same model, prompts, tokens, precision.
+
+    python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
+
+A Llama of 15M parameters with random weights answers prompts of 64 tokens greedily. The first cases
+have answers of 128 tokens each; the last has 64 prompts whose answers are 8 to 128 tokens long, as
+answers that end by themselves are. The two sides alternate within one run, after one round each
+that doesn't count; a figure is the median over rounds of answer tokens per second. The last column
+counts answers whose tokens are the same; they part where two tokens are equally likely but for
+rounding.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.utils import logging as transformers_logging
+
+from inference.generation import answer_each
+from inference.sampling import Sampler
+from pipeline.config import FrozenModelConfig
+from pipeline.models.load import load_causal_lm
+
+PROMPT, ANSWER, VOCABULARY = 64, 128, 32_000
+SHORTEST = 8
+BATCHES = (1, 8, 32)
+SPREAD = 64
+
+Answers = list[list[int]]
+
+
+class RowLengths(StoppingCriteria):
+    """Ends each row at its own length."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(
+        self,
+        input_ids: torch.LongTensor,
+        scores: torch.FloatTensor,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> torch.BoolTensor:
+        """Which rows are as long as they may be."""
+        done = self.lengths.to(input_ids.device) <= input_ids.shape[1] - PROMPT
+        return cast("torch.BoolTensor", done)
+
+
+def save_model(directory: str) -> None:
+    """Save the 15M Llama: hidden 288, 6 layers, vocabulary 32,000."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=288,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def answer_with_transformers(
+    model: Any,  # noqa: ANN401  # its `generate` is not typed
+    prompts: Answers,
+    lengths: Sequence[int],
+) -> Answers:
+    """Greedy answers in one batch, which runs until its longest row has ended."""
+    ids = torch.tensor(prompts, device=model.device)
+    settings = GenerationConfig(
+        max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=2
+    )
+    criteria = StoppingCriteriaList([RowLengths(lengths)] if len(set(lengths)) > 1 else [])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        stopping_criteria=criteria,
+    )
+    rows = output[:, PROMPT:].tolist()
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def answer_with_ours(model: PreTrainedModel, prompts: Answers, lengths: Sequence[int]) -> Answers:
+    """Greedy answers of the engine, which gives a slot back when its answer ends."""
+    requests = answer_each(
+        model,
+        prompts,
+        Sampler(temperature=0.0, seed=0),
+        max_new_tokens=max(lengths),
+        stop_ids=(),
+        batch_size=SPREAD,
+        stop_when=lambda index, ids: len(ids) == lengths[index],
+    )
+    answers = {request.index: request.response.ids for request in requests}
+    return [answers[row] for row in range(len(prompts))]
+
+
+def compare(
+    sides: Sequence[Callable[[], Answers]], *, rounds: int
+) -> tuple[list[list[float]], list[Answers]]:
+    """Seconds of each side in each round, and what each side answered."""
+    answers = [side() for side in sides]
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(rounds):
+        for side, times in zip(sides, seconds, strict=True):
+            started = time.perf_counter()
+            side()
+            times.append(time.perf_counter() - started)
+    return seconds, answers
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    transformers_logging.set_verbosity_error()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+    print(f"{args.threads} threads, {device.type}; load before: {load()}")
+    print("| precision | prompts | answers | transformers | ours | ratio | spread | same |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(directory)
+        generator = torch.Generator().manual_seed(0)
+        for precision in args.precisions:
+            theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtypes[precision])
+            theirs.to(device)
+            config = FrozenModelConfig(path=str(Path(directory)), precision=precision)
+            ours = load_causal_lm(config, device=device)
+            for count in (*BATCHES, SPREAD):
+                spread = torch.linspace(SHORTEST, ANSWER, count).long()
+                mixed = spread[torch.randperm(count, generator=generator)].tolist()
+                lengths = mixed if count == SPREAD else [ANSWER] * count
+                size = (count, PROMPT)
+                prompts = torch.randint(3, VOCABULARY, size, generator=generator).tolist()
+                (slow, fast), (expected, got) = compare(
+                    [
+                        lambda: answer_with_transformers(theirs, prompts, lengths),  # noqa: B023
+                        lambda: answer_with_ours(ours, prompts, lengths),  # noqa: B023
+                    ],
+                    rounds=args.rounds,
+                )
+                tokens = sum(lengths)
+                ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+                same = sum(a == b for a, b in zip(expected, got, strict=True))
+                print(
+                    f"| {precision} | {count} | {min(lengths)} to {max(lengths)} |"
+                    f" {tokens / statistics.median(slow):,.0f} tokens/s |"
+                    f" {tokens / statistics.median(fast):,.0f} tokens/s |"
+                    f" {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |"
+                    f" {same} of {count} |",
+                    flush=True,
+                )
+    print(f"load after: {load()}")
+
+
+def load() -> str:
+    """Processes that wanted a core in the last minute, five and fifteen."""
+    cores = os.cpu_count()
+    return f"{', '.join(f'{number:.1f}' for number in os.getloadavg())} on {cores} cores"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,241 @@
+"""Continuous batching: every running sequence has a slot, a slot that is free is refilled at once.
+
+Prompts are read apart from decoding, several of them laid end to end, through the attention that
+training uses; a long one in pieces. Decoding takes one token of all running sequences at once.
+Dimension names: B running sequences, N tokens of one forward pass, V vocabulary.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from inference.requests import Recorder, Request
+from inference.sampling import Sampler
+from inference.slots import Continuation, NextToken, SlotCache, spans
+from pipeline.models.attention import Layout, Ragged, round_up
+
+PREFILL = 2048
+"""Prompt tokens of one forward pass: more make it no faster, and cost memory."""
+
+ROWS = 4
+"""On the CPU, passes of more than one token have a multiple of so many: matrix products of 2 or 3
+rows are slower than those of 4, and round otherwise than those of training, which have many."""
+
+
+def answer_in_slots(
+    model: nn.Module,
+    requests: Sequence[Request],
+    sampler: Sampler,
+    recorder: Recorder,
+    *,
+    num_slots: int,
+) -> Iterator[Request]:
+    """Answer the requests, `num_slots` at a time; each comes as it ends."""
+    waiting = deque(requests)
+    slots = Slots(model, requests, num_slots=num_slots)
+    while waiting or slots.running:
+        fill = [waiting.popleft() for _ in range(min(len(waiting), slots.num_free))]
+        started, logits = slots.start(fill) if fill else slots.step()
+        keys = [request.key for request in started]
+        positions = [len(request.response.ids) for request in started]
+        histories = [request.tokens for request in started] if sampler.needs_history else ()
+        tokens, logprobs = sampler(logits, keys, positions, histories)
+        ended = [
+            request
+            for request, token, logprob in zip(started, tokens, logprobs, strict=True)
+            if not recorder.add(request, token, logprob)
+        ]
+        yield from ended
+        slots.free(ended)
+
+
+class Slots:
+    """The running sequences of a model, at most `num_slots`, and what their slots hold."""
+
+    def __init__(self, model: nn.Module, requests: Sequence[Request], *, num_slots: int) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.occupants: list[Request | None] = [None] * num_slots
+        self.held: list[tuple[int, ...] | None] = [None] * num_slots
+        """The prompt whose keys and values are still at the beginning of each slot."""
+        capacity = max((len(each.prompt) + each.room for each in requests), default=0)
+        self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
+        self._spare = self.cache.width - 1
+        """Where padding is stored: the end of slot 0, which nobody reads."""
+        self._asked = Counter(request.prompt for request in requests)
+        self._after: dict[tuple[int, ...], Float[Tensor, " V"]] = {}
+        """Logits after prompts that more samples are still to come of."""
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a running sequence."""
+        return self.occupants.count(None)
+
+    @property
+    def running(self) -> list[Request]:
+        """The sequences that go on, in the order of their slots."""
+        return [each for each in self.occupants if each is not None]
+
+    def free(self, ended: Sequence[Request]) -> None:
+        """Give back the slots of sequences that ended."""
+        for request in ended:
+            self.occupants[self._slot_of(request)] = None
+
+    def _slot_of(self, request: Request) -> int:
+        return next(slot for slot, each in enumerate(self.occupants) if each is request)
+
+    def start(self, requests: Sequence[Request]) -> tuple[Sequence[Request], Float[Tensor, "B V"]]:
+        """Read the prompts into free slots, equal ones once; the logits of their first tokens."""
+        unread: dict[tuple[int, ...], int] = {}
+        copies: list[tuple[int, int]] = []
+        # Neighbours of similar length share attention calls.
+        by_length = sorted(requests, key=lambda request: len(request.prompt))
+        for request in sorted(by_length, key=lambda request: not self._in_free_slot(request)):
+            prompt = request.prompt
+            slot = self._free_slot(prompt)
+            if prompt in unread:
+                copies.append((unread[prompt], slot))
+            elif prompt not in self._after or prompt not in self.held:
+                unread[prompt] = slot
+            elif self.held[slot] != prompt:
+                copies.append((self.held.index(prompt), slot))
+            self.occupants[slot] = request
+            self.held[slot] = prompt
+        self._after.update(self._read(unread))
+        for source, target in copies:
+            self.cache.copy(source, target, len(self.held[target] or ()))
+        logits = torch.stack([self._after[request.prompt] for request in requests])
+        self._asked.subtract(request.prompt for request in requests)
+        self._after = {prompt: row for prompt, row in self._after.items() if self._asked[prompt]}
+        return requests, logits
+
+    def _in_free_slot(self, request: Request) -> bool:
+        places = zip(self.held, self.occupants, strict=True)
+        return any(held == request.prompt and each is None for held, each in places)
+
+    def _free_slot(self, prompt: tuple[int, ...]) -> int:
+        """A free slot, one that holds the prompt if there is one."""
+        free = [slot for slot, each in enumerate(self.occupants) if each is None]
+        return next((slot for slot in free if self.held[slot] == prompt), free[0])
+
+    def _read(
+        self, prompts: dict[tuple[int, ...], int]
+    ) -> Iterator[tuple[tuple[int, ...], Float[Tensor, " V"]]]:
+        """Store prompts in their slots; the logits after each."""
+        for part in packed(list(prompts)):
+            slots = [prompts[prompt] for prompt in part]
+            # Only a prompt that is alone can be longer than one pass.
+            *beginnings, last = range(0, len(part[0]), PREFILL)
+            for first in beginnings:
+                self._read_pieces([part[0][first : first + PREFILL]], slots, first=first)
+            logits = self._read_pieces([prompt[last:] for prompt in part], slots, first=last)
+            yield from zip(part, logits, strict=True)
+
+    def _read_pieces(
+        self, pieces: Sequence[tuple[int, ...]], slots: Sequence[int], *, first: int
+    ) -> Float[Tensor, "B V"]:
+        """Store pieces of prompts from position `first` on; the logits after each."""
+        lengths = [len(piece) for piece in pieces]
+        tokens = [token for piece in pieces for token in piece]
+        positions = [first + place for length in lengths for place in range(length)]
+        starts = [slot * self.cache.width for slot in slots]
+        places = [
+            start + first + place
+            for start, length in zip(starts, lengths, strict=True)
+            for place in range(length)
+        ]
+        # Padding goes on from the last piece, whose tokens don't see what comes after them.
+        padding = self._padding(len(tokens))
+        layout = (
+            Continuation(slots[0], first, lengths[0])
+            if first
+            else Ragged([*lengths[:-1], lengths[-1] + padding], self.device)
+        )
+        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        return self._run(tokens, positions, places, layout, reads_slots=first > 0, keep=last)
+
+    def step(self) -> tuple[Sequence[Request], Float[Tensor, "B V"]]:
+        """Read the newest token of every sequence; the logits of the next ones."""
+        self._close_gaps()
+        running = self.running
+        lengths = [len(each.prompt) + len(each.response.ids) for each in running]
+        layout = NextToken(spans(lengths), lengths, self.device)
+        width = self.cache.width
+        logits = self._run(
+            [each.response.ids[-1] for each in running],
+            [length - 1 for length in lengths],
+            [slot * width + length - 1 for slot, length in enumerate(lengths)],
+            layout,
+            reads_slots=True,
+            keep=0,
+        )
+        return running, logits[: len(running)]
+
+    def _close_gaps(self) -> None:
+        """Move the last sequences into slots that stayed free, so that the first slots are live."""
+        count = len(self.running)
+        gaps = [slot for slot in range(count) if self.occupants[slot] is None]
+        late = [slot for slot, each in enumerate(self.occupants) if each and slot >= count]
+        for target, source in zip(gaps, late, strict=True):
+            request = self.occupants[source]
+            assert request is not None
+            self.cache.copy(source, target, len(request.prompt) + len(request.response.ids) - 1)
+            self.occupants[target], self.occupants[source] = request, None
+            self.held[target] = request.prompt
+
+    @torch.no_grad()
+    def _run(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        places: list[int],
+        layout: Layout,
+        *,
+        reads_slots: bool,
+        keep: int | Tensor,
+    ) -> Float[Tensor, "B V"]:
+        """One forward pass over a row of tokens, padded."""
+        padding = self._padding(len(tokens))
+        inputs = torch.tensor(
+            [
+                tokens + [tokens[-1]] * padding,
+                positions + [0] * padding,
+                places + [self._spare] * padding,
+            ],
+            device=self.device,
+        )
+        self.cache.begin(inputs[2], reads_slots=reads_slots)
+        output = self.model(
+            input_ids=inputs[:1],
+            position_ids=inputs[1:2],
+            # transformers hands a 4-D mask through untouched; the layout needs none.
+            attention_mask=torch.ones(1, 1, 1, 1, device=self.device),
+            past_key_values=self.cache,
+            use_cache=True,
+            ragged=layout,
+            logits_to_keep=keep,
+        )
+        return output.logits[0]
+
+    def _padding(self, num_tokens: int) -> int:
+        """How many tokens a pass has besides its own."""
+        if self.device.type != "cpu" or num_tokens == 1:
+            return 0
+        return round_up(num_tokens, ROWS) - num_tokens
+
+
+def packed(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Cut prompts into parts of at most PREFILL tokens; a longer prompt is alone."""
+    parts: list[list[tuple[int, ...]]] = []
+    room = 0
+    for prompt in prompts:
+        if parts and len(prompt) <= room:
+            parts[-1].append(prompt)
+            room -= len(prompt)
+        else:
+            parts.append([prompt])
+            room = PREFILL - len(prompt)
+    return parts

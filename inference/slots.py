@@ -1,0 +1,219 @@
+"""Keys and values of running sequences, in slots of one fixed size.
+
+The cache is handed to an unmodified Hugging Face model, whose layers store through it; the layouts
+beside it tell the model's attention what to read. A forward pass is one row of tokens, whatever
+slots they belong to. Dimension names: S slots, M tokens of a slot, N tokens of a pass, B sequences,
+G key heads, H query heads, D and E head sizes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from pipeline.models.attention import KEY_BLOCK, round_up
+
+CALL = 256
+"""Keys that cost as much to read as one more attention call."""
+
+
+class SlotCache(Cache):
+    """The keys and values of S sequences; a slot holds its sequence from the first token on."""
+
+    def __init__(self, *, num_slots: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.num_slots = num_slots
+        self.width = round_up(capacity, KEY_BLOCK) + KEY_BLOCK
+        """Tokens of a slot; the last KEY_BLOCK of them take what nobody will read."""
+        self.keys: list[Float[Tensor, "S G M D"]] = []
+        self.values: list[Float[Tensor, "S G M E"]] = []
+        self._places: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
+        self._reads_slots = False
+        self._rows: dict[int, Int[Tensor, "N G"]] = {}
+
+    def begin(self, places: Int[Tensor, " N"], *, reads_slots: bool) -> None:
+        """Say where the tokens of the next pass go: slot * width + position.
+
+        With `reads_slots` attention is given all slots, else the keys and values of the pass alone.
+        """
+        self._places = places
+        self._reads_slots = reads_slots
+        self._rows.clear()
+
+    def update(
+        self,
+        key_states: Float[Tensor, "1 G N D"],
+        value_states: Float[Tensor, "1 G N E"],
+        layer_idx: int,
+        *args: object,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's keys and values; called by the model."""
+        if layer_idx == len(self.keys):
+            self.keys.append(self._empty(key_states))
+            self.values.append(self._empty(value_states))
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        num_heads = keys.shape[1]
+        rows = self._rows.get(num_heads)
+        if rows is None:
+            # One row of D numbers for each slot, head and token.
+            slots, tokens = self._places // self.width, self._places % self.width
+            heads = torch.arange(num_heads, device=self._places.device)
+            first = (slots[:, None] * num_heads + heads) * self.width
+            rows = self._rows[num_heads] = (first + tokens[:, None]).flatten()
+        for stored, states in ((keys, key_states), (values, value_states)):
+            size = stored.shape[-1]
+            stored.view(-1, size).index_copy_(0, rows, states[0].transpose(0, 1).reshape(-1, size))
+        return (keys, values) if self._reads_slots else (key_states, value_states)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give slot `target` the first `length` tokens of slot `source`."""
+        for stored in (*self.keys, *self.values):
+            stored[target, :, :length] = stored[source, :, :length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """No common length: models are told the positions of their tokens."""
+        return 0
+
+    def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:
+        # Zeros, because a masked key still takes part in a product with 0.
+        return states.new_zeros(self.num_slots, states.shape[1], self.width, states.shape[3])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring slots that share an attention call."""
+
+    first: int
+    last: int
+    """One past the last slot."""
+
+
+def spans(lengths: Sequence[int]) -> list[Span]:
+    """Cut slots into neighbours of similar length, so that padding costs less than a call."""
+    parts: list[Span] = []
+    first, longest, total = 0, 0, 0
+    for slot, length in enumerate(lengths):
+        longest, total = max(longest, length), total + length
+        if longest * (slot + 1 - first) - total > CALL * max(1, slot - first):
+            parts.append(Span(first, slot))
+            first, longest, total = slot, length, length
+    return [*parts, Span(first, len(lengths))] if lengths else parts
+
+
+class NextToken:
+    """One token of each of the first B slots, which sees what its slot holds up to itself.
+
+    More tokens than slots are padding; their result is 0.
+    """
+
+    def __init__(self, parts: Sequence[Span], lengths: Sequence[int], device: torch.device) -> None:
+        self.parts = parts
+        self.lengths = lengths
+        """Tokens of each slot, the new one included."""
+        self.device = device
+        self._reads: dict[int | None, list[tuple[int, int, Tensor | None]]] = {}
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Attention of each token to the live keys of its own slot."""
+        del dropout  # generation has none
+        if sliding_window not in self._reads:
+            self._reads[sliding_window] = [
+                self._read(part, sliding_window, query.dtype) for part in self.parts
+            ]
+        heads = query[0].transpose(0, 1).unflatten(1, (key.shape[1], -1))  # (N, G, H / G, D)
+        attended = [
+            F.scaled_dot_product_attention(
+                heads[part.first : part.last],
+                key[part.first : part.last, :, start:stop],
+                value[part.first : part.last, :, start:stop],
+                attn_mask=bias,
+                scale=scaling,
+            ).flatten(1, 2)
+            for part, (start, stop, bias) in zip(
+                self.parts, self._reads[sliding_window], strict=True
+            )
+        ]
+        rows = torch.cat(attended) if len(attended) > 1 else attended[0]
+        return F.pad(rows, (0, 0, 0, 0, 0, query.shape[2] - len(rows)))[None]
+
+    def _read(
+        self, part: Span, sliding_window: int | None, dtype: torch.dtype
+    ) -> tuple[int, int, Tensor | None]:
+        """First key, one past the last, and what keeps each slot to its own keys among them."""
+        lengths = self.lengths[part.first : part.last]
+        reach = sliding_window or max(lengths)
+        block = KEY_BLOCK if dtype.itemsize < torch.float32.itemsize else 1
+        start = max(0, min(lengths) - reach) // block * block
+        stop = round_up(max(lengths), block)
+        if min(lengths) == stop <= start + reach:
+            return start, stop, None
+        ends = torch.tensor(lengths, device=self.device)[:, None]
+        keys = torch.arange(start, stop, device=self.device)
+        hidden = (keys >= ends) | (keys < ends - reach)
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+        return start, stop, bias.masked_fill_(hidden, -math.inf)[:, None, None, :]
+
+
+class Continuation:
+    """The next tokens of a prompt whose beginning is in a slot already."""
+
+    def __init__(self, slot: int, first: int, length: int) -> None:
+        self.slot = slot
+        self.first = first
+        """Position of the first of the tokens."""
+        self.length = length
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Causal attention to the slot up to each token; tokens past `length` are padding."""
+        del dropout  # generation has none
+        num_tokens, end = query.shape[2], self.first + self.length
+        distance = (
+            torch.arange(self.first, self.first + num_tokens, device=query.device)[:, None]
+            - torch.arange(end, device=query.device)[None, :]
+        )
+        seen = distance >= 0
+        if sliding_window is not None:
+            seen &= distance < sliding_window
+        seen[self.length :, 0] = True  # padding: a row without a key would be NaN
+        attended = F.scaled_dot_product_attention(
+            query,
+            key[self.slot : self.slot + 1, :, :end],
+            value[self.slot : self.slot + 1, :, :end],
+            attn_mask=seen,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return attended.transpose(1, 2)
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Memory of one token's keys and values in all layers."""
+    settings = model.config.get_text_config()
+    num_heads = settings.num_attention_heads
+    kv_heads = getattr(settings, "num_key_value_heads", None) or num_heads
+    head_size = getattr(settings, "head_dim", None) or settings.hidden_size // num_heads
+    return 2 * settings.num_hidden_layers * kv_heads * head_size * model.dtype.itemsize
