@@ -22,8 +22,6 @@ from tests.faults.jobs import (
     small,
 )
 
-STEPS = {"sft": 30, "ppo": 5}
-
 
 @dataclass
 class Tally:
@@ -59,22 +57,22 @@ def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> b
 
 
 @pytest.mark.parametrize(
-    ("step", "kills"),
+    ("step", "steps", "kills"),
     [
-        pytest.param("sft", 5, id="sft, 5"),
-        pytest.param("sft", 50, id="sft, 50", marks=pytest.mark.faults),
-        pytest.param("ppo", 12, id="ppo, 12", marks=pytest.mark.faults),
+        pytest.param("sft", 8, 3, id="sft, 3"),
+        pytest.param("sft", 30, 50, id="sft, 50", marks=pytest.mark.faults),
+        pytest.param("ppo", 5, 12, id="ppo, 12", marks=pytest.mark.faults),
     ],
 )
 @pytest.mark.timeout(1200)
 def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
     step: str,
+    steps: int,
     kills: int,
     start: Path,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    steps = STEPS[step]
     reference = tmp_path / "reference"
     config = small(start, step, output_dir=reference, max_steps=steps)
     seconds = run_undisturbed(config)
@@ -97,6 +95,6 @@ def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
         tally.completed += 1
 
     record_property("kills", str(tally))
-    assert tally.in_training > 0
     if kills >= 50:
-        assert tally.in_a_save > 0
+        assert tally.in_training > 5, tally
+        assert tally.in_a_save > 5, tally
