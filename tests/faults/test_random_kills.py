@@ -4,9 +4,9 @@ The instants are uniform over the wall time of a whole run that saves after ever
 over, and starting, loading, computing, saving, evaluating and exporting are all hit.
 """
 
+import logging
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from tests.faults.jobs import (
     run_forked,
     small,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,12 +68,7 @@ def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> b
 )
 @pytest.mark.timeout(1200)
 def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
-    step: str,
-    steps: int,
-    kills: int,
-    start: Path,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    step: str, steps: int, kills: int, start: Path, tmp_path: Path
 ) -> None:
     reference = tmp_path / "reference"
     config = small(start, step, output_dir=reference, max_steps=steps)
@@ -94,7 +91,7 @@ def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
         assert_same_end(out, reference, step=steps)
         tally.completed += 1
 
-    record_property("kills", str(tally))
+    logger.info("%s", tally)  # shown with --log-cli-level=INFO
     if kills >= 50:
         assert tally.in_training > 5, tally
         assert tally.in_a_save > 5, tally
