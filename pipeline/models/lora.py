@@ -48,4 +48,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     for name, param in peft_model.named_parameters():
         if ".lora_" in name:
             param.data = param.data.float()
+    adapter = peft_model.peft_config["default"]
+    assert isinstance(adapter, PeftLoraConfig)
+    # A set, whose order in the exported file would be another in each process.
+    adapter.target_modules = sorted(adapter.target_modules or [])
     return peft_model  # pyright: ignore[reportReturnType]

@@ -22,13 +22,7 @@ from tests.faults.jobs import (
 from tests.test_resume import metrics
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def reference(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("reference")
-    assert run_forked(small(start, "sft", output_dir=out, max_steps=STEPS)) == [0, 0]
-    return out
+"""As in `reference`."""
 
 
 def steps_saved(out: Path) -> list[int]:
@@ -36,7 +30,11 @@ def steps_saved(out: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("action", "reason"), [("enospc", "No space left on device"), ("eio", "Input/output error")]
+    ("action", "reason"),
+    [
+        pytest.param("enospc", "No space left on device", marks=pytest.mark.faults),
+        ("eio", "Input/output error"),
+    ],
 )
 def test_a_save_that_one_rank_can_not_make_costs_a_sentence(
     action: str, reason: str, start: Path, reference: Path, tmp_path: Path
@@ -140,7 +138,7 @@ def test_an_offload_directory_that_vanishes_takes_nothing_along(
     assert_same_end(out, reference, step=STEPS)
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("verb", ["read", pytest.param("write", marks=pytest.mark.faults)])
 def test_an_offload_disk_that_fails_on_one_rank_ends_the_job_in_a_sentence(
     verb: str, start: Path, reference: Path, tmp_path: Path
 ) -> None:

@@ -4,9 +4,9 @@ The instants are uniform over the wall time of a whole run that saves after ever
 over, and starting, loading, computing, saving, evaluating and exporting are all hit.
 """
 
+import logging
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.faults.jobs import (
     small,
 )
 
-STEPS = {"sft": 30, "ppo": 5}
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -59,22 +59,17 @@ def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> b
 
 
 @pytest.mark.parametrize(
-    ("step", "kills"),
+    ("step", "steps", "kills"),
     [
-        pytest.param("sft", 5, id="sft, 5"),
-        pytest.param("sft", 50, id="sft, 50", marks=pytest.mark.faults),
-        pytest.param("ppo", 12, id="ppo, 12", marks=pytest.mark.faults),
+        pytest.param("sft", 8, 3, id="sft, 3"),
+        pytest.param("sft", 30, 50, id="sft, 50", marks=pytest.mark.faults),
+        pytest.param("ppo", 5, 12, id="ppo, 12", marks=pytest.mark.faults),
     ],
 )
 @pytest.mark.timeout(1200)
 def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
-    step: str,
-    kills: int,
-    start: Path,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    step: str, steps: int, kills: int, start: Path, tmp_path: Path
 ) -> None:
-    steps = STEPS[step]
     reference = tmp_path / "reference"
     config = small(start, step, output_dir=reference, max_steps=steps)
     seconds = run_undisturbed(config)
@@ -96,7 +91,7 @@ def test_killed_at_random_instants_a_job_is_a_prefix_of_the_undisturbed_one(
         assert_same_end(out, reference, step=steps)
         tally.completed += 1
 
-    record_property("kills", str(tally))
-    assert tally.in_training > 0
+    logger.info("%s", tally)  # shown with --log-cli-level=INFO
     if kills >= 50:
-        assert tally.in_a_save > 0
+        assert tally.in_training > 5, tally
+        assert tally.in_a_save > 5, tally

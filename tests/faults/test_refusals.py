@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import DataConfig, StepConfig
+from pipeline.engine.checkpoint.find import newest
 from tests.faults.jobs import DATA, Forked, run_forked, small
 
 
 def started(start: Path, tmp_path: Path) -> StepConfig:
-    """A job that stood after step 2 of 4 when it was cut off, on rows of its own."""
+    """A job that was cut off in step 3 of 4, on rows of its own."""
     rows = tmp_path / DATA
     rows.write_text((start / DATA).read_text())
     data = DataConfig(path=(str(rows),), max_eval_rows=6, max_length=64)
@@ -31,12 +32,25 @@ def refusal(config: StepConfig) -> str:
     return sentence
 
 
+def last_checkpoint(config: StepConfig) -> Path:
+    checkpoint, _ = newest(config.output_dir / "checkpoints")
+    assert checkpoint is not None
+    return checkpoint.path
+
+
 def saved_files(config: StepConfig) -> list[Path]:
     out = config.output_dir
     return [out / "metrics.jsonl", *(out / "checkpoints").glob("step_*/*")]
 
 
-@pytest.mark.parametrize("change", ["a word", "a row less", "the order"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "a word",
+        pytest.param("a row less", marks=pytest.mark.faults),
+        pytest.param("the order", marks=pytest.mark.faults),
+    ],
+)
 def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Path) -> None:
     config = started(start, tmp_path)
     rows = tmp_path / DATA
@@ -51,7 +65,7 @@ def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Pa
     rows.write_text("\n".join(lines) + "\n")
 
     assert refusal(config) == (
-        f"error: the training rows are not those of {tmp_path}/out/checkpoints/step_00000002: the"
+        f"error: the training rows are not those of {last_checkpoint(config)}: the"
         " data has changed; bring it back, or say --overwrite to begin again"
     )
 
@@ -60,7 +74,7 @@ def test_a_setting_that_decides_the_result_is_refused_by_name(start: Path, tmp_p
     config = started(start, tmp_path)
 
     assert refusal(replace(config, seed=7)) == (
-        f"error: {tmp_path}/out/checkpoints/step_00000002 was made with seed 1234, and this run has"
+        f"error: {last_checkpoint(config)} was made with seed 1234, and this run has"
         " 7; keep that setting, or say --overwrite to begin again"
     )
 
@@ -70,10 +84,13 @@ def test_checkpoints_of_which_none_can_be_used_are_not_begun_over(
 ) -> None:
     config = started(start, tmp_path)
     root = tmp_path / "out" / "checkpoints"
-    for path in root.glob("step_*/manifest.json"):
+    manifests = list(root.glob("step_*/manifest.json"))
+    for path in manifests:
         path.write_text(path.read_text().replace('"format": 1', '"format": 999'))
 
     sentence = refusal(config)
 
-    assert sentence.startswith(f"error: none of the 2 checkpoints in {root} can be used: ")
+    assert sentence.startswith(
+        f"error: none of the {len(manifests)} checkpoints in {root} can be used: "
+    )
     assert "has format 999; this version of the program reads format 1" in sentence
