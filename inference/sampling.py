@@ -83,9 +83,7 @@ class Sampler:
         if self.temperature == 0:
             tokens = likeliest_tokens(scores)
         else:
-            probabilities = (
-                logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
-            )
+            probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
             points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
             tokens = inverse_transform(self._truncated(probabilities), points)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
