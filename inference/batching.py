@@ -65,6 +65,8 @@ class Slots:
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
+        # transformers hands a 4-D mask through untouched; the layouts need none.
+        self._no_mask = torch.ones(1, 1, 1, 1, device=self.device)
         self._asked = Counter(request.prompt for request in requests)
         self._after: dict[tuple[int, ...], Float[Tensor, " V"]] = {}
         """Logits after prompts that more samples are still to come of."""
@@ -211,8 +213,7 @@ class Slots:
         output = self.model(
             input_ids=inputs[:1],
             position_ids=inputs[1:2],
-            # transformers hands a 4-D mask through untouched; the layout needs none.
-            attention_mask=torch.ones(1, 1, 1, 1, device=self.device),
+            attention_mask=self._no_mask,
             past_key_values=self.cache,
             use_cache=True,
             ragged=layout,

@@ -149,7 +149,8 @@ class NextToken:
             )
         ]
         rows = torch.cat(attended) if len(attended) > 1 else attended[0]
-        return F.pad(rows, (0, 0, 0, 0, 0, query.shape[2] - len(rows)))[None]
+        padding = query.shape[2] - len(rows)
+        return (F.pad(rows, (0, 0, 0, 0, 0, padding)) if padding else rows)[None]
 
     def _read(
         self, part: Span, sliding_window: int | None, dtype: torch.dtype

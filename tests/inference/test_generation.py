@@ -48,8 +48,14 @@ def greedy_of_transformers(model: PreTrainedModel, prompt: list[int]) -> list[in
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    # Not the peculiar ones in bf16: a tie in the routing of experts changes all that follows.
+    [
+        *((family, "fp32") for family in [*FAMILIES, *PECULIAR]),
+        *((family, "bf16") for family in FAMILIES),
+    ],
+)
 def test_greedy_answers_to_more_prompts_than_slots_are_those_of_transformers(
     family: str, precision: Precision, tmp_path: Path
 ) -> None:
