@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
-"""Attention reads keys in multiples of so many, in training as in generation: in 16-bit precision
+"""In 16-bit precision attention reads keys in multiples of so many, in training as in generation:
 both then add up a softmax alike, to the bit, whatever shares the call."""
 
 MAX_PADDING = 1.3
@@ -66,10 +66,24 @@ class Ragged:
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self.lengths = tuple(lengths)
-        self.groups = [_group(rows, lengths, device) for rows in similar_lengths(lengths)]
+        self.device = device
+        self._parts = similar_lengths(lengths)
+        self.groups = self._groups_of(1)
+        self._in_blocks: list[Group] = []
         order = torch.cat([group.tokens.flatten()[group.real] for group in self.groups])
         self.restore = order.argsort()
         """Index that puts the groups' real tokens, one group after the other, back in row order."""
+
+    def _groups_of(self, block: int) -> list[Group]:
+        return [_group(rows, self.lengths, self.device, block) for rows in self._parts]
+
+    def groups_for(self, dtype: torch.dtype) -> list[Group]:
+        """The groups, their keys in whole blocks where that changes what is added up."""
+        if dtype.itemsize >= torch.float32.itemsize:
+            return self.groups
+        if not self._in_blocks:
+            self._in_blocks = self._groups_of(KEY_BLOCK)
+        return self._in_blocks
 
     def attend(
         self,
@@ -91,7 +105,7 @@ class Ragged:
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
         outputs: list[Tensor] = []
-        for group in self.groups:
+        for group in self.groups_for(query.dtype):
             window = window_mask(group.tokens.shape[1], sliding_window, query.device)
             attended = F.scaled_dot_product_attention(
                 _take(query, group.tokens),
@@ -126,11 +140,11 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> Group:
+def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device, block: int) -> Group:
     sizes = torch.tensor(lengths)
     first = (sizes.cumsum(0) - sizes)[list(rows), None]  # (B, 1)
     size = sizes[list(rows), None]
-    step = torch.arange(round_up(int(size.max()), KEY_BLOCK))[None, :]  # (1, T)
+    step = torch.arange(round_up(int(size.max()), block))[None, :]  # (1, T)
     tokens = first + torch.minimum(step, size - 1)
     return Group(tokens.to(device), (step < size).flatten().nonzero().squeeze(-1).to(device))
 
