@@ -30,15 +30,13 @@ from pipeline.engine.state import (
 )
 from pipeline.errors import ConfigError
 from pipeline.models.consolidate import TOKENIZER, describe_model
-from pipeline.run import Run
+from pipeline.run import CHECKPOINTS, Run
 from pipeline.settings import plain, portable
 from pipeline.signals import EXIT_REQUEUE, StopSignals
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-DIRECTORY = "checkpoints"
 
 PATIENCE_SECONDS = 5
 """Of a loop that is left before its end: the save under way may wait for a process that is gone."""
@@ -83,7 +81,7 @@ class Checkpoints:
     ) -> None:
         config = self.config = run.config
         self.run, self.data = run, data
-        self.root = run.path(DIRECTORY)
+        self.root = run.path(CHECKPOINTS)
         self.engines = engines
         self.parts = {
             "run": run,

@@ -19,6 +19,7 @@ from pipeline.cli import write_config
 from pipeline.config import StepConfig
 from pipeline.engine.checkpoint.durable import discard
 from pipeline.engine.checkpoint.lock import RunLock
+from pipeline.errors import ConfigError
 from pipeline.progress import Progress
 from pipeline.settings import flatten, plain
 from pipeline.trackers import Trackers, open_trackers
@@ -30,15 +31,17 @@ logger = logging.getLogger(__name__)
 OUR_LOGGERS = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo", "__main__")
 STALE = ("result.json", "samples.json")
 LOCK = ".lock"
+CHECKPOINTS = "checkpoints"
 
 
 class Run:
     """Context manager around a step's loop; rank 0 alone writes, on the others all is silent.
 
-    On entry: makes the directory, keeps other jobs out of it, writes the resolved settings to
-    `config.yaml`, removes the results of an earlier run, and starts a fresh `metrics.jsonl` unless
-    the run is to go on: then `load_state_dict` cuts off what came after the checkpoint. On exit,
-    also by Ctrl-C: every file holds whole lines only.
+    On entry: makes the directory, keeps other jobs out of it, refuses to begin over checkpoints of
+    a run that was cut off, writes the resolved settings to `config.yaml`, removes the results of an
+    earlier run, and starts a fresh `metrics.jsonl` unless the run is to go on: then
+    `load_state_dict` cuts off what came after the checkpoint. On exit, also by Ctrl-C: every file
+    holds whole lines only.
     """
 
     def __init__(self, config: StepConfig, *, name: str, total_steps: int, is_main: bool) -> None:
@@ -62,6 +65,7 @@ class Run:
         if self.is_main:
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
             self._held.enter_context(RunLock(self.path(LOCK)))
+            self._spare_what_was_cut_off()
             self._trackers = open_trackers(
                 self.config.trackers,
                 directory=self.config.output_dir,
@@ -100,6 +104,20 @@ class Run:
                 self.path("metrics.jsonl"),
             )
         self._trackers.close()
+
+    def _spare_what_was_cut_off(self) -> None:
+        """Refuse to begin over the checkpoints of a run that has not ended.
+
+        Raises:
+            ConfigError: there are some, and `resume` does not say to go on.
+        """
+        unfinished = not self.path("result.json").exists()
+        if not self.config.resume and unfinished and any(self.path(CHECKPOINTS).glob("step_*")):
+            self._held.close()
+            raise ConfigError(
+                f"{self.config.output_dir} holds the checkpoints of a run that was cut off; say"
+                f" --resume to go on with it, or remove {self.path(CHECKPOINTS)} to begin again"
+            )
 
     @property
     def seconds(self) -> float:

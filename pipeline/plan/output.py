@@ -83,6 +83,8 @@ def clear_step(out: Path, name: str) -> set[str]:
         known = _read_json(out / FILES).get(name)
         if known is None:  # the step was cut off, or ran without train.py
             known = [file for file in _files(directory) if _looks_made(file)]
+        # Those of a run whose parent was killed were never recorded.
+        known += [file for file in _files(directory) if file.startswith(f"{CHECKPOINTS}/")]
         for file in known:
             (directory / file).unlink(missing_ok=True)
         _remove_empty_directories(directory)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from pipeline.config import DataConfig, StepConfig
+from pipeline.errors import ConfigError
 from pipeline.run import Run
 
 
@@ -92,6 +93,21 @@ def test_nan_and_infinity_are_null_in_valid_json(tmp_path: Path) -> None:
     assert line["loss"] is None
     assert line["ratio_max"] is None
     assert json.loads((tmp_path / "result.json").read_text())["eval"] == {"judge": {"base": None}}
+
+
+def test_a_run_never_begins_over_the_checkpoints_of_one_that_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+
+    with (
+        pytest.raises(ConfigError, match="was cut off; say --resume to go on with it"),
+        Run(config(tmp_path), name="step1_sft", total_steps=2, is_main=True),
+    ):
+        pass
+
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    (tmp_path / "result.json").write_text("{}")  # a finished run may be repeated
+    with Run(config(tmp_path), name="step1_sft", total_steps=2, is_main=True):
+        pass
 
 
 def test_a_run_begins_with_none_of_the_old_results(tmp_path: Path) -> None:

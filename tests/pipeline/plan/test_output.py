@@ -225,3 +225,14 @@ def test_settings_that_cant_be_read_are_named(tmp_path: Path) -> None:
     (directory / "config.yaml").write_text("a: [")
 
     assert complaint(tmp_path, "--resume").startswith(f"{directory}/config.yaml can't be read")
+
+
+def test_overwriting_removes_checkpoints_that_were_never_recorded(tmp_path: Path) -> None:
+    directory = tmp_path / "step1_sft"
+    run_step(tmp_path, 1)
+    (directory / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (directory / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
+
+    clear_step(tmp_path, "step1_sft")
+
+    assert not (directory / "checkpoints").exists()
