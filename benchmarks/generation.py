@@ -24,20 +24,19 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.llama import VOCABULARY, save_llama
 from inference.generation import answer_each
 from inference.sampling import Sampler
 from pipeline.config import FrozenModelConfig
 from pipeline.models.load import load_causal_lm
 
-PROMPT, ANSWER, VOCABULARY = 64, 128, 32_000
+PROMPT, ANSWER = 64, 128
 SHORTEST = 8
 BATCHES = (1, 8, 32)
 SPREAD = 64
@@ -63,24 +62,6 @@ class RowLengths(StoppingCriteria):
         """Which rows are as long as they may be."""
         done = self.lengths.to(input_ids.device) <= input_ids.shape[1] - PROMPT
         return cast("torch.BoolTensor", done)
-
-
-def save_model(directory: str) -> None:
-    """Save the 15M Llama: hidden 288, 6 layers, vocabulary 32,000."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=288,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def answer_with_transformers(
@@ -150,7 +131,7 @@ def main(argv: Sequence[str]) -> None:
     print("| precision | prompts | answers | transformers | ours | ratio | spread | same |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
-        save_model(directory)
+        save_llama(directory)
         generator = torch.Generator().manual_seed(0)
         for precision in args.precisions:
             theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtypes[precision])

@@ -28,37 +28,24 @@ WARM_UP = 2
 
 def build_model(directory: Path, data_path: str) -> None:
     """Save the 15M Llama (hidden 288, 6 layers, vocabulary 32,000) and a tokenizer of the data."""
-    import torch
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
+    from benchmarks.llama import VOCABULARY, save_llama
     from pipeline.config import DataConfig
     from pipeline.data.stages import load_examples
 
     examples = load_examples(DataConfig(path=(data_path,)), step=2, seed=0).train
     texts = [turn.content for e in examples for turn in (*e.prompt, *e.chosen, *e.rejected)]
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=32_000, special_tokens=["<s>", "</s>", "<pad>"])
+    bpe.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["<s>", "</s>", "<pad>"])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer,  # noqa: SLF001
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
     )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=288,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    save_llama(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -1,0 +1,26 @@
+"""The Llama of 15M parameters that steps and generation are measured with."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 32_000
+
+
+def save_llama(directory: str | Path) -> None:
+    """Save it with random weights: hidden 288, 6 layers, tied embeddings."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=288,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
