@@ -20,7 +20,6 @@ from pipeline.distributed import is_main, process_group, rank, share_of_rank, wo
 from pipeline.errors import ConfigError
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
-from pipeline.models.trained import evaluating
 from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step3_ppo.comparison import (
@@ -81,8 +80,8 @@ def train(config: PPOConfig) -> Path:
             tokenizer=tokenizer,
             data=prompts.fingerprint,
         )
-        with evaluating(models.policy), models.actor.gathered():
-            check_generation(models.policy, [row.input_ids for row in prompts.train[:2]])
+        with models.hybrid_engine.generating() as actor:
+            check_generation(actor, [row.input_ids for row in prompts.train[:2]])
         before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
         if checkpoints.done == 0:
             run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))
@@ -113,6 +112,7 @@ def train(config: PPOConfig) -> Path:
                 **statistics,
                 **updates.values(),
                 kl_coef=controller.coef,
+                **models.hybrid_engine.metrics(),
                 seconds_generation=seconds_generation,
                 seconds_experience=seconds_experience,
                 seconds_training=clock.lap(),
