@@ -45,7 +45,7 @@ from step3_ppo.rollout import (
     sample_responses,
 )
 from step3_ppo.statistics import rollout_statistics
-from step3_ppo.update import Updates, check_first_update, update_models
+from step3_ppo.update import Updates, check_first_update, check_rollout_gap, update_models
 
 
 def train(config: PPOConfig) -> Path:
@@ -88,8 +88,7 @@ def train(config: PPOConfig) -> Path:
 
         for step in checkpoints.steps():
             clock = Clock()
-            rows = share_of_rank(next(stream))
-            inputs = [prompts.train[row].input_ids for row in rows]
+            inputs = [prompts.train[row].input_ids for row in share_of_rank(next(stream))]
             first_key = (step - 1) * config.rollout_size
             responses = sample_responses(
                 models,
@@ -103,6 +102,7 @@ def train(config: PPOConfig) -> Path:
             score = reward_of_score(experience, models, config)
             rollout = finish_rollout(experience, score, config, kl_coef=controller.coef)
             statistics = rollout_statistics(rollout, score)
+            check_rollout_gap(statistics["rollout_gap"], models)
             seconds_experience = clock.lap()
 
             updates = learn(models, rollout, config, step=step, ema=ema, ptx=ptx)

@@ -312,3 +312,66 @@ def test_a_released_replica_reads_as_nan_and_a_resident_one_keeps_its_memory(lla
 
     assert released.hybrid.replica.model(input_ids=IDS).logits.isnan().all()
     assert torch.equal(resident.hybrid.replica.model(input_ids=IDS).logits, resident.logits())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_training_keeps_is_off_the_device_while_answers_are_generated(
+    llama: str, stage: int, precision: str
+) -> None:
+    plain, napping = (Actor(llama, zero_stage=stage, precision=precision) for _ in range(2))
+    hybrid = HybridEngine(napping.engine, napping.model, napping=(napping.engine,))
+    moments = sum(each.nbytes for group in napping.engine.groups for each in group.moments())
+    assert moments == 0
+    for actor in (plain, napping):
+        actor.learn()
+    moments = sum(each.nbytes for group in napping.engine.groups for each in group.moments())
+
+    for _ in range(2):
+        expected = plain.replica_logits()
+        with hybrid.generating() as replica, torch.no_grad():
+            moved = napping.engine.sleep.num_bytes
+            assert torch.equal(replica(input_ids=IDS).logits, expected)
+        assert moved >= moments > 0
+        assert napping.engine.sleep.num_bytes == 0
+        for actor in (plain, napping):
+            actor.learn()
+
+    assert all(torch.equal(napping.weights()[name], each) for name, each in plain.weights().items())
+
+
+def test_averaged_weights_generate_as_soon_as_they_are_set(llama: str) -> None:
+    for stage in (0, 3):
+        actor = Actor(llama, zero_stage=stage, resident=True)
+        actor.learn()
+        old, masters = actor.replica_logits(), [each.clone() for each in actor.engine.masters()]
+        actor.learn()
+        actor.engine.load_masters(masters)
+
+        assert torch.equal(actor.replica_logits(), old)
+
+
+def test_a_flip_that_is_broken_off_leaves_the_engine_sharded_and_usable(llama: str) -> None:
+    actor = Actor(llama, zero_stage=3)
+    turns = actor.engine.turns()
+    next(turns)
+    turns.close()
+
+    assert actor.engine.zero.gathered_bytes == 0
+    actor.learn()
+
+
+def units_gathered(path: str) -> tuple[int, int]:
+    """Most bytes gathered at a time during a flip, and those of the two largest units."""
+    actor = Actor(path, zero_stage=3, zero=ZeroConfig(shared_memory=False, prefetch_units=1))
+    zero = actor.engine.zero
+    sizes = sorted(sum(flat.full.numel() * 4 for flat in unit.flats) for unit in zero.units)
+    most = 0
+    for _ in actor.engine.turns():
+        most = max(most, zero.gathered_bytes)
+    return most, sum(sizes[-2:])
+
+
+def test_at_most_two_units_are_gathered_at_a_time(llama: str) -> None:
+    for most, two_units in run_ranks(units_gathered, llama):
+        assert 0 < most <= two_units
