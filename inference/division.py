@@ -8,7 +8,7 @@ that it has none for.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from inference.division_plans import OWN_PLANS, FamilyPlan
+from inference.division_plans import FamilyPlan, own_plan
 from inference.peers import Peers, mark
 from pipeline.errors import ConfigError, require
 
@@ -89,24 +89,29 @@ class Division:
 
     def __init__(self, model: PreTrainedModel, peers: Peers) -> None:
         self.model, self.peers = model, peers
-        settings = model.config.get_text_config()
-        self.num_heads = int(settings.num_attention_heads)
-        self.kv_heads = int(getattr(settings, "num_key_value_heads", None) or self.num_heads)
-        self.plan = FamilyPlan({})
         self.styles: dict[str, str] = {}
         """Style of each module that is divided, by name."""
         if peers.size == 1:
             return
+        settings = model.config.get_text_config()
         self.family = str(model.config.model_type)
-        if settings.model_type == "falcon" and settings.new_decoder_architecture:
-            self.kv_heads = int(settings.num_kv_heads)
         self.plan = plan_of(model)
+        self.num_heads = int(settings.num_attention_heads)
+        key_heads = self.plan.key_heads or getattr(settings, "num_key_value_heads", None)
+        self.kv_heads = int(key_heads or self.num_heads)
         self.styles = dict(self._styles())
+        self._divides_keys = any(
+            name.endswith((*OF_KEYS, *PACKED)) and not _STYLES[style].joins
+            for name, style in self.styles.items()
+        )
         self._check_heads()
 
     def _styles(self) -> Iterator[tuple[str, str]]:
-        tied = self.model.get_output_embeddings()
-        table = self.model.get_input_embeddings()
+        head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        for name, _ in self.model.named_parameters():
+            style = _match(self.plan.styles, name)
+            if style is not None and not style.startswith(REPLICATED):
+                raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
         for name, module in self.model.named_modules():
             style = _match(self.plan.styles, name)
             if style is None or style.startswith(REPLICATED):
@@ -115,8 +120,8 @@ class Division:
                 raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
             if style == "colwise_gather_output":
                 # Whole where it is the table of the embeddings, which every process has.
-                shared = module is tied and module.weight is table.weight
-                if shared or _outputs(module) % self.peers.size:
+                is_table = module is head and module.weight is table.weight
+                if is_table or _outputs(module) % self.peers.size:
                     continue
             yield name, style
 
@@ -141,13 +146,6 @@ class Division:
         return (
             f"inference_tp_size {self.peers.size}: generation with {self.family} can't be divided,"
             f" since {reason}; set it to 1"
-        )
-
-    @property
-    def _divides_keys(self) -> bool:
-        return any(
-            name.endswith((*OF_KEYS, *PACKED)) and not _STYLES[style].joins
-            for name, style in self.styles.items()
         )
 
     @property
@@ -289,25 +287,20 @@ def plan_of(model: PreTrainedModel) -> FamilyPlan:
     Raises:
         ConfigError: there is none.
     """
-    prefix = model.base_model_prefix
-    own = OWN_PLANS.get(str(model.config.model_type))
-    if own is not None:
-        plan = own(model.config)
-        styles = {**plan.styles}
-    else:
-        plan = FamilyPlan({})
-        styles = dict(getattr(model.config, "base_model_tp_plan", None) or {})
+    theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
+    plan = own_plan(model.config) or theirs
     require(
-        bool(styles),
+        bool(plan.styles),
         f"inference_tp_size: there is no plan to divide {model.config.model_type}; set it to 1",
     )
 
     def named(keys: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"{prefix}.{key}": value for key, value in keys.items()}
+        return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
 
-    head = {"lm_head": "colwise_gather_output"}
-    return FamilyPlan(
-        {**head, **(getattr(model, "_tp_plan", None) or {}), **named(styles)},
+    head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
+    return replace(
+        plan,
+        styles={**head, **named(plan.styles)},
         counts=named(plan.counts),
         biased=tuple(named(dict.fromkeys(plan.biased))),
     )

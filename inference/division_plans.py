@@ -4,7 +4,7 @@ Keys are names below the base model, with * for a layer's number, as in the conf
 `transformers`; so are the styles, but for three of packed queries, keys and values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,59 +21,28 @@ class FamilyPlan:
     biased: tuple[str, ...] = ()
     """Attention whose ALiBi bias, and perhaps its mask, comes with a row for each head."""
 
+    key_heads: int | None = None
+    """Heads of keys, where the configuration has them under a name of its own."""
 
-def _opt(config: Any) -> FamilyPlan:  # noqa: ANN401, ARG001
-    layer = "decoder.layers.*"
+
+def own_plan(config: Any) -> FamilyPlan | None:  # noqa: ANN401
+    """The plan for a configuration's family; None where it isn't one of these."""
+    if config.model_type == "falcon":
+        return _falcon(config)
+    return _PLANS.get(config.model_type)
+
+
+def _falcon(config: Any) -> FamilyPlan:  # noqa: ANN401
+    """Falcon has one head of keys, or some, or as many as of queries."""
+    grouped = config.new_decoder_architecture
+    one_key_head = config.multi_query and not grouped
+    packed = {"h.*.self_attention.query_key_value": "colwise_one_key_head"}
+    counts = ("num_heads",) if one_key_head else ("num_heads", "num_kv_heads")
     return FamilyPlan(
-        {
-            f"{layer}.self_attn.q_proj": "colwise",
-            f"{layer}.self_attn.k_proj": "colwise",
-            f"{layer}.self_attn.v_proj": "colwise",
-            f"{layer}.self_attn.out_proj": "rowwise",
-            f"{layer}.fc1": "colwise",
-            f"{layer}.fc2": "rowwise",
-        },
-        counts={f"{layer}.self_attn": ("num_heads",)},
-    )
-
-
-def _gpt2(config: Any) -> FamilyPlan:  # noqa: ANN401, ARG001
-    return FamilyPlan(
-        {
-            "h.*.attn.c_attn": "colwise_three",
-            "h.*.attn.c_proj": "rowwise",
-            "h.*.mlp.c_fc": "colwise",
-            "h.*.mlp.c_proj": "rowwise",
-        },
-        counts={"h.*.attn": ("num_heads", "split_size")},
-    )
-
-
-def _gpt_neo(config: Any) -> FamilyPlan:  # noqa: ANN401, ARG001
-    return FamilyPlan(
-        {
-            "h.*.attn.attention.q_proj": "colwise",
-            "h.*.attn.attention.k_proj": "colwise",
-            "h.*.attn.attention.v_proj": "colwise",
-            "h.*.attn.attention.out_proj": "rowwise",
-            "h.*.mlp.c_fc": "colwise",
-            "h.*.mlp.c_proj": "rowwise",
-        },
-        counts={"h.*.attn.attention": ("num_heads",)},
-    )
-
-
-def _gptj(config: Any) -> FamilyPlan:  # noqa: ANN401, ARG001
-    return FamilyPlan(
-        {
-            "h.*.attn.q_proj": "colwise",
-            "h.*.attn.k_proj": "colwise",
-            "h.*.attn.v_proj": "colwise",
-            "h.*.attn.out_proj": "rowwise",
-            "h.*.mlp.fc_in": "colwise",
-            "h.*.mlp.fc_out": "rowwise",
-        },
-        counts={"h.*.attn": ("num_attention_heads",)},
+        {**_PACKED_BY_HEAD, **(packed if one_key_head else {})},
+        counts={"h.*.self_attention": counts},
+        biased=("h.*.self_attention",) if config.alibi else (),
+        key_heads=config.num_kv_heads if grouped else None,
     )
 
 
@@ -84,29 +53,52 @@ _PACKED_BY_HEAD = {
     "h.*.mlp.dense_4h_to_h": "rowwise",
 }
 
-
-def _bloom(config: Any) -> FamilyPlan:  # noqa: ANN401, ARG001
-    attention = "h.*.self_attention"
-    return FamilyPlan(_PACKED_BY_HEAD, counts={attention: ("num_heads",)}, biased=(attention,))
-
-
-def _falcon(config: Any) -> FamilyPlan:  # noqa: ANN401
-    attention = "h.*.self_attention"
-    one_key_head = config.multi_query and not config.new_decoder_architecture
-    packed = f"{attention}.query_key_value"
-    return FamilyPlan(
-        {**_PACKED_BY_HEAD, **({packed: "colwise_one_key_head"} if one_key_head else {})},
-        counts={attention: ("num_heads",) if one_key_head else ("num_heads", "num_kv_heads")},
-        biased=(attention,) if config.alibi else (),
-    )
-
-
-OWN_PLANS: Mapping[str, Callable[[Any], FamilyPlan]] = {
-    "opt": _opt,
-    "gpt2": _gpt2,
-    "gpt_neo": _gpt_neo,
-    "gptj": _gptj,
-    "bloom": _bloom,
-    "falcon": _falcon,
+_PLANS: Mapping[str, FamilyPlan] = {
+    "opt": FamilyPlan(
+        {
+            "decoder.layers.*.self_attn.q_proj": "colwise",
+            "decoder.layers.*.self_attn.k_proj": "colwise",
+            "decoder.layers.*.self_attn.v_proj": "colwise",
+            "decoder.layers.*.self_attn.out_proj": "rowwise",
+            "decoder.layers.*.fc1": "colwise",
+            "decoder.layers.*.fc2": "rowwise",
+        },
+        counts={"decoder.layers.*.self_attn": ("num_heads",)},
+    ),
+    "gpt2": FamilyPlan(
+        {
+            "h.*.attn.c_attn": "colwise_three",
+            "h.*.attn.c_proj": "rowwise",
+            "h.*.mlp.c_fc": "colwise",
+            "h.*.mlp.c_proj": "rowwise",
+        },
+        counts={"h.*.attn": ("num_heads", "split_size")},
+    ),
+    "gpt_neo": FamilyPlan(
+        {
+            "h.*.attn.attention.q_proj": "colwise",
+            "h.*.attn.attention.k_proj": "colwise",
+            "h.*.attn.attention.v_proj": "colwise",
+            "h.*.attn.attention.out_proj": "rowwise",
+            "h.*.mlp.c_fc": "colwise",
+            "h.*.mlp.c_proj": "rowwise",
+        },
+        counts={"h.*.attn.attention": ("num_heads",)},
+    ),
+    "gptj": FamilyPlan(
+        {
+            "h.*.attn.q_proj": "colwise",
+            "h.*.attn.k_proj": "colwise",
+            "h.*.attn.v_proj": "colwise",
+            "h.*.attn.out_proj": "rowwise",
+            "h.*.mlp.fc_in": "colwise",
+            "h.*.mlp.fc_out": "rowwise",
+        },
+        counts={"h.*.attn": ("num_attention_heads",)},
+    ),
+    "bloom": FamilyPlan(
+        _PACKED_BY_HEAD,
+        counts={"h.*.self_attention": ("num_heads",)},
+        biased=("h.*.self_attention",),
+    ),
 }
-"""By model type: the plan for a configuration."""

@@ -15,7 +15,7 @@ from inference.peers import Peers, kv_heads_here, make_peers, peers_of
 from inference.replica import Replica
 from inference.sampling import Sampler
 from pipeline.distributed import rank
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.models.load import takes_ragged
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, random_rows, tiny_causal_lm
@@ -225,6 +225,21 @@ def test_each_process_hears_of_its_own_prompts_alone() -> None:
             assert tokens == said["answers"][index]
         assert len(said["heard"]) == sum(len(ids) for ids in said["answers"].values())
         assert said["kv_heads"] == 1
+
+
+def ask_too_much() -> str:
+    model = divided(prepared("llama", {}), 2)
+    prompts = [[[5] * 64], [[6]]][rank()]
+    try:
+        generate(model, prompts, max_new_tokens=6, temperature=1.0, stop_ids=(), seed=0)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_prompt_that_is_too_long_on_one_process_ends_all() -> None:
+    for said in run_ranks(ask_too_much):
+        assert "a prompt has 64 tokens and the model reads 64" in said
 
 
 def answer_with_another_seed() -> str:

@@ -13,12 +13,19 @@ from torch import Tensor, nn
 from inference.generation import generate
 from inference.peers import make_peers
 from inference.weights_hash import weights_hash
-from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import (
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    Precision,
+    TrainedModelConfig,
+)
 from pipeline.data.batches import collate
 from pipeline.distributed import rank
 from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from pipeline.models.export import named_weights
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.export import export, named_weights
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.load import load_causal_lm
 from pipeline.models.lora import add_lora
@@ -277,6 +284,22 @@ def test_the_hash_is_that_of_the_weights_now_however_they_are_divided(
     assert first[0] == untrained
     assert [first[index] == first[index + 1] for index in (0, 2, 4)] == [True] * 3
     assert len(set(first)) == 3
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_hash_is_that_of_the_model_as_it_is_exported(
+    llama: str, precision: Precision, lora: LoraConfig | None, tmp_path: Path
+) -> None:
+    actor = Actor(llama, lora=lora, precision=precision)
+    actor.learn()
+    with actor.hybrid.generating():
+        pass
+    export(actor.model, build_tokenizer(), tmp_path, weights=actor.engine)
+
+    exported = FrozenModelConfig(path=str(tmp_path), precision=precision)
+
+    assert actor.hybrid.weights_hash == weights_hash(load_causal_lm(exported, device=CPU))
 
 
 def test_one_changed_bit_changes_the_hash() -> None:
