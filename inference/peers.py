@@ -4,8 +4,6 @@ A group is made of neighbours in rank. All of its collectives are between its ow
 groups generate independently of each other.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from pipeline.distributed import rank, world_size
+from pipeline.distributed import SECOND_WORD_SECONDS, rank, world_size
 from pipeline.errors import require
 from pipeline.watch.position import HERE
 
@@ -27,7 +25,11 @@ _PEERS, _KV_HEADS = "tensor_parallel_peers", "tensor_parallel_kv_heads"
 
 @dataclass(frozen=True)
 class Peers:
-    """A process among those that share a model out; alone, every method does nothing."""
+    """A process among those that share a model out; alone, every method does nothing.
+
+    Time in its collectives counts as waiting. They are not among the job's, which all processes
+    come to in the same order: groups go their own ways.
+    """
 
     rank: int = 0
     """Of this process in the group."""
@@ -39,7 +41,7 @@ class Peers:
     def sum_(self, values: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*S"]:
         """Sum over the peers, in place; the same bits on each."""
         if self.size > 1:
-            with self._waiting():
+            with HERE.waiting():
                 dist.all_reduce(values, group=self.group)
         return values
 
@@ -48,7 +50,7 @@ class Peers:
         if self.size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        with self._waiting():
+        with HERE.waiting():
             dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 
@@ -57,15 +59,9 @@ class Peers:
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        with self._waiting():
+        with HERE.waiting():
             dist.all_gather_object(values, value, group=self.group)
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        # Not counted as a collective of the job: the groups don't do the same.
-        with HERE.waiting():
-            yield
 
 
 ALONE = Peers()
@@ -84,10 +80,12 @@ def make_peers(size: int, *, timeout_seconds: float) -> Peers:
     )
     if size == 1:
         return ALONE
-    own = Peers()
+    own = ALONE
+    # The watch has the first word, as with the group of all processes.
+    patience = timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS)
     for first in range(0, world_size(), size):
         ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
+        group = dist.new_group(ranks, timeout=patience)
         if rank() in ranks:
             own = Peers(rank=rank() - first, size=size, group=group)
     return own

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64, Shaped
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ class Slot:
         for module, leaf in self.places:
             setattr(module, leaf, param)
 
-    def value(self) -> Float[Tensor, "*S"]:
+    def value(self) -> Shaped[Tensor, "*S"]:
         """What the weight is now, read from where its source lies whole."""
         whole = self.source.detach()
         if self.adapter is not None:
@@ -162,10 +162,9 @@ class Replica:
         """Give the memory back; the weights read as NaN until they are loaded again."""
         self._arena = None
         for slot in self.slots:
-            nothing = torch.full(
-                (), float("nan"), dtype=slot.source.dtype, device=slot.source.device
-            )
-            slot.show(nothing.expand(slot.shape))
+            dtype, device = slot.source.dtype, slot.source.device
+            nothing = float("nan") if dtype.is_floating_point else 0
+            slot.show(torch.full((), nothing, dtype=dtype, device=device).expand(slot.shape))
 
     def weights_hash(self) -> int:
         """Of the weights that generation reads now, adapters merged: the same for any division.

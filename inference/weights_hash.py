@@ -27,12 +27,14 @@ def bits_sum(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, "
     `first` is where its rows begin in the whole ones.
     """
     weight = weight.detach()
+    if weight.ndim == 0:
+        weight = weight[None]
     per_word = WORD // weight.element_size()
     before = first % per_word
     after = -(before + weight.shape[-1]) % per_word
     in_words = weight.is_contiguous() and weight.storage_offset() % per_word == 0
     if before or after or not in_words:
-        weight = F.pad(weight, (before, after))
+        weight = F.pad(weight, (before, after)).contiguous()
     return weight.view(torch.int64).sum()
 
 

@@ -53,14 +53,14 @@ class HybridEngine:
 
         Inside, a process needs nobody but its peers.
         """
-        begin = time.perf_counter()
+        begin, was_loaded = time.perf_counter(), self.replica.loaded
         self._load()
         self.seconds = time.perf_counter() - begin
         try:
             with self._nap():
                 yield self.replica.model
         finally:
-            if not self.resident:
+            if not (self.resident or was_loaded):
                 self.replica.release()
 
     def metrics(self) -> dict[str, int | float]:
@@ -69,10 +69,8 @@ class HybridEngine:
 
     def _load(self) -> None:
         updates = self.engine.zero.updates
-        current = updates == self._updates
-        if not (current and self.replica.loaded):
+        if updates != self._updates or not self.replica.loaded:
             self.replica.load(self.engine)
-        if not current:
             self.weights_hash = self.replica.weights_hash()
             self._updates = updates
 

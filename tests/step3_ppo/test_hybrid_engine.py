@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from inference.generation import generate
 from inference.peers import make_peers
-from inference.weights_hash import weights_hash
+from inference.weights_hash import bits_sum, weights_hash
 from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,
@@ -314,6 +314,32 @@ def test_one_changed_bit_changes_the_hash() -> None:
             bits[2, 1] ^= 1 << bit if bit < 31 else -(2**31)
 
     assert weights_hash(model) == before
+
+
+def test_parts_of_odd_width_add_up_to_the_hash_of_the_whole() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.randn(5, 7).to(dtype)
+        parts = whole.split([1, 4, 2], dim=1)
+        starts = (0, 1, 5)
+
+        added = sum(
+            bits_sum(part, first=start).item() for part, start in zip(parts, starts, strict=True)
+        )
+
+        assert (added - bits_sum(whole).item()) % 2**64 == 0
+        assert sum(bits_sum(row).item() for row in whole) % 2**64 == added % 2**64
+    assert bits_sum(torch.tensor(1.0)).item() == 0x3F800000
+
+
+def test_generation_inside_of_generation_leaves_the_outer_one_its_weights(llama: str) -> None:
+    actor = Actor(llama, zero_stage=3)
+    expected = actor.logits()
+
+    with actor.hybrid.generating() as replica, torch.no_grad():
+        assert torch.equal(actor.replica_logits(), expected)
+        assert torch.equal(replica(input_ids=IDS).logits, expected)
+
+    assert not actor.hybrid.replica.loaded
 
 
 def test_weights_that_stay_in_place_are_shared_and_not_copied(llama: str) -> None:
