@@ -115,10 +115,9 @@ def table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
             if phase in rounds[0]
         ]
         versus = f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append(
-            f"| {side} | {seconds:.3f} s | {' | '.join(phases or [''] * len(PHASES))} | {BATCH / seconds:.1f} |"
-            f" {'' if side == 'ours' else versus} |"
-        )
+        cells = [side, f"{seconds:.3f} s", *(phases or [""] * len(PHASES))]
+        cells += [f"{BATCH / seconds:.1f}", "" if side == "ours" else versus]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -132,7 +132,7 @@ def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
     from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    deepspeed.init_distributed("gloo", init_method="tcp://127.0.0.1:0")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     settings = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 1.0,
