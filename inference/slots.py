@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from inference.peers import kv_heads_here
 from pipeline.models.attention import KEY_BLOCK, round_up
 
 CALL = 256
@@ -212,9 +213,9 @@ class Continuation:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Memory of one token's keys and values in all layers."""
+    """Memory of one token's keys and values in all layers, as far as this process has them."""
     settings = model.config.get_text_config()
     num_heads = settings.num_attention_heads
-    kv_heads = getattr(settings, "num_key_value_heads", None) or num_heads
+    kv_heads = kv_heads_here(model) or getattr(settings, "num_key_value_heads", None) or num_heads
     head_size = getattr(settings, "head_dim", None) or settings.hidden_size // num_heads
     return 2 * settings.num_hidden_layers * kv_heads * head_size * model.dtype.itemsize

@@ -55,6 +55,12 @@ class TrainedParams:
         """The weights whose masters this process keeps: its piece, or all at stage 0."""
         return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
 
+    @property
+    def masters_are_weights(self) -> bool:
+        """Whether the masters have no memory of their own."""
+        storage = self.own_weights.untyped_storage()
+        return storage.data_ptr() == self.master.untyped_storage().data_ptr() != 0
+
     def weights_in_fp32(self) -> Tensor:
         """A copy of `own_weights` where the optimizer works, from the disk if they are there."""
         disk = self.flat.disk

@@ -28,7 +28,8 @@ def main(argv: list[str]) -> int:
     """Run the processes; return the exit code."""
     logging.disable(logging.ERROR)  # of this process, which only starts and watches the others
     options = parse_args(argv)
-    if ":" in options.nnodes:
+    least, _, most = options.nnodes.partition(":")
+    if most not in ("", least):
         # The store that it would share is announced in the first meeting of a node only, so that
         # one that comes back never learns of it (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
