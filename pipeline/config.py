@@ -21,6 +21,7 @@ EMBEDDED = "embedded"
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb"]
+Kernels = Literal["auto", "required", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +239,11 @@ class TrainedModelConfig(FrozenModelConfig):
 
     optim: OptimConfig = field(default_factory=OptimConfig)
 
+    kernels: Kernels = "auto"
+    """Kernels of our own (docs/kernels.md): auto uses those that this machine can build, required
+    ends the run where one is missing, off leaves their work to PyTorch. They change memory and
+    speed."""
+
     def __post_init__(self) -> None:
         self.zero.offload.check(self.zero_stage)
         require(
@@ -406,7 +412,7 @@ FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
     *("timeout_seconds", "micro_batch_size", "generation_batch_size"),
     *("inference_tp_size", "replica", "offload_in_generation"),
-    *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every"),
+    *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )
 """What may change while a run is interrupted: where it lies, memory and speed."""
 

@@ -32,6 +32,10 @@ class OffloadError(UserError):
     """The disk that tensors were offloaded to failed."""
 
 
+class KernelError(UserError):
+    """A kernel that the settings require can't be had on this machine."""
+
+
 class JobFailed(SystemExit):
     """A job of several processes has failed, and what it has to say is said."""
 

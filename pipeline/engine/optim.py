@@ -32,3 +32,8 @@ def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> tor
         for group in groups
     ]
     return optimizer_class(own, **(arguments | optim.params))
+
+
+def steps_in_one_pass(optim: OptimConfig, device: torch.device) -> bool:
+    """Whether `pipeline.kernels.adam` does what this optimizer would do there, to the same bits."""
+    return optim.name == "AdamW" and not optim.params and device.type == "cpu"

@@ -72,7 +72,7 @@ def _build(
         flat = FlatParams(unit.name, params, settings, comm, placement, disk)
         flats.append(flat)
         if settings.trained:
-            trained.append(TrainedParams(flat, pool, config.optim))
+            trained.append(TrainedParams(flat, pool, config.optim, kernels=config.kernels))
     return Unit(unit.name, unit.module, flats, trained)
 
 

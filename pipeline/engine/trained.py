@@ -5,13 +5,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import OptimConfig
+from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradients import FlatGradients
 from pipeline.engine.layout import num_chunks
 from pipeline.engine.norms import squared_norms
-from pipeline.engine.optim import build_optimizer
+from pipeline.engine.optim import build_optimizer, steps_in_one_pass
+from pipeline.errors import KernelError
+from pipeline.kernels.adam import adamw_, prepare
+from pipeline.kernels.reference import COPIES, AdamW, Weights
 
 
 class TrainedParams:
@@ -20,8 +23,11 @@ class TrainedParams:
     An fp32 weight that stays where it is computed is its own master.
     """
 
-    def __init__(self, flat: FlatParams, pool: BufferPool, optim: OptimConfig) -> None:
+    def __init__(
+        self, flat: FlatParams, pool: BufferPool, optim: OptimConfig, *, kernels: Kernels = "auto"
+    ) -> None:
         self.flat, self.comm = flat, flat.comm
+        self.kernels: Kernels = kernels
         placement = flat.placement
         own = self.own_weights
         device = placement.optimizer_device
@@ -34,6 +40,15 @@ class TrainedParams:
         self.gradients = FlatGradients(flat, pool)
         settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
         self.optimizer = build_optimizer([{"params": [self.master], **settings}], optim)
+        self.one_pass = kernels != "off" and steps_in_one_pass(optim, device)
+        if self.one_pass:
+            copy = self._copy
+            prepare(copy=None if copy is None else copy.dtype, kernels=kernels)
+        elif kernels == "required":
+            raise KernelError(
+                f"kernels required: there is none of {optim.name} on {device.type} with these"
+                " settings; set kernels auto, or take AdamW without optim.params on the CPU"
+            )
 
     @property
     def own_weights(self) -> Tensor:
@@ -93,17 +108,17 @@ class TrainedParams:
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The reduced gradient of each parameter, whole, by name; all processes call it."""
-        full = self._gathered_gradient()
+        self.gradients.settle()
+        full = self._gathered(self.gradients.sum.finish())
         whole = {name: view.clone() for name, view in self.flat.cut(full).items()}
         self.gradients.pool.give_back(full)
         return whole
 
-    def _gathered_gradient(self) -> Tensor:
-        """The whole reduced gradient, in a buffer of the pool."""
-        self.gradients.settle()
+    def _gathered(self, gradient: Tensor) -> Tensor:
+        """The whole vector of which each process has its piece, in a buffer of the pool."""
         full = self.gradients.borrow()
         piece = self.comm.piece(full)
-        piece.copy_(self.gradients.sum.finish())
+        piece.copy_(gradient)
         self.comm.all_gather(full, piece, self.flat.unit).wait()
         return full
 
@@ -124,22 +139,62 @@ class TrainedParams:
 
         `momentum` replaces the optimizer's beta1 where a schedule cycles it.
         """
+        self.comm.synchronize()  # before weights change that are being copied to the GPU
+        (settings,) = self.optimizer.param_groups
+        settings["lr"] = lr
+        if momentum is not None and "betas" in settings:
+            settings["betas"] = (momentum, settings["betas"][1])
+        sharded = self.flat.placement.shard_optimizer
+        self.gradients.settle()
         gradient = self.gradients.sum.finish()
-        if multiplier != 1.0:
+        if multiplier != 1.0 and not self.one_pass:
             gradient.mul_(multiplier)
-        if not self.flat.placement.shard_optimizer:
-            gradient = self._gathered_gradient()
-        self.master.grad = gradient.to(self.master.device)
-        for settings in self.optimizer.param_groups:
-            settings["lr"] = lr
-            if momentum is not None and "betas" in settings:
-                settings["betas"] = (momentum, settings["betas"][1])
-        self.optimizer.step()
-        self.master.grad = None
-        if not self.flat.placement.shard_optimizer:
+        if not sharded:
+            gradient = self._gathered(gradient)
+        if self.one_pass:
+            self._step_in_one_pass(gradient.to(self.master.device), multiplier)
+        else:
+            self.master.grad = gradient.to(self.master.device)
+            self.optimizer.step()
+            self.master.grad = None
+        if not sharded:
             self.gradients.pool.give_back(gradient)
         self.gradients.clear()
-        self.publish()
+        if self.one_pass and self._copy is not None:
+            self.flat.publish()
+        else:
+            self.publish()
+
+    def _step_in_one_pass(self, gradient: Tensor, multiplier: float) -> None:
+        """What the optimizer would do, the factor and the rounding of the weights included."""
+        (settings,) = self.optimizer.param_groups
+        master, state = self.master.detach(), self.optimizer.state[self.master]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros(())
+            state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] += 1
+        adamw_(
+            Weights(master, state["exp_avg"], state["exp_avg_sq"], copy=self._copy),
+            gradient,
+            AdamW(
+                lr=settings["lr"],
+                betas=settings["betas"],
+                eps=settings["eps"],
+                weight_decay=settings["weight_decay"],
+                step=int(state["step"].item()),
+                multiplier=multiplier,
+            ),
+            kernels=self.kernels,
+        )
+
+    @property
+    def _copy(self) -> Tensor | None:
+        """The own weights, where they are a rounding of the masters beside them."""
+        if self.flat.disk is not None:
+            return None
+        own = self.own_weights
+        here = own.device == self.flat.placement.optimizer_device
+        return own if here and own.dtype in COPIES else None
 
     def moments(self) -> list[Tensor]:
         """What the optimizer keeps for each weight."""

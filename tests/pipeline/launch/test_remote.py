@@ -162,10 +162,11 @@ def test_no_machine_works_on_when_the_launcher_is_killed(tmp_path: Path) -> None
     works = f"""
         import pathlib, time, os
         file = pathlib.Path({str(tmp_path)!r}, os.environ["NUMBER"])
+        file.touch()
         print("ready", flush=True)
         while True:
-            file.touch()
             time.sleep(0.05)
+            file.touch()
     """
     process = start(works, works)
     assert process.stdout is not None

@@ -1,0 +1,1 @@
+"""Operators bound by memory: defined in plain PyTorch, with kernels of our own where they help."""

@@ -1,0 +1,178 @@
+"""AdamW over flat vectors: one pass over memory where there is a kernel for it.
+
+The definition, with all options, is `pipeline.kernels.reference.adamw_`; every implementation gives
+its bits.
+"""
+
+import functools
+import itertools
+import logging
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from pipeline.config import Kernels
+from pipeline.errors import KernelError
+from pipeline.kernels import reference
+from pipeline.kernels.cpu import adam as cpu
+from pipeline.kernels.cpu.build import Built, NotBuiltError
+from pipeline.kernels.reference import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 65536
+"""Elements that PyTorch steps at once: what it makes on the way fits into a core's cache."""
+
+LINE = 16
+"""PyTorch's fused AdamW rounds all elements alike in vectors of a multiple of so many."""
+
+
+def adamw_(
+    weights: Weights, gradient: Float[Tensor, " n"], step: AdamW, *, kernels: Kernels = "auto"
+) -> None:
+    """One step of AdamW, in place, as `reference.adamw_` defines it.
+
+    All vectors are contiguous, of one length, on one device, and share no memory. The gradient is
+    fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: they are not; the sentence names the vector.
+        KernelError: `kernels` is required, and there is none for them. (With auto PyTorch does the
+            work then, with off it always does, to the same bits.)
+    """
+    check(weights, gradient)
+    if gradient.numel() == 0 or step.overflow:
+        return
+    found = _find(weights, gradient, step) if kernels != "off" else NotBuiltError("kernels is off")
+    if isinstance(found, Built):
+        cpu.run(found, weights, gradient, step, threads=torch.get_num_threads())
+        return
+    if kernels != "off":
+        _settle(found, kernels)
+    _step_in_chunks(weights, gradient, step)
+
+
+def prepare(*, copy: torch.dtype | None, kernels: Kernels) -> None:
+    """Have the kernel for fp32 vectors on the CPU ready before the first step.
+
+    Args:
+        copy: the type of the rounded copy, if there is one.
+        kernels: off does nothing.
+
+    Raises:
+        KernelError: it is required and can't be had.
+    """
+    if kernels == "off":
+        return
+    found = cpu.library(cpu.Variant(torch.float32, torch.float32, copy))
+    if isinstance(found, NotBuiltError):
+        _settle(found, kernels)
+
+
+def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | NotBuiltError:
+    if gradient.device.type != "cpu":
+        return NotBuiltError(f"there is none for {gradient.device.type}")
+    tensors = [gradient, *weights.tensors().values()]
+    if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
+        return NotBuiltError("a vector begins between the places of two elements in memory")
+    return cpu.library(cpu.Variant.of(weights, gradient, step))
+
+
+def _settle(reason: NotBuiltError, kernels: Kernels) -> None:
+    """Go on without the kernel, and say so once, or raise."""
+    if kernels == "required":
+        raise KernelError(
+            f"the kernel of AdamW can't be had: {reason}; mend that, or set kernels auto to have"
+            " PyTorch do its work"
+        )
+    _say_once(str(reason))
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.info("PyTorch does the work of the AdamW kernel, to the same bits: %s", reason)
+
+
+def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
+    """PyTorch's own operations, on a piece at a time that fits into a core's cache."""
+    tensors = weights.tensors() | {"gradient": gradient}
+    on_cpu, numel = gradient.device.type == "cpu", gradient.numel()
+    fused = on_cpu and weights.low_bits is None and weights.exp_avg.dtype == torch.float32
+    fused = fused and (step.seed is None or weights.copy is None)
+    # PyTorch's fused class takes whole lines, the definition what is left.
+    whole = numel // LINE * LINE if fused else 0
+    size = CHUNK if on_cpu else numel
+    for start in [*range(0, whole, size), *range(whole, numel, size)]:
+        end = min(start + size, whole if start < whole else numel)
+        part = {name: tensor[start:end] for name, tensor in tensors.items()}
+        piece = part.pop("gradient")
+        if start < whole:
+            _step_fused(Weights(**part), piece, step)
+        else:
+            reference.adamw_(Weights(**part), piece, replace(step, first=step.first + start))
+
+
+def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:
+    adamw(
+        [weights.master],
+        [gradient.float() * step.multiplier],
+        [weights.exp_avg],
+        [weights.exp_avg_sq],
+        [],
+        [torch.tensor(float(step.step - 1))],
+        fused=True,
+        amsgrad=False,
+        beta1=step.betas[0],
+        beta2=step.betas[1],
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        maximize=False,
+    )
+    if weights.copy is not None:
+        weights.copy.copy_(weights.master)
+
+
+def check(weights: Weights, gradient: Tensor) -> None:
+    """Raise unless the vectors can be stepped.
+
+    Raises:
+        ValueError: one sentence, which names the vector.
+    """
+    tensors = {"gradient": gradient} | weights.tensors()
+    split = weights.low_bits is not None
+    for name, tensor in tensors.items():
+        if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
+            raise ValueError(
+                f"AdamW steps flat vectors of one length on one device: {name} has shape"
+                f" {tuple(tensor.shape)} on {tensor.device}, the gradient has"
+                f" {tuple(gradient.shape)} on {gradient.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"AdamW steps contiguous vectors, and {name} has stride {tensor.stride()}"
+            )
+    allowed = {
+        "master": (torch.bfloat16,) if split else (torch.float32,),
+        "exp_avg": MOMENTS,
+        "exp_avg_sq": (weights.exp_avg.dtype,),
+        "copy": () if split else COPIES,
+        "low_bits": (torch.int16,),
+        "gradient": GRADIENTS,
+    }
+    for name, tensor in tensors.items():
+        if tensor.dtype not in allowed[name]:
+            takes = " or ".join(str(dtype) for dtype in allowed[name]) or "none"
+            raise ValueError(f"AdamW's {name} must be {takes} here, not {tensor.dtype}")
+    if gradient.numel() == 0 or gradient.device.type == "meta":
+        return
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+    )
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(f"AdamW's vectors must lie apart: {first} and {second} share memory")

@@ -1,0 +1,209 @@
+// AdamW over a flat vector on the CPU. Reference: pipeline/kernels/reference.py:adamw_.
+//
+// One pass over memory: gradient in, master and moments in and out, a rounded copy of the master out.
+// A variant is chosen at compile time:
+//
+//   GRADIENT    Float32 | BFloat16 | Float16    number format of the gradient
+//   MOMENT      Float32 | BFloat16              of both moments
+//   COPY        None | BFloat16 | Float16       of the copy
+//   SPLIT       0 | 1                           master as bf16 and 16 bits more
+//   STOCHASTIC  0 | 1                           how what is stored in bf16 is rounded
+//
+// Vectors of n elements are contiguous and do not overlap. Nothing here is written for one instruction
+// set: the compiler turns the loop into SIMD. It must not contract a product and a sum
+// (-ffp-contract=off): the two fused multiply-adds are written as such.
+
+#include <pthread.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct Numbers {  // mirrored in pipeline/kernels/cpu/adam.py
+    float decay;               // 1 - lr * weight_decay
+    float exp_avg_weight;      // 1 - beta1, or -beta1 where that is the smaller one
+    float exp_avg_from_grad;   // 1 where exp_avg_weight is -beta1, to be counted from the gradient
+    float beta2;
+    float exp_avg_sq_weight;   // 1 - beta2
+    float root_correction;     // sqrt(1 - beta2^t)
+    float eps;
+    float step_size;           // -lr / (1 - beta1^t)
+    float multiplier;          // of the gradient
+    uint32_t keys[2];          // of the two random words
+    uint32_t first;            // place of element 0 in the whole vector
+};
+
+struct Vectors {
+    void* master;
+    void* exp_avg;
+    void* exp_avg_sq;
+    void* copy;
+    void* low_bits;
+    const void* gradient;
+};
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t mix(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+struct Float32 {
+    using Stored = float;
+    static float load(Stored stored) { return stored; }
+    static Stored store(float value, uint32_t) { return value; }
+};
+
+struct BFloat16 {
+    using Stored = uint16_t;
+    static float load(Stored stored) { return from_bits(uint32_t(stored) << 16); }
+    static Stored store(float value, uint32_t random) {
+        const uint32_t bits = bits_of(value);
+#if STOCHASTIC
+        const uint32_t rounded = bits + (random & 0xffffu);
+        const bool stays = (bits & 0x7fffffffu) >= 0x7f800000u;
+#else
+        const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
+        const bool stays = (bits & 0x7fffffffu) > 0x7f800000u;
+        (void)random;
+#endif
+        // Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
+        return Stored((stays ? bits : rounded) >> 16);
+    }
+};
+
+struct Float16 {
+    using Stored = uint16_t;
+    static float load(Stored stored) {
+        // The exponent is moved by a multiplication, which also makes subnormal numbers normal.
+        const uint32_t shifted = uint32_t(stored & 0x7fffu) << 13;
+        const uint32_t finite = bits_of(from_bits(shifted) * 0x1p112f);
+        const uint32_t special = shifted | 0x7f800000u;
+        const uint32_t magnitude = (stored & 0x7c00u) == 0x7c00u ? special : finite;
+        return from_bits(magnitude | uint32_t(stored & 0x8000u) << 16);
+    }
+    static Stored store(float value, uint32_t) {
+        const uint32_t bits = bits_of(value);
+        const uint32_t magnitude = bits & 0x7fffffffu;
+        const uint32_t rebias = (127u - 15u) << 23;
+        const uint32_t normal = (magnitude - rebias + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+        // Below 2^-14 an addition rounds: its last bit is the spacing of subnormal numbers.
+        const uint32_t subnormal = bits_of(from_bits(magnitude) + 0.5f) - bits_of(0.5f);
+        uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+        half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 rounds to infinity
+        half = magnitude > 0x7f800000u ? 0x7e00u : half;
+        return Stored(half | (bits >> 16 & 0x8000u));
+    }
+};
+
+struct None {
+    using Stored = uint8_t;
+    static Stored store(float, uint32_t) { return 0; }
+};
+
+using Gradient = GRADIENT;
+using Moment = MOMENT;
+using Copy = COPY;
+#if SPLIT
+using Master = uint16_t;
+#else
+using Master = float;
+#endif
+
+// Elements begin to begin + count, of which there are few enough for 32-bit arithmetic.
+void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
+    auto* __restrict master = static_cast<Master*>(vectors.master) + begin;
+    auto* __restrict exp_avg = static_cast<Moment::Stored*>(vectors.exp_avg) + begin;
+    auto* __restrict exp_avg_sq = static_cast<Moment::Stored*>(vectors.exp_avg_sq) + begin;
+    [[maybe_unused]] auto* __restrict copy = static_cast<Copy::Stored*>(vectors.copy) + begin;
+    [[maybe_unused]] auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
+    const auto* __restrict gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
+    const Numbers by = numbers;
+    const bool from_grad = by.exp_avg_from_grad != 0;
+    [[maybe_unused]] const uint32_t first = by.first + uint32_t(begin);
+    for (int32_t i = 0; i < count; i++) {
+        uint32_t low = 0, high = 0;
+#if STOCHASTIC
+        const uint32_t place = mix(first + uint32_t(i));
+        low = mix(place + by.keys[0]);
+        high = mix(place + by.keys[1]);
+#endif
+        const float grad = Gradient::load(gradient[i]) * by.multiplier;
+        float average = Moment::load(exp_avg[i]);
+        float square = Moment::load(exp_avg_sq[i]);
+#if SPLIT
+        float weight = from_bits((uint32_t(master[i]) << 16) + uint32_t(int32_t(low_bits[i])));
+#else
+        float weight = master[i];
+#endif
+        weight = weight * by.decay;
+        average = std::fmaf(by.exp_avg_weight, grad - average, from_grad ? grad : average);
+        square = std::fmaf(by.exp_avg_sq_weight * grad, grad, square * by.beta2);
+        const float denominator = std::sqrt(square) / by.root_correction + by.eps;
+        weight = weight + by.step_size * average / denominator;
+
+        exp_avg[i] = Moment::store(average, low >> 16);
+        exp_avg_sq[i] = Moment::store(square, high);
+#if HAS_COPY
+        copy[i] = Copy::store(weight, low);
+#endif
+#if SPLIT
+        const uint32_t bits = bits_of(weight);
+        const uint32_t rounded = (bits + 0x8000u) & 0xffff0000u;
+        master[i] = uint16_t(rounded >> 16);
+        low_bits[i] = int16_t(bits - rounded);
+#else
+        master[i] = weight;
+#endif
+    }
+}
+
+constexpr int64_t BLOCK = 1 << 16;
+constexpr int32_t MOST_THREADS = 256;
+
+struct Work {
+    const Vectors* vectors;
+    const Numbers* numbers;
+    int64_t n;
+    int64_t next;  // first element that no thread has taken
+};
+
+void* run(void* argument) {
+    Work& work = *static_cast<Work*>(argument);
+    for (;;) {
+        const int64_t begin = __atomic_fetch_add(&work.next, BLOCK, __ATOMIC_RELAXED);
+        if (begin >= work.n) return nullptr;
+        const int64_t left = work.n - begin;
+        update(*work.vectors, *work.numbers, begin, int32_t(left < BLOCK ? left : BLOCK));
+    }
+}
+
+}  // namespace
+
+// One step over n elements by so many threads, the calling one among them. The bits do not depend on
+// their number; where the system has no more threads, fewer do the work.
+extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, int32_t threads) {
+    Work work{vectors, numbers, n, 0};
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    int64_t others = (threads < blocks ? threads : blocks) - 1;
+    if (others > MOST_THREADS) others = MOST_THREADS;
+    pthread_t started[MOST_THREADS];
+    int64_t count = 0;
+    while (count < others && pthread_create(&started[count], nullptr, run, &work) == 0) count++;
+    run(&work);
+    for (int64_t i = 0; i < count; i++) pthread_join(started[i], nullptr);
+}

@@ -1,0 +1,219 @@
+"""Compiling a C++ source at its first use, and keeping what came out.
+
+There is no lock: processes that need the same library at once compile it each, and each puts a
+whole one in its place by a rename. A process that is killed leaves a temporary file, which a later
+one removes. A library ends in a digest of itself, so that one which a loss of power has cut off is
+built again instead of loaded.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+CACHE = "RLHF_PIPELINE_CACHE"
+"""Variable of the environment: the directory that keeps compiled kernels."""
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Tried in this order where the variable CXX names none."""
+
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+)
+
+INSTRUCTIONS = {
+    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512": (
+        *("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+        "-mprefer-vector-width=512",
+    ),
+}
+"""By PyTorch's name of what an x86 processor has. Not -march=native: machines may share a cache."""
+
+COMPILE_SECONDS = 120
+LEFTOVER_SECONDS = 24 * 3600
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class NotBuiltError(Exception):
+    """A kernel can't be had on this machine; the message is a clause that says why."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loaded library, and how it came about."""
+
+    library: ctypes.CDLL
+
+    compiler: str
+    """The first line of what its `--version` prints."""
+
+    path: Path | None
+    """Where it is kept; None where the cache can't be written."""
+
+    seconds: float | None
+    """That compiling took; None where the library was there."""
+
+
+def build(source: Path, defines: Mapping[str, str | int]) -> Built:
+    """The library of a source with these macros, from the cache if it is there.
+
+    Raises:
+        NotBuiltError: there is no compiler, or it fails, or the system can't load what it makes.
+    """
+    compiler, version = find_compiler()
+    flags = [
+        *FLAGS,
+        *instruction_flags(),
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]
+    identity = "\0".join([version, platform.machine(), *flags]).encode() + source.read_bytes()
+    name = f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:24]}.so"
+    kept = cache_directory() / name
+    if is_whole(kept):
+        return Built(load(kept), version, kept, None)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as private:
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            remove_leftovers(kept.parent)
+            handle, made = tempfile.mkstemp(dir=kept.parent, suffix=".tmp")
+        except OSError:
+            handle, made = tempfile.mkstemp(dir=private)
+        os.close(handle)
+        try:
+            run_compiler([*compiler, *flags, str(source), "-o", made])
+            seal(Path(made))
+            if Path(made).parent == kept.parent:
+                library, path = Path(made).replace(kept), kept
+            else:
+                library, path = Path(made), None
+            return Built(load(library), version, path, time.perf_counter() - started)
+        finally:
+            Path(made).unlink(missing_ok=True)
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept, whether or not it is there."""
+    chosen = os.environ.get(CACHE)
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "rlhf-pipeline" / "kernels"
+
+
+def find_compiler() -> tuple[list[str], str]:
+    """The words that call the system's C++ compiler, and its version.
+
+    Raises:
+        NotBuiltError: there is none.
+    """
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for words in [chosen] if chosen else [[name] for name in COMPILERS]:
+        found = shutil.which(words[0])
+        if found is not None:
+            return [found, *words[1:]], version_of(found)
+    if chosen:
+        raise NotBuiltError(f"the compiler that CXX names, {chosen[0]}, was not found")
+    raise NotBuiltError(f"no C++ compiler was found ({', '.join(COMPILERS)}; CXX may name one)")
+
+
+@functools.cache
+def version_of(compiler: str) -> str:
+    """What the compiler says of itself, in its first line."""
+    return run_compiler([compiler, "--version"]).split("\n")[0]
+
+
+def run_compiler(command: list[str]) -> str:
+    """What the compiler prints.
+
+    Raises:
+        NotBuiltError: it fails, in its own words.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotBuiltError(f"the compiler {command[0]} can't be run: {error}") from error
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        told = [line for line in lines if "error" in line.lower()] or lines or ["nothing"]
+        raise NotBuiltError(
+            f"the compiler {command[0]} ended with code {done.returncode} and said: {told[0]}"
+        )
+    return done.stdout
+
+
+def instruction_flags() -> tuple[str, ...]:
+    """What the compiler may use of this machine's processor: as much as PyTorch does.
+
+    Raises:
+        NotBuiltError: PyTorch rounds otherwise on it, having no fused multiply-add.
+    """
+    if platform.machine() in ("aarch64", "arm64"):
+        return ()
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in INSTRUCTIONS:
+        raise NotBuiltError(
+            f"the processor ({platform.machine()}, {capability}) is not one they are written for:"
+            " x86 with AVX2 or AVX-512, or ARM with 64 bits"
+        )
+    return INSTRUCTIONS[capability]
+
+
+def seal(library: Path) -> None:
+    """Append the digest that `is_whole` looks for; a loader reads no further than its sections."""
+    content = library.read_bytes()
+    library.write_bytes(content + hashlib.sha256(content).digest())
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library is there, and all of it."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """The library in this process.
+
+    Raises:
+        NotBuiltError: the system refuses it.
+    """
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NotBuiltError(
+            f"the system doesn't load {library} ({error}); set {CACHE} to a directory on a disk"
+            " from which programs may be run"
+        ) from error
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what builders left that were killed a day ago or earlier."""
+    for leftover in directory.glob("*.tmp"):
+        try:
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
+                leftover.unlink()
+        except OSError:
+            continue  # another process was faster, or the file is not ours

@@ -1,0 +1,97 @@
+"""The engine with the kernels and without ends in the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.engine.engine import Engine
+from pipeline.errors import KernelError
+from tests.distributed import run_ranks
+from tests.families import tiny_causal_lm
+from tests.pipeline.engine.test_stages import DTYPES, build, loss_of
+
+STEPS = 3
+
+
+def settings(stage: int, kernels: str, *, optim: str = "AdamW", **zero: Any) -> TrainedModelConfig:
+    return TrainedModelConfig(
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        zero=ZeroConfig(**zero),
+        optim=OptimConfig(name=optim, lr=1e-2, schedule="constant", warmup_ratio=0.0,
+                          weight_decay=0.1, max_grad_norm=0.5),
+        kernels=kernels,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+
+
+def trained(
+    stage: int, kernels: str, dtype: str, micro_batches: int = 2, **zero: Any
+) -> list[torch.Tensor]:
+    """Weights and moments after some steps."""
+    model = build("llama", dtype)
+    engine = Engine(model, settings(stage, kernels, **zero), total_steps=STEPS)
+    for step in range(STEPS):
+        for micro_batch in range(micro_batches):
+            engine.backward(loss_of(engine, step, micro_batch, 0))
+        engine.step()
+    state = [tensor for group in engine.visit() for tensor in [*group.moments(), group.master]]
+    state = [tensor.detach().clone() for tensor in state]
+    with engine.gathered():
+        return state + [param.detach().clone() for param in model.parameters()]
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "in memory": {},
+    "deterministic": {"reduction": "deterministic"},
+    "optimizer on a disk": {"offload": {"optimizer": "nvme"}},
+    "weights on a disk": {"offload": {"params": "nvme"}},
+    "weights offloaded": {"offload": {"params": "cpu", "optimizer": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("place", PLACES)
+def test_the_kernels_change_no_bit(place: str, dtype: str, tmp_path: Path) -> None:
+    zero = dict(PLACES[place])
+    if "offload" in zero:
+        zero["offload"] = OffloadConfig(**zero["offload"], nvme_path=tmp_path)
+    stages = (3,) if "offload" in zero else (0, 1)
+
+    for stage in stages:
+        expected = trained(stage, "off", dtype, **zero)
+        got = trained(stage, "required", dtype, **zero)
+        assert all(map(torch.equal, got, expected))
+
+
+def sharded(kernels: str, stage: int) -> list[torch.Tensor]:
+    return trained(stage, kernels, "bf16", 3, reduction="deterministic")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_nor_do_they_on_two_processes(stage: int) -> None:
+    ended = {kernels: run_ranks(sharded, kernels, stage) for kernels in ("off", "required")}
+
+    for got, expected in zip(ended["required"], ended["off"], strict=True):
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("kernels", ["off", "required"])
+def test_the_clip_coefficient_reaches_a_sum_of_three_micro_batches_at_stage_0(
+    kernels: str,
+) -> None:
+    # The tree of three micro-batches ends in a sum that is not kept.
+    whole = trained(0, kernels, "fp32", 3, reduction="deterministic")
+    piece = trained(1, kernels, "fp32", 3, reduction="deterministic")
+
+    assert all(map(torch.equal, whole, piece))
+
+
+def test_an_optimizer_without_a_kernel_is_pytorchs_unless_one_is_required() -> None:
+    model = tiny_causal_lm("llama")
+
+    with pytest.raises(KernelError, match="kernels required: there is none of SGD on cpu"):
+        Engine(model, settings(0, "required", optim="SGD"), total_steps=1)
+    Engine(tiny_causal_lm("llama"), settings(0, "auto", optim="SGD"), total_steps=1)

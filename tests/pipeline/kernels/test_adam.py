@@ -1,0 +1,407 @@
+"""Every option of AdamW by every implementation, to the bit, and against the formula in float64."""
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import Kernels
+from pipeline.errors import KernelError
+from pipeline.kernels import reference
+from pipeline.kernels.adam import adamw_
+from pipeline.kernels.cpu.adam import Variant, library
+from pipeline.kernels.cpu.build import Built
+from pipeline.kernels.reference import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
+
+ROOT = Path(__file__).parents[3]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
+ODD = (1, 15, 37, 65536 + 37)
+"""A lane and a bit, a block of the kernel and a bit."""
+
+
+def vectors(
+    numel: int,
+    *,
+    gradient: torch.dtype = FP32,
+    moments: torch.dtype = FP32,
+    copy: torch.dtype | None = None,
+    split: bool = False,
+) -> tuple[Weights, Tensor]:
+    """Numbers of all magnitudes from 1e-7 to 1e7, and moments as they come from such gradients."""
+    generator = torch.Generator().manual_seed(numel)
+
+    def spread() -> Tensor:
+        exponents = 4 * torch.randn(numel, generator=generator)
+        return torch.randn(numel, generator=generator) * exponents.clamp(-16, 10).exp()
+
+    master, low_bits = spread(), None
+    if split:
+        master, low_bits = reference.split_master(master)
+    weights = Weights(
+        master,
+        spread().to(moments),
+        spread().square().clamp(max=1e30).to(moments),
+        None if copy is None else torch.full((numel,), math.nan, dtype=copy),
+        low_bits,
+    )
+    return weights, spread().clamp(-6e4, 6e4).to(gradient)
+
+
+def copied(weights: Weights) -> Weights:
+    return Weights(**{name: tensor.clone() for name, tensor in weights.tensors().items()})
+
+
+def options() -> Iterator[dict[str, Any]]:
+    for gradient, moments, split in itertools.product(GRADIENTS, MOMENTS, (False, True)):
+        for copy in (None, *(() if split else COPIES)):
+            yield {"gradient": gradient, "moments": moments, "copy": copy, "split": split}
+
+
+def name(option: dict[str, Any]) -> str:
+    return ", ".join(str(each).removeprefix("torch.") for each in option.values())
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("option", list(options()), ids=name)
+def test_kernel_and_fallback_give_the_bits_of_the_definition(
+    option: dict[str, Any], seed: int | None
+) -> None:
+    if seed is not None and BF16 not in (option["moments"], option["copy"]):
+        seed = None  # nothing is rounded to bf16: as without one
+    for numel, beta1 in zip(ODD, (0.9, 0.3, 0.9, 0.9), strict=True):
+        weights, gradient = vectors(numel, **option)
+        step = replace(STEP, betas=(beta1, 0.95), seed=seed, first=2**32 - 5)
+        ended: dict[str, Weights] = {}
+        for kernels in ("required", "off"):
+            ended[kernels] = copied(weights)
+            adamw_(ended[kernels], gradient, step, kernels=kernels)
+        expected = copied(weights)
+        reference.adamw_(expected, gradient, step)
+
+        for kernels, got in ended.items():
+            for each, tensor in expected.tensors().items():
+                assert torch.equal(got.tensors()[each], tensor), (kernels, each, numel)
+        assert not torch.equal(expected.exp_avg, weights.exp_avg)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_a_step_is_that_of_the_formula_in_float64(kernels: Kernels, gradient: torch.dtype) -> None:
+    numel = 4096 + 5
+    generator = torch.Generator().manual_seed(0)
+    p, m, g = (torch.randn(numel, generator=generator) for _ in range(3))
+    m, v, g = 0.1 * m, torch.rand(numel, generator=generator), g.to(gradient)
+    weights = Weights(p.clone(), m.clone(), v.clone())
+
+    adamw_(weights, g, STEP, kernels=kernels)
+
+    p64, m64, v64, g64 = p.double(), m.double(), v.double(), 0.37 * g.double()
+    largest = 0.9 * m64.abs() + 0.1 * g64.abs()
+    m64 = 0.9 * m64 + 0.1 * g64
+    v64 = 0.95 * v64 + 0.05 * g64**2
+    scale = 1e-3 / (1 - 0.9**3) / ((v64 / (1 - 0.95**3)).sqrt() + 1e-8)
+    p64 = p64 * (1 - 1e-3 * 0.1) - scale * m64
+    # Half a unit in the last place for each of three roundings of p (of the factor, the product and
+    # the sum), and eight units for what leads to the step, whose two terms may cancel.
+    allowed = 3 * 2**-24 * (p.double().abs() + scale * largest) + 2**-20 * scale * largest
+    assert ((weights.master.double() - p64).abs() <= allowed).all()
+    torch.testing.assert_close(weights.exp_avg.double(), m64, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights.exp_avg_sq.double(), v64, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kernels", ["required", "off"])
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.3, 0.5), (0.0, 0.0)])
+def test_the_bits_are_those_of_pytorchs_fused_adamw(
+    kernels: Kernels, betas: tuple[float, float]
+) -> None:
+    weights, gradient = vectors(64 * 1024 + 16)
+    param = torch.nn.Parameter(weights.master.clone())
+    optimizer = torch.optim.AdamW(
+        [param], lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.1, fused=True
+    )
+    state = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+    weights = Weights(weights.master, **{name: value.clone() for name, value in state.items()})
+
+    for step in range(1, 5):
+        param.grad = gradient * 0.37
+        optimizer.step()
+        adamw_(weights, gradient, replace(STEP, betas=betas, step=step), kernels=kernels)
+        gradient = gradient.roll(1)
+
+    assert torch.equal(weights.master, param)
+    for name, value in weights.tensors().items():
+        assert name == "master" or torch.equal(value, optimizer.state[param][name])
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+    option: dict[str, Any] = {"moments": BF16, "copy": BF16}
+    weights, gradient = vectors(5 * 65536 + 123, **option)
+    step = replace(STEP, seed=1)
+    alone, together = copied(weights), copied(weights)
+    before = torch.get_num_threads()
+
+    try:
+        torch.set_num_threads(1)
+        adamw_(alone, gradient, step, kernels="required")
+        torch.set_num_threads(threads)
+        adamw_(together, gradient, step, kernels="required")
+    finally:
+        torch.set_num_threads(before)
+
+    for name, tensor in alone.tensors().items():
+        assert torch.equal(together.tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_pieces_of_a_vector_round_stochastically_as_the_whole(kernels: Kernels) -> None:
+    weights, gradient = vectors(1000, moments=BF16, copy=BF16)
+    whole, pieces = copied(weights), copied(weights)
+    adamw_(whole, gradient, replace(STEP, seed=9), kernels=kernels)
+
+    for start, end in ((0, 111), (111, 512), (512, 1000)):
+        part = {name: tensor[start:end] for name, tensor in pieces.tensors().items()}
+        adamw_(
+            Weights(**part),
+            gradient[start:end],
+            replace(STEP, seed=9, first=start),
+            kernels=kernels,
+        )
+
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(pieces.tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_an_overflow_changes_nothing(kernels: Kernels) -> None:
+    weights, gradient = vectors(100, copy=FP16)
+    before = copied(weights)
+
+    adamw_(weights, gradient / 0, replace(STEP, overflow=True), kernels=kernels)
+
+    assert weights.copy is not None
+    assert weights.copy.isnan().all()
+    assert torch.equal(weights.master, before.master)
+    assert torch.equal(weights.exp_avg, before.exp_avg)
+
+
+def all_fp16() -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(FP16)
+
+
+@pytest.mark.parametrize("dtype", COPIES)
+def test_every_16_bit_number_and_what_lies_between_is_rounded_as_pytorch_rounds(
+    dtype: torch.dtype,
+) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
+    every = every[every.isfinite()]
+    ulps = every.view(torch.int32)
+    shifts = (-1, 0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001)
+    values = torch.cat([(ulps + shift).view(FP32) for shift in shifts])
+    values = torch.cat([values[values.isfinite()], torch.tensor([65519.99, 65520.0, 3e38, -3e38])])
+    copy = torch.zeros(len(values), dtype=dtype)
+    weights = Weights(values.clone(), *torch.zeros(2, len(values)), copy)
+    still = replace(STEP, weight_decay=0.0)  # without a gradient nothing moves
+
+    adamw_(weights, torch.zeros_like(values), still, kernels="required")
+
+    assert torch.equal(weights.master, values)
+    assert torch.equal(copy, values.to(dtype))
+
+
+def test_every_fp16_gradient_is_read_as_what_it_is() -> None:
+    gradient = all_fp16()[all_fp16().isfinite()]
+    got = Weights(*torch.zeros(3, len(gradient)))
+
+    adamw_(got, gradient, replace(STEP, betas=(0.0, 0.0), multiplier=1.0), kernels="required")
+
+    assert torch.equal(got.exp_avg, gradient.float())
+
+
+def test_gradients_that_are_not_finite_leave_what_is_not_finite() -> None:
+    for dtype in GRADIENTS:
+        gradient = torch.tensor([math.inf, -math.inf, math.nan, 1.0], dtype=dtype)
+        weights = Weights(*torch.zeros(3, 4), torch.zeros(4, dtype=FP16))
+
+        adamw_(weights, gradient, STEP, kernels="required")
+
+        assert weights.exp_avg.isfinite().tolist() == [False, False, False, True]
+
+
+def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
+    whole, gradient = vectors(10_000)
+    weights, low_bits = reference.split_master(whole.master)
+    split = Weights(weights, whole.exp_avg.clone(), whole.exp_avg_sq.clone(), low_bits=low_bits)
+
+    for step in range(1, 4):
+        adamw_(whole, gradient, replace(STEP, step=step))
+        adamw_(split, gradient, replace(STEP, step=step))
+
+    assert torch.equal(reference.join_master(split.master, low_bits), whole.master)
+    # Its bf16 half is the rounded master; of two equally near ones it may be the other.
+    rounded = whole.master.bfloat16()
+    ties = (whole.master.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(split.master[~ties], rounded[~ties])
+
+
+def test_every_float_but_nan_survives_being_split() -> None:
+    bits = torch.arange(-(2**31), 2**31 - 1, 65521, dtype=torch.int64).int()
+    edges = torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4028235e38, -3.4028235e38, 1e-45])
+    values = torch.cat([bits.view(FP32), edges])
+    values = values[~values.isnan()]
+
+    joined = reference.join_master(*reference.split_master(values))
+
+    assert torch.equal(joined.view(torch.int32), values.view(torch.int32))
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    numel = 100_000
+    between = torch.full((numel,), 1 + 1 / 128 / 4)  # a quarter of the way to the next bf16
+    low, high = reference.random_bits(3, 0, between)
+
+    for random in (low, high, low >> 16):
+        rounded = reference.round_stochastically(between, random)
+        assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
+        up = (rounded > 1).float().mean().item()
+        assert abs(up - 0.25) < 4 * math.sqrt(0.25 * 0.75 / numel)
+
+
+def test_random_words_differ_by_seed_place_and_word() -> None:
+    like = torch.zeros(10_000)
+
+    words = [word for seed in (0, 1, 2) for word in reference.random_bits(seed, 0, like)]
+
+    assert len(torch.cat(words).unique()) > 0.9999 * 60_000
+    for bit in range(32):
+        share = (torch.cat(words) >> bit & 1).float().mean().item()
+        assert abs(share - 0.5) < 4 * math.sqrt(0.25 / 60_000)
+
+
+def test_small_updates_of_a_bf16_moment_are_kept_on_average_by_stochastic_rounding() -> None:
+    numel, steps = 4096, 200
+    step = replace(STEP, betas=(0.9, 0.999), multiplier=1.0)
+    ended = {}
+    for seed in (None, 5):
+        weights = Weights(torch.zeros(numel), *torch.ones(2, numel).bfloat16())
+        for t in range(steps):
+            new = replace(step, step=t + 1, seed=None if seed is None else seed + t)
+            adamw_(weights, torch.zeros(numel), new)
+        ended[seed] = weights.exp_avg_sq.float().mean().item()
+
+    # A share of 0.001 is less than half the distance of two bf16 numbers.
+    assert ended[None] == 1.0
+    assert ended[5] == pytest.approx(0.999**steps, rel=0.01)
+
+
+def test_nothing_to_step_is_no_step() -> None:
+    adamw_(Weights(*torch.zeros(3, 0)), torch.zeros(0), STEP, kernels="required")
+
+
+REFUSED = {
+    "exp_avg=torch.zeros(8, dtype=torch.float64)": (
+        "AdamW's exp_avg must be torch.float32 or torch.bfloat16 here, not torch.float64"
+    ),
+    "master=torch.zeros(8).half()": "AdamW's master must be torch.float32 here, not torch.float16",
+    "copy=torch.zeros(8)": (
+        "AdamW's copy must be torch.bfloat16 or torch.float16 here, not torch.float32"
+    ),
+    "exp_avg=torch.zeros(8).bfloat16()": (
+        "AdamW's exp_avg_sq must be torch.bfloat16 here, not torch.float32"
+    ),
+    "gradient=torch.zeros(8).int()": (
+        "AdamW's gradient must be torch.float32 or torch.bfloat16 or torch.float16 here, not"
+        " torch.int32"
+    ),
+    "low_bits=torch.zeros(8).short()": (
+        "AdamW's master must be torch.bfloat16 here, not torch.float32"
+    ),
+    "exp_avg_sq=torch.zeros(9)": (
+        "AdamW steps flat vectors of one length on one device: exp_avg_sq has shape (9,) on cpu,"
+        " the gradient has (8,) on cpu"
+    ),
+    "master=torch.zeros(2, 4)": (
+        "AdamW steps flat vectors of one length on one device: master has shape (2, 4) on cpu, the"
+        " gradient has (8,) on cpu"
+    ),
+    'exp_avg=torch.zeros(8, device="meta")': (
+        "AdamW steps flat vectors of one length on one device: exp_avg has shape (8,) on meta, the"
+        " gradient has (8,) on cpu"
+    ),
+    "gradient=torch.zeros(16)[::2]": (
+        "AdamW steps contiguous vectors, and gradient has stride (2,)"
+    ),
+}
+PROGRAM = """
+import torch
+from pipeline.kernels.adam import adamw_
+from pipeline.kernels.reference import AdamW, Weights
+step = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
+def attempt(**changed):
+    tensors = {name: torch.zeros(8) for name in ("master", "exp_avg", "exp_avg_sq", "gradient")}
+    tensors |= changed
+    gradient = tensors.pop("gradient")
+    try:
+        adamw_(Weights(**tensors), gradient, step)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_vectors_that_cannot_be_stepped_are_refused_in_a_sentence() -> None:
+    # In a process of its own, where no annotation is checked, as users run it.
+    program = PROGRAM + "\n".join(f"attempt({arguments})" for arguments in REFUSED)
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    assert done.stdout.splitlines() == list(REFUSED.values())
+
+
+def test_vectors_that_share_memory_are_refused() -> None:
+    memory = torch.zeros(12)
+
+    with pytest.raises(ValueError, match="exp_avg and exp_avg_sq share memory"):
+        adamw_(Weights(torch.zeros(8), memory[:8], memory[4:]), torch.zeros(8), STEP)
+
+
+def test_a_vector_at_an_odd_address_is_left_to_pytorch() -> None:
+    memory = torch.zeros(4 * 64 + 4, dtype=torch.uint8)
+    odd = torch.frombuffer(memory.numpy(), dtype=FP32, offset=1, count=64)
+    weights, even = (Weights(*torch.ones(3, 64)) for _ in range(2))
+    odd.fill_(0.5)
+
+    with pytest.raises(KernelError, match="begins between the places of two elements"):
+        adamw_(weights, odd, STEP, kernels="required")
+    adamw_(weights, odd, STEP)
+    adamw_(even, odd.clone(), STEP, kernels="required")
+
+    assert torch.equal(weights.master, even.master)
+
+
+def test_a_device_without_a_kernel_is_left_to_pytorch_unless_it_is_required() -> None:
+    weights = Weights(*torch.zeros(3, 8, device="meta"))
+
+    with pytest.raises(KernelError) as error:
+        adamw_(weights, torch.zeros(8, device="meta"), STEP, kernels="required")
+
+    assert str(error.value) == (
+        "the kernel of AdamW can't be had: there is none for meta; mend that, or set kernels auto"
+        " to have PyTorch do its work"
+    )
+    adamw_(weights, torch.zeros(8, device="meta"), STEP)
+
+
+def test_the_kernel_is_there_on_this_machine() -> None:
+    # So that no other test here compares the fallback with itself.
+    assert isinstance(library(Variant(FP32, FP32)), Built)
