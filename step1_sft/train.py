@@ -51,7 +51,9 @@ def train(config: SFTConfig) -> Path:
     with Run(config, name="step1_sft", total_steps=total_steps, is_main=is_main()) as run:
         model = trained_causal_lm(config.model, tokenizer, device=local_device(), seed=config.seed)
         set_stop_tokens(model, chat.stop_ids)
-        engine = Engine(Policy(model), config.model, total_steps=total_steps)
+        engine = Engine(
+            Policy(model, kernels=config.model.kernels), config.model, total_steps=total_steps
+        )
         config = within_context(config, model)
         held_out = encode(data.eval, chat, config)
         best = BestWeights(engine)
@@ -73,7 +75,7 @@ def train(config: SFTConfig) -> Path:
             num_targets = max(1, sum(row.num_targets for row in rows))
             nll = 0.0
             for batch in cut(rows, config):
-                loss = next_token_nll(engine(batch).logprobs)
+                loss = next_token_nll(engine(batch, uniform=True).logprobs)
                 engine.backward(loss / num_targets)
                 nll += loss.item()
             result = engine.step()

@@ -133,7 +133,11 @@ def load_models(
     )
     for role, model in (("actor", actor), ("critic", critic), ("reward", reward)):
         require_context(base_model(model), role, config)
-    engine = Engine(Policy(actor), config.actor, total_steps=actor_iterations * updates)
+    engine = Engine(
+        Policy(actor, kernels=config.actor.kernels),
+        config.actor,
+        total_steps=actor_iterations * updates,
+    )
     critic_engine = Engine(
         Critic(critic, normalize=config.normalize_score),
         config.critic,
@@ -189,7 +193,7 @@ def load_reference(
     sharded = config.actor.zero_stage == 3
     model = load_causal_lm(source, device=device, seed=config.seed, defer=sharded)
     add_tokens(model, tokenizer, seed=config.seed)
-    return Reference(FrozenEngine(Policy(model), config.actor))
+    return Reference(FrozenEngine(Policy(model, kernels=config.actor.kernels), config.actor))
 
 
 def stored_normalization(model: nn.Module) -> tuple[float, float]:

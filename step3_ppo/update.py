@@ -167,7 +167,7 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
     batches, num_targets = next(ptx)
     nll = 0.0
     for batch in batches:
-        loss = -models.actor(batch).logprobs.sum()
+        loss = -models.actor(batch, uniform=True).logprobs.sum()
         models.actor.backward(config.ptx_coef * loss / num_targets)
         nll += loss.item()
     return global_sum(nll) / num_targets

@@ -94,11 +94,18 @@ PECULIAR: dict[str, dict[str, Any]] = {
 attention sinks, attention in chunks."""
 
 
+SCALED: dict[str, dict[str, Any]] = {
+    "cohere": {**_GROUPED, "logit_scale": 0.25},
+    "granite": {**_GROUPED, "logits_scaling": 8.0},
+}
+"""Model types whose logits are more than the product with their output matrix; so are gemma2's."""
+
+
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """Two layers, 101 tokens; padding is the end of sequence, as in models of GPT-2's kind."""
     special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     return AutoConfig.for_model(
-        family, **{**{**FAMILIES, **PECULIAR}[family], **special, **changes}
+        family, **{**{**FAMILIES, **PECULIAR, **SCALED}[family], **special, **changes}
     )
 
 

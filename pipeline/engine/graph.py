@@ -11,7 +11,7 @@ def parameter_uses(loss: Tensor) -> Counter[Tensor] | None:
 
     Returns:
         None where that can't be known: a function written in Python may go back through more, as
-        reentrant checkpointing does.
+        reentrant checkpointing does, unless it says `uses_inputs_alone`.
     """
     uses = Counter[Tensor]()
     if loss.grad_fn is None:
@@ -19,7 +19,7 @@ def parameter_uses(loss: Tensor) -> Counter[Tensor] | None:
     seen, ahead = {loss.grad_fn}, [loss.grad_fn]
     while ahead:
         for node, _ in ahead.pop().next_functions:
-            if isinstance(node, BackwardCFunction):
+            if isinstance(node, BackwardCFunction) and not uses_inputs_alone(node):
                 return None
             variable = getattr(node, "variable", None)  # which only the end of a path has
             if variable is not None:
@@ -28,3 +28,8 @@ def parameter_uses(loss: Tensor) -> Counter[Tensor] | None:
                 seen.add(node)
                 ahead.append(node)
     return uses
+
+
+def uses_inputs_alone(node: BackwardCFunction) -> bool:
+    """Whether a function written in Python has said that it goes back to its inputs alone."""
+    return getattr(node, "uses_inputs_alone", False)

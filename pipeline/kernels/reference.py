@@ -1,6 +1,6 @@
 """What the operators compute, in plain PyTorch: the definition that every kernel is held to.
 
-Dimension names: n elements of a flat vector.
+Dimension names: n elements of a flat vector, K targets, d hidden size, V vocabulary.
 """
 
 import math
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int, Int16
 from torch import Tensor
 
@@ -174,3 +175,39 @@ def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> 
     """The fp32 that `split_master` took apart."""
     high = weights.view(torch.int16).int() << 16
     return (high + low_bits.int()).view(torch.float32)
+
+
+def linear_logprobs(
+    hidden: Float[Tensor, "K d"],
+    weight: Float[Tensor, "V d"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " K"],
+    *,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
+    """Log-probabilities of the targets, and entropies, of softmax(hidden @ weight.T + bias)."""
+    return logprobs_of(
+        F.linear(hidden, weight, bias), targets, temperature=temperature, entropy=entropy
+    )
+
+
+def logprobs_of(
+    logits: Float[Tensor, "K V"],
+    targets: Int[Tensor, " K"],
+    *,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
+    """The same from logits, which `temperature` divides; nats, fp32."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    logprobs = -F.cross_entropy(logits, targets, reduction="none")
+    return logprobs, categorical_entropy(logits) if entropy else None
+
+
+def categorical_entropy(logits: Float[Tensor, "K V"]) -> Float[Tensor, " K"]:
+    """-sum p log p of the distribution softmax(logits), in nats."""
+    logprobs = logits.log_softmax(dim=-1)
+    return -(logprobs.exp() * logprobs).sum(dim=-1)

@@ -4,6 +4,7 @@ The wrappers are what the engine trains. Inside is the user's own model, unchang
 Dimension names: N tokens, K targets, B sequences, V vocabulary, d hidden size.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -15,10 +16,15 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.distributed import global_max
-from pipeline.errors import DataError
+from pipeline.errors import DataError, KernelError
+from pipeline.kernels.logprobs import WHOLE, linear_logprobs
+from pipeline.kernels.reference import logprobs_of
 from pipeline.models.attention import RAGGED, Ragged
+
+logger = logging.getLogger(__name__)
 
 Backbone = Callable[..., tuple[Tensor, ...]]
 """A model without its head: the first output is the hidden states, (B, T, d)."""
@@ -36,26 +42,81 @@ class TokenLogprobs:
 
 
 class Policy(nn.Module):
-    """A causal language model, asked for log-probabilities of given tokens."""
+    """A causal language model, asked for log-probabilities of given tokens.
 
-    def __init__(self, model: nn.Module) -> None:
+    Logits that would take much memory never exist for all targets at once, where the model's output
+    is one matrix product and `kernels` is not off.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, kernels: Kernels = "auto", tile: int | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        self.kernels: Kernels = kernels
+        self.tile = tile
+        """Logits that may exist at once; None leaves it to `linear_logprobs`."""
+        self._is_product: bool | None = None
 
     def forward(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        uniform: bool = False,
     ) -> TokenLogprobs:
-        """Log-probabilities of `batch.targets`; `temperature` divides the logits."""
-        logits = self.target_logits(batch).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        targets = batch.input_ids[batch.targets]
-        logprobs = -F.cross_entropy(logits, targets, reduction="none")
-        return TokenLogprobs(logprobs, categorical_entropy(logits) if entropy else None)
+        """Log-probabilities of `batch.targets`; `temperature` divides the logits.
 
-    def target_logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
-        """Logits that predict each target: those of the token before it."""
+        `uniform` says that the loss will weigh them all the same, which makes it faster.
+        """
         require_context(base_model(self.model), batch)
+        targets = batch.input_ids[batch.targets]
+        head = self._output_matrix(batch)
+        if head is not None and len(targets) * head.out_features > (self.tile or WHOLE):
+            said = linear_logprobs(
+                self._hidden(batch),
+                head.weight,
+                head.bias,
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                uniform=uniform,
+                tile=self.tile,
+            )
+        else:
+            logits = self._logits(batch)
+            said = logprobs_of(logits, targets, temperature=temperature, entropy=entropy)
+        return TokenLogprobs(*said)
+
+    def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
+        """The matrix that makes the logits, where there may be too many and it alone makes them.
+
+        Every process comes to the same answer in the same passes, for asking the model takes some.
+
+        Raises:
+            KernelError: it doesn't, and the kernel is required.
+        """
+        head = base_model(self.model).get_output_embeddings()
+        if self.kernels == "off" or not is_large(head):
+            return None
+        if self._is_product is None:
+            self._is_product = is_product(self.model, batch)
+            if not self._is_product:
+                _say_whole(type(base_model(self.model)).__name__, self.kernels)
+        return head if self._is_product and isinstance(head, nn.Linear) else None
+
+    def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
+        """What the output matrix is applied to, for each target."""
+        backbone = cast("Backbone", base_model(self.model).base_model)
+        ragged = Ragged(batch.lengths, batch.input_ids.device)
+        before = batch.targets - 1
+        if is_ragged(self.model):
+            return backbone(**ragged_inputs(batch, ragged))[0][0][before]
+        return run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])[before]
+
+    def _logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
+        """The model's own logits that predict each target: those of the token before it."""
         before = batch.targets - 1
         ragged = Ragged(batch.lengths, batch.input_ids.device)
         if is_ragged(self.model):
@@ -98,6 +159,62 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     # Not by attribute: peft marks the model inside as well as its wrapper.
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     return cast("PreTrainedModel", plain)
+
+
+LARGE_VOCABULARY = 8192
+"""Below it logits take no more memory than what a model keeps for a token anyway."""
+
+PROBE = 8
+"""Tokens on which a model's logits are compared with its matrix product."""
+
+
+def is_large(head: nn.Module | None) -> bool:
+    """Whether logits of this output layer are worth to be computed in pieces."""
+    # Of the class itself: peft's layers compute more than the product.
+    return type(head) is nn.Linear and head.out_features >= LARGE_VOCABULARY
+
+
+@torch.no_grad()
+def is_product(model: nn.Module, batch: TokenBatch) -> bool:
+    """Whether the model's logits are its output matrix times its last hidden states, to the bit.
+
+    Some families scale, cap or shift them, or the hidden states. The model itself is asked, with a
+    few tokens of the batch, so that families nobody has heard of are right as well.
+    """
+    plain = base_model(model)
+    head = cast("nn.Linear", plain.get_output_embeddings())
+    backbone = cast("Backbone", plain.base_model)
+    if backbone is plain:  # it doesn't say which of its modules that is
+        return False
+    count = min(PROBE, batch.lengths[0])
+    ids = batch.input_ids[:count]
+    few = TokenBatch(ids, (count,), batch.targets[:0])
+    training = model.training
+    model.eval()  # dropout would draw other masks for each pass, and move the generator
+    try:
+        if is_ragged(model):
+            inputs = ragged_inputs(few, Ragged(few.lengths, ids.device))
+        else:
+            inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+        hidden = backbone(**inputs)[0]
+        logits: Tensor = model(**inputs).logits
+    finally:
+        model.train(training)
+    return torch.equal(logits, F.linear(hidden, head.weight, head.bias))
+
+
+def _say_whole(family: str, kernels: Kernels) -> None:
+    """Say that logits are computed whole, or that they must not be.
+
+    Raises:
+        KernelError: `kernels` is required.
+    """
+    reason = f"the logits of {family} are no matrix product with what its blocks end in"
+    if kernels == "required":
+        raise KernelError(
+            f"kernels required: {reason}, and can't be computed tile by tile; set kernels auto"
+        )
+    logger.info("%s: those of a micro-batch are computed at once", reason)
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -161,9 +278,3 @@ def run_padded(
         real = group.real if number < len(ragged.groups) else group.real[:0]
         outputs.append(run(inputs).flatten(0, 1).index_select(0, real))
     return torch.cat(outputs).index_select(0, ragged.restore)
-
-
-def categorical_entropy(logits: Float[Tensor, "K V"]) -> Float[Tensor, " K"]:
-    """-sum p log p of the distribution softmax(logits), in nats."""
-    logprobs = logits.log_softmax(dim=-1)
-    return -(logprobs.exp() * logprobs).sum(dim=-1)
