@@ -54,7 +54,7 @@ def test_help_lists_every_option_at_once(tmp_path: Path) -> None:
         ("--ppo.rollout_size 8", "error: ppo.batch_size"),
         (
             "--deployment-type multi_node",
-            "error: --deployment-type multi_node and --hostfile are not",
+            "error: --deployment-type multi_node needs --hostfile FILE, or",
         ),
         ("--config none.yaml", "error: --config none.yaml: no such file"),
     ],
