@@ -5,6 +5,7 @@ The definition is `pipeline.kernels.decode_reference`; see there for the dimensi
 
 import functools
 import logging
+import os
 
 import torch
 from jaxtyping import Float
@@ -17,6 +18,9 @@ from pipeline.kernels.cuda.gpu import Gpu, gpu_of
 from pipeline.kernels.decode_reference import Scores
 
 logger = logging.getLogger(__name__)
+
+SWITCH = "RLHF_PIPELINE_KERNELS"
+"""Variable of the environment: off leaves decode attention to PyTorch."""
 
 
 def decode_attention(
@@ -43,10 +47,15 @@ def decode_attention(
 
 
 def kernel_for(
-    query: Float[Tensor, "B H D"], key: Float[Tensor, "B G M D"], value: Float[Tensor, "B G M E"]
+    query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
 ) -> Gpu | None:
-    """The GPU whose kernel takes these tensors; None where there is none, which is said once."""
+    """The GPU whose kernel takes these tensors; None where there is none, which is said once.
+
+    The cache may have more slots than there are sequences: the first ones are theirs.
+    """
     if query.device.type != "cuda" or (torch.is_grad_enabled() and query.requires_grad):
+        return None
+    if os.environ.get(SWITCH) == "off":
         return None
     reason = decode.refusal(query, key, value)
     if reason is None:

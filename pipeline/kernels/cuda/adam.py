@@ -72,7 +72,7 @@ class ShardTable:
         if not shards:
             raise ValueError("AdamW needs a shard")
         self.shards, self.gpu = tuple(shards), gpu
-        kinds = {_kind(shard) for shard in shards}
+        kinds = {kind_of(shard.weights, shard.gradient) for shard in shards}
         if len(kinds) > 1:
             raise ValueError(f"shards of one launch have the same dtypes, got {kinds}")
         self.kind = kinds.pop()
@@ -87,14 +87,15 @@ class ShardTable:
         of_block = torch.arange(len(shards), dtype=torch.int32)
         of_block = of_block.repeat_interleave(torch.tensor(counts))
         words = memoryview(content).cast("q").tolist()
-        self.rows = torch.tensor(words, dtype=torch.int64).to(gpu.device)
-        self.shard_of_block = of_block.to(gpu.device)
+        # Not waited for: the driver has copied so little before the call returns.
+        self.rows = torch.tensor(words, dtype=torch.int64).to(gpu.device, non_blocking=True)
+        self.shard_of_block = of_block.to(gpu.device, non_blocking=True)
 
 
 def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "5"]:
     """The numbers of a step as the kernel reads them; shards multiply `lr` by their own."""
     numbers = [step.lr, step.step, step.multiplier, step.overflow, step.seed or 0]
-    return torch.tensor(numbers, dtype=torch.float64).to(device)
+    return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def adamw_(
@@ -128,6 +129,24 @@ def adamw_(
     )
 
 
+def run(gpu: Gpu, weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
+    """One step of one vector, by numbers that the host has."""
+    shard = Shard(
+        weights=weights,
+        gradient=gradient,
+        lr=1.0,
+        weight_decay=step.weight_decay,
+        first=step.first,
+    )
+    adamw_(
+        ShardTable([shard], gpu),
+        scalars_of(step, gpu.device),
+        betas=step.betas,
+        eps=step.eps,
+        stochastic=step.seed is not None,
+    )
+
+
 def specialisation(kind: Kind, *, stochastic: bool = False) -> dict[str, str | int]:
     """Macros of the kernel."""
     gradient, moments, copy, split = kind
@@ -143,10 +162,10 @@ def specialisation(kind: Kind, *, stochastic: bool = False) -> dict[str, str | i
     }
 
 
-def _kind(shard: Shard) -> Kind:
-    weights = shard.weights
+def kind_of(weights: Weights, gradient: Float[Tensor, " n"]) -> Kind:
+    """Which specialisation takes these vectors."""
     copy = None if weights.copy is None else weights.copy.dtype
-    return shard.gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None
+    return gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None
 
 
 def _row(shard: Shard, first_block: int) -> _Shard:

@@ -63,7 +63,7 @@ class Shape:
 
 
 def refusal(
-    query: Float[Tensor, "B H D"], key: Float[Tensor, "B G M D"], value: Float[Tensor, "B G M E"]
+    query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
 ) -> str | None:
     """Why the kernel can't take these, if it can't."""
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
