@@ -134,7 +134,9 @@ def _gpus() -> Section:
             f" capability {each.major}.{each.minor}, {each.multi_processor_count} processors"
         )
     if torch.cuda.is_available():
-        found["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        from torch.cuda import nccl
+
+        found["NCCL"] = ".".join(str(part) for part in nccl.version())
         found["links"] = "\n" + (_said("nvidia-smi", "topo", "-m") or "unknown")
     return found
 
