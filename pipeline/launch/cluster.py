@@ -30,10 +30,10 @@ from pipeline.launch.remote import Errand, run_everywhere
 from pipeline.settings import Option, build_config, did_you_mean, list_settings
 
 OF_TORCHRUN = {
-    "nnodes": "--num-nodes",
+    "nnodes": "--num-nodes, and --min-nodes for a range",
     "nproc_per_node": "--num-gpus",
     "rdzv_endpoint": "--master-addr and --master-port",
-    "rdzv_backend": "--num-nodes MIN:MAX",
+    "rdzv_backend": "--min-nodes",
 }
 OF_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepscale", "deepscale_config")
 NODE = (sys.executable, "-m", "pipeline.launch.node")

@@ -1,6 +1,5 @@
 """The options that say on which machines the processes of a step run."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +8,9 @@ from pipeline.errors import require
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 """Asks for no password, and notices within a minute that the other end is gone."""
+
+OF_SEVERAL = ("hostfile", "num_nodes", "min_nodes", "master_addr", "master_port", "node_rank")
+"""Options that one machine alone does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +35,12 @@ class Deployment:
     exclude: str | None = None
     """Hosts and slots to leave out, written as for --include."""
 
-    num_nodes: int | str | None = None
-    """Machines of multi_node: the first so many of --hostfile, or all there are by hand. A range as
-    2:4 goes on while at least 2 are there, and takes up to 4."""
+    num_nodes: int | None = None
+    """Machines of multi_node: the first so many of --hostfile, or all there are by hand."""
+
+    min_nodes: int | None = None
+    """Goes on, from the last checkpoint, while at least so many machines are there, the first one
+    among them. Without it all are needed."""
 
     num_gpus: int | None = None
     """Processes on each machine: the first so many slots of each host."""
@@ -74,11 +79,11 @@ class Deployment:
             "--num-processes needs --deployment-type single_node"
             + ("; --num-gpus counts the processes on each machine" if many else ""),
         )
-        for name in ("num_processes", "num_gpus"):
+        for name in ("num_processes", "num_gpus", "num_nodes", "min_nodes"):
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
             require(value is None or value > 0, f"{option} must be above 0, got {value}")
-        for name in ("hostfile", "num_nodes", "master_addr", "master_port", "node_rank"):
+        for name in OF_SEVERAL:
             option = f"--{name.replace('_', '-')}"
             require(
                 many or getattr(self, name) is None,
@@ -112,25 +117,8 @@ class Deployment:
             self.master_port is None or 0 < self.master_port < 65536,
             f"--master-port must be from 1 to 65535, got {self.master_port}",
         )
-        self.nodes_range()
 
     @property
     def filters(self) -> str | None:
         """What --include or --exclude says, if one of them does."""
         return self.include or self.exclude
-
-    def nodes_range(self) -> tuple[int, int] | None:
-        """The fewest and the most machines that --num-nodes allows.
-
-        Raises:
-            ConfigError: it is neither a number nor a range.
-        """
-        if self.num_nodes is None:
-            return None
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(self.num_nodes))
-        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        require(
-            0 < fewest <= most,
-            f"--num-nodes must be a number such as 2 or a range such as 2:4, got {self.num_nodes}",
-        )
-        return fewest, most

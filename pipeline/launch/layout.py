@@ -91,12 +91,11 @@ def _this_machine(deployment: Deployment) -> Host:
 
 def _by_ssh(deployment: Deployment) -> Layout:
     hosts = read_hostfile(deployment.hostfile or Path())
-    fewest, most = deployment.nodes_range() or (None, None)
     hosts = select_hosts(
         hosts,
         include=deployment.include,
         exclude=deployment.exclude,
-        num_nodes=most,
+        num_nodes=deployment.num_nodes,
         num_gpus=deployment.num_gpus,
     )
     local = [host for host in hosts if host.name in THIS_MACHINE]
@@ -107,7 +106,7 @@ def _by_ssh(deployment: Deployment) -> Layout:
         )
     address = deployment.master_addr or hosts[0].name.rpartition("@")[2]
     port = deployment.master_port or PORT
-    return Layout("ssh", tuple(hosts), fewest or len(hosts), address, port)
+    return Layout("ssh", tuple(hosts), _fewest(deployment, len(hosts)), address, port)
 
 
 def _by_hand(deployment: Deployment) -> Layout:
@@ -115,12 +114,12 @@ def _by_hand(deployment: Deployment) -> Layout:
         given = _by_ssh(deployment)
         fewest, hosts, address = given.fewest, given.hosts, given.address
     else:
-        fewest, most = deployment.nodes_range() or (0, 0)
+        most = deployment.num_nodes or 0
         require(most > 0, "--node-rank needs --num-nodes, how many machines there are")
         require(deployment.master_addr is not None, "--node-rank needs --master-addr, of machine 0")
         each = deployment.num_gpus or count_processes(None)
         hosts = tuple(Host(f"machine {rank}", tuple(range(each))) for rank in range(most))
-        address = deployment.master_addr or ""
+        fewest, address = _fewest(deployment, most), deployment.master_addr or ""
     rank = deployment.node_rank or 0
     require(
         0 <= rank < len(hosts),
@@ -136,7 +135,7 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
             f"--{option} needs --hostfile; SLURM has its own --nodelist and --exclude",
         )
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
-    fewest, most = deployment.nodes_range() or (len(names), len(names))
+    most = deployment.num_nodes or len(names)
     if most > len(names):
         raise ConfigError(f"--num-nodes {most} is more than the {len(names)} of the allocation")
     gpus = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
@@ -144,7 +143,15 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
     hosts = tuple(Host(name, tuple(range(each))) for name in names[:most])
     # Jobs of one user may share a machine; their numbers tell them apart.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
+    fewest = _fewest(deployment, most)
     return Layout("slurm", hosts, fewest, deployment.master_addr or names[0], port)
+
+
+def _fewest(deployment: Deployment, most: int) -> int:
+    """Machines with which a job goes on, of so many."""
+    fewest = deployment.min_nodes or most
+    require(fewest <= most, f"--min-nodes {fewest} is more than the {most} there are")
+    return fewest
 
 
 def expand_nodelist(text: str) -> list[str]:

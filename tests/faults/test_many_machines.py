@@ -181,3 +181,23 @@ def test_a_machine_that_is_lost_is_named_and_the_job_resumes(
         train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2", *LONG)
     )
     assert weights(out) == weights(tmp_path / "one")
+
+
+@needs_machines
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_where_one_machine_is_enough_the_job_goes_on_without_the_other(
+    tmp_path: Path, machines: Machines
+) -> None:
+    exact = ["--sft.model.zero.reduction", "deterministic", *LONG]
+    out = tmp_path / "many"
+    hosts = by_ssh(machines.ssh, machines.hostfile(tmp_path))
+    with train(out, *hosts, *exact, "--min-nodes", "1") as job:
+        wait_for_checkpoint(out, job)
+        machines.kill("worker-1")
+        assert job.wait(240) == 0, job.said()
+        said = job.said()
+
+    assert "worker-1 ended first, by SIGKILL; 1 of 2 go on" in said
+    finish(train(tmp_path / "one", *exact))
+    assert weights(out) == weights(tmp_path / "one")

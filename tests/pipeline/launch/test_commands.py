@@ -96,7 +96,7 @@ def test_each_machine_runs_torchrun_with_its_number(hosts: str) -> None:
 
 
 def test_where_machines_may_go_and_come_torchrun_has_the_range(hosts: str) -> None:
-    assert on_nodes(hostfile=Path(hosts), num_nodes="1:2", master_port=4000) == [
+    assert on_nodes(hostfile=Path(hosts), min_nodes=1, master_port=4000) == [
         "/env/bin/python -m pipeline.launch.torchrun --nnodes 1:2 --max-restarts 100"
         " --rdzv-backend c10d --rdzv-id rlhf --rdzv-endpoint worker-0:4000"
         f" --rdzv-conf is_host={first} --nproc-per-node 4"
@@ -107,7 +107,12 @@ def test_where_machines_may_go_and_come_torchrun_has_the_range(hosts: str) -> No
 
 def test_a_step_that_is_started_again_goes_on() -> None:
     elastic = deployed(
-        deployment_type="multi_node", node_rank=0, num_nodes="1:2", master_addr="a", num_gpus=1
+        deployment_type="multi_node",
+        node_rank=0,
+        num_nodes=2,
+        min_nodes=1,
+        master_addr="a",
+        num_gpus=1,
     )
 
     command = step_command("step1_sft.train", Path("out/config.yaml"), *elastic)
@@ -127,6 +132,17 @@ def test_ssh_gets_one_line_for_the_hosts_shell(hosts: str, tmp_path: Path) -> No
     assert command[-1] == (
         f"cd {tmp_path} || exit 120; test -x /env/bin/python || exit 121;"
         f" exec env PYTHONPATH={root} /env/bin/python -m x"
+    )
+
+
+def test_one_machine_of_an_allocation_is_reached_by_srun() -> None:
+    deployment = Deployment(deployment_type="multi_node")
+    where = layout(deployment, SLURM)
+
+    command = host_command(["/env/bin/python", "-m", "x"], where.hosts[1], where, deployment)
+
+    assert shlex.join(command[:-1]) == (
+        "srun --nodes 1 --ntasks 1 --nodelist gpu08 --overlap --cpu-bind none sh -c"
     )
 
 

@@ -104,6 +104,22 @@ def test_the_usual_port_is_replaced_where_it_is_taken(
     assert capfd.readouterr().err.startswith("port 29500 of worker-0 is taken; processes meet at")
 
 
+def test_machines_of_an_allocation_are_looked_at_through_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    deployment = Deployment(deployment_type="multi_node", master_addr="127.0.0.1", num_gpus=1)
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+    found = look(layout(deployment, slurm), deployment, tmp_path)
+
+    assert found.problems == []
+    assert [row.split()[0] for row in found.table] == ["machine", "n1", "n2"]
+
+
 def test_one_machine_alone_is_looked_at_too(tmp_path: Path) -> None:
     for options in ({}, {"deployment_type": "single_node"}):
         deployment = Deployment(**options)  # type: ignore[arg-type]
