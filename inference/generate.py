@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--stop", action="append", default=[], metavar="TEXT", help="end answers before TEXT")
     add("--batch-size", "--batch_size", "--slots", type=int, default=32, metavar="N",
         help="answers computed at once; default 32")  # fmt: skip
-    memory = "memory for keys and values; default what a GPU has free, no limit on the CPU"
+    memory = "memory for keys and values; default what a GPU has free, or half of the machine's"
     add("--cache-gib", "--cache_gib", type=float, metavar="X", help=memory)
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)

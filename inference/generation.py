@@ -4,17 +4,22 @@ One engine for training, evaluation and chat, on the modules and the attention t
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from inference.batching import answer_in_slots
+from inference.exchange import Exchange
 from inference.padded import answer_in_batches
+from inference.peers import peers_of
 from inference.requests import Recorder, Request, Response, StopWhen
 from inference.sampling import Sampler
 from inference.slots import bytes_per_token
+from pipeline.distributed import world_size
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length, is_ragged
 
@@ -90,8 +95,11 @@ def answer_each(
     """Answer the prompts like `generate`, each request handed out as it ends.
 
     Fewer sequences than `batch_size` are computed at once where the keys and values of so many
-    don't fit `cache_bytes`: by default what is free on a GPU, and no limit on the CPU. `stop_when`
-    ends responses besides stop tokens and length.
+    don't fit `cache_bytes`: by default what is free. `stop_when` ends responses besides stop tokens
+    and length.
+
+    With a model that is divided among processes all of them call it, each with prompts of its own,
+    and take its requests to the end; settings are the same on each.
 
     Raises:
         DataError: a prompt is empty or leaves no room in the model's context.
@@ -99,28 +107,27 @@ def answer_each(
     """
     plain = base_model(model)
     numbers = range(len(prompts)) if keys is None else keys
+    exchange = Exchange.of(prompts, numbers, peers_of(plain))
     requests = [
-        Request(
-            index=index,
-            prompt=tuple(prompt),
-            key=key,
-            room=min(max_new_tokens, room_after(plain, len(prompt))),
-        )
-        for index, (prompt, key) in enumerate(zip(prompts, numbers, strict=True))
+        Request(index, prompt, key, room=min(max_new_tokens, room_after(plain, len(prompt))))
+        for index, (prompt, key) in enumerate(exchange.asked)
     ]
-    recorder = Recorder(frozenset(stop_ids), stop_when, on_token)
+    recorder = Recorder(
+        frozenset(stop_ids), exchange.stop_when(stop_when), exchange.on_token(on_token)
+    )
     if not requests:
         return iter(())
     if cache_bytes is None:
         cache_bytes = free_bytes(next(model.parameters()).device)
-    if cache_bytes is not None:
-        longest = max(len(request.prompt) + request.room for request in requests)
-        batch_size = min(batch_size, slots_within(plain, cache_bytes, num_tokens=longest))
+    longest = max(len(request.prompt) + request.room for request in requests)
+    room = slots_within(plain, exchange.smallest(cache_bytes), num_tokens=longest)
+    num_slots = min(batch_size, room, len(requests))
     if takes_slots(plain):
-        num_slots = min(batch_size, len(requests))
-        return answer_in_slots(model, requests, sampler, recorder, num_slots=num_slots)
-    _tell_padded(plain)
-    return answer_in_batches(model, requests, sampler, recorder, batch_size=batch_size)
+        answered = answer_in_slots(model, requests, sampler, recorder, num_slots=num_slots)
+    else:
+        _tell_padded(plain)
+        answered = answer_in_batches(model, requests, sampler, recorder, batch_size=num_slots)
+    return exchange.own(answered)
 
 
 def takes_slots(model: PreTrainedModel) -> bool:
@@ -144,10 +151,15 @@ def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -
     return cache_bytes // needed
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Nine tenths of a GPU's free memory, the rest being for activations; None on the CPU."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that may hold keys and values.
+
+    Nine tenths of a GPU's free memory, the rest being for activations; on a CPU half of this
+    process's share of what is available, for the other half is the activations' and the system's.
+    """
     if device.type != "cuda":
-        return None
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+        return psutil.virtual_memory().available // (2 * processes)
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + cached) * 9 // 10

@@ -16,6 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from inference.peers import kv_heads_here
+from pipeline.kernels.attention import decode_attention, kernel_for
+from pipeline.kernels.decode_reference import Scores
 from pipeline.models.attention import KEY_BLOCK, round_up
 
 CALL = 256
@@ -118,6 +121,7 @@ class NextToken:
         """Tokens of each slot, the new one included."""
         self.device = device
         self._reads: dict[int | None, list[tuple[int, int, Tensor | None]]] = {}
+        self._ends: Int[Tensor, " B"] | None = None
 
     def attend(
         self,
@@ -129,13 +133,19 @@ class NextToken:
         sliding_window: int | None,
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of each token to the live keys of its own slot."""
+        """Attention of each token to the live keys of its own slot.
+
+        By one kernel on a GPU that has it; else by a call of PyTorch for each span.
+        """
         del dropout  # generation has none
+        rows = query[0].transpose(0, 1)  # (N, H, D)
+        if kernel_for(rows, key, value) is not None:
+            return self._by_kernel(rows, key, value, scaling, sliding_window)[None]
         if sliding_window not in self._reads:
             self._reads[sliding_window] = [
                 self._read(part, sliding_window, query.dtype) for part in self.parts
             ]
-        heads = query[0].transpose(0, 1).unflatten(1, (key.shape[1], -1))  # (N, G, H / G, D)
+        heads = rows.unflatten(1, (key.shape[1], -1))  # (N, G, H / G, D)
         attended = [
             F.scaled_dot_product_attention(
                 heads[part.first : part.last],
@@ -148,9 +158,34 @@ class NextToken:
                 self.parts, self._reads[sliding_window], strict=True
             )
         ]
-        rows = torch.cat(attended) if len(attended) > 1 else attended[0]
-        padding = query.shape[2] - len(rows)
-        return (F.pad(rows, (0, 0, 0, 0, 0, padding)) if padding else rows)[None]
+        result = torch.cat(attended) if len(attended) > 1 else attended[0]
+        padding = len(rows) - len(result)
+        return (F.pad(result, (0, 0, 0, 0, 0, padding)) if padding else result)[None]
+
+    def _by_kernel(
+        self,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M D"],
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> Float[Tensor, "N H D"]:
+        count = len(query)
+        if self._ends is None:
+            # A token of padding sees nothing.
+            ends = [*self.lengths, *[0] * (count - len(self.lengths))]
+            self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
+        return decode_attention(
+            query,
+            key[:count],
+            value[:count],
+            Scores(
+                lengths=self._ends,
+                scaling=query.shape[2] ** -0.5 if scaling is None else scaling,
+                sliding_window=sliding_window,
+            ),
+            longest=max(self.lengths),
+        )
 
     def _read(
         self, part: Span, sliding_window: int | None, dtype: torch.dtype
@@ -212,9 +247,9 @@ class Continuation:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Memory of one token's keys and values in all layers."""
+    """Memory of one token's keys and values in all layers, as far as this process has them."""
     settings = model.config.get_text_config()
     num_heads = settings.num_attention_heads
-    kv_heads = getattr(settings, "num_key_value_heads", None) or num_heads
+    kv_heads = kv_heads_here(model) or getattr(settings, "num_key_value_heads", None) or num_heads
     head_size = getattr(settings, "head_dim", None) or settings.hidden_size // num_heads
     return 2 * settings.num_hidden_layers * kv_heads * head_size * model.dtype.itemsize

@@ -411,6 +411,7 @@ class StepConfig:
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
     *("timeout_seconds", "micro_batch_size", "generation_batch_size"),
+    *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )
 """What may change while a run is interrupted: where it lies, memory and speed."""

@@ -10,6 +10,7 @@ from pipeline.engine.deepspeed.read import notice_of
 from pipeline.errors import EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.commands import step_environment
+from pipeline.launch.preflight import Check, insist, look
 from pipeline.plan.output import (
     REPORT,
     SUMMARY,
@@ -39,7 +40,7 @@ def run_plan(plan: Plan) -> None:
         KeyboardInterrupt: the run was told to stop; its message says how to go on.
     """
     out = plan.request.output_dir
-    environment = step_environment(plan.processes)
+    environment = step_environment(plan.where, plan.request)
     for stage in plan.stages:
         if stage.name in plan.finished:
             say(f"step {stage.number} is finished, skipped")
@@ -62,6 +63,23 @@ def run_plan(plan: Plan) -> None:
     say("\n".join(_closing_table(plan)))
 
 
+def follow_plan(plan: Plan) -> None:
+    """Run the processes of one machine of several that are started by hand, but not the first one.
+
+    The first one has the output directory; what it decides can be told from the same files.
+
+    Raises:
+        SystemExit, KeyboardInterrupt: as `run_plan`.
+    """
+    environment = step_environment(plan.where, plan.request)
+    for stage in plan.stages:
+        if stage.name not in plan.finished:
+            goes_on = plan.request.resume and can_go_on(plan.request.output_dir, stage.name)
+            say(f"step {stage.number}: {stage.name}")
+            ending = _run_step(plan, stage, environment, goes_on=goes_on)
+            _stop_unless_done(plan, stage, ending)
+
+
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     """`train.py`: make the plan, then print it or run it."""
     plan = make_plan(argv, stages)
@@ -71,9 +89,21 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
         from pipeline.plan.describe import describe_plan
 
         say(describe_plan(plan))
+    elif plan.request.check:
+        check = _look(plan)
+        say("\n".join(check.table))
+        insist(check)
+    elif plan.request.node_rank:
+        follow_plan(plan)
     else:
+        if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
+            plan = plan.moved(insist(_look(plan)))
         with only_job(plan.request.output_dir):
             run_plan(plan)
+
+
+def _look(plan: Plan) -> Check:
+    return look(plan.where, plan.request, plan.request.output_dir)
 
 
 def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_on: bool) -> Ending:

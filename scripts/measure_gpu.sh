@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# The engine on one GPU: tests, overlap, overhead over plain PyTorch. Under 20 minutes, no network.
-# Usage: measure_gpu.sh [OPTIONS of benchmarks/engine_gpu.py]; --tiny --device cpu needs no GPU.
+# On one GPU, without network: the engine (tests, overlap, overhead over plain PyTorch; under 20 minutes)
+# or the CUDA kernels (right, speed against what memory allows; under 10 minutes).
+# Usage: measure_gpu.sh [engine] [OPTIONS of benchmarks/engine_gpu.py]; --tiny --device cpu needs no GPU.
+#        measure_gpu.sh kernels [OPTIONS of benchmarks/kernels_gpu.py]; --backend emulator needs no GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-"${PYTHON:-python3}" -m benchmarks.engine_gpu "$@"
+part=engine
+if [[ "${1:-}" == engine || "${1:-}" == kernels ]]; then
+    part=$1
+    shift
+fi
+"${PYTHON:-python3}" -m "benchmarks.${part}_gpu" "$@"

@@ -41,10 +41,9 @@ class Answers:
 
 def answer_all(held_out: HeldOut) -> Answers:
     """Let the actor, as it is now, answer the held-out prompts."""
-    policy = held_out.models.policy
-    with held_out.models.actor.gathered():
-        sampled = held_out.respond(policy, temperature=held_out.config.temperature)
-        greedy = held_out.respond(policy, temperature=0.0)
+    with held_out.models.hybrid_engine.generating() as actor:
+        sampled = held_out.respond(actor, temperature=held_out.config.temperature)
+        greedy = held_out.respond(actor, temperature=0.0)
     return Answers(
         greedy=held_out.answers(greedy),
         sampled=held_out.answers(sampled),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config import FrozenModelConfig, OptimConfig, StepConfig, TrainedModelConfig, require
 
@@ -44,6 +45,19 @@ class PPOConfig(StepConfig):
 
     generation_batch_size: int = 64
     """Prompts answered at once by one process; changes memory and speed, not the result."""
+
+    inference_tp_size: int = 1
+    """Processes that generate together, neighbours in rank, each with its part of every layer
+    (tensor parallelism); with 1 each has the whole actor. It must divide the number of processes
+    and the attention heads."""
+
+    replica: Literal["release", "resident"] = "release"
+    """Weights that were gathered, merged or divided to generate with: release gives their memory
+    back to training, resident keeps it."""
+
+    offload_in_generation: bool = False
+    """Move what actor and critic keep for training to main memory while answers are generated; for
+    GPUs, where that makes room for more answers at once."""
 
     max_prompt_length: int = 256
     """Longest prompt, in tokens; rows with longer prompts are left out, and counted."""
@@ -130,7 +144,7 @@ class PPOConfig(StepConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = ("rollout_size", "generation_batch_size", "max_prompt_length", "max_new_tokens")
-        for name in (*counts, "ppo_epochs", "kl_horizon", "samples_every"):
+        for name in (*counts, "inference_tp_size", "ppo_epochs", "kl_horizon", "samples_every"):
             require(getattr(self, name) > 0, f"ppo.{name} must be above 0: {getattr(self, name)}")
         require(
             self.rollout_size >= self.batch_size,

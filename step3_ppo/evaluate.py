@@ -13,7 +13,6 @@ from pipeline.data.embedded import judge
 from pipeline.data.examples import Encoded
 from pipeline.distributed import gather_objects, global_sums, local_device, rank, world_size
 from pipeline.models.chat import decode_response
-from pipeline.models.trained import evaluating
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
@@ -51,18 +50,17 @@ class HeldOut:
         ]
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
-        """Responses of `model` to this process's prompts; 0 decodes greedily."""
-        with evaluating(model):
-            return generate(
-                model,
-                self._inputs(),
-                max_new_tokens=self.config.max_new_tokens,
-                temperature=temperature,
-                stop_ids=self.models.chat.stop_ids,
-                seed=self.config.seed + 1,
-                keys=self.rows,
-                batch_size=self.config.generation_batch_size,
-            )
+        """Responses of a model in evaluation mode to this process's prompts; 0 decodes greedily."""
+        return generate(
+            model,
+            self._inputs(),
+            max_new_tokens=self.config.max_new_tokens,
+            temperature=temperature,
+            stop_ids=self.models.chat.stop_ids,
+            seed=self.config.seed + 1,
+            keys=self.rows,
+            batch_size=self.config.generation_batch_size,
+        )
 
     def answers(self, responses: Sequence[Response]) -> list[Answer]:
         """Text and score of the responses of all processes, in the order of the prompts."""
@@ -101,9 +99,9 @@ class HeldOut:
     def print_samples(self, iteration: int) -> None:
         """Log the actor's greedy answers to the first prompts."""
         shown = self.prompts[:SHOWN]
-        with evaluating(self.models.policy), self.models.actor.gathered():
+        with self.models.hybrid_engine.generating() as actor:
             responses = generate(
-                self.models.policy,
+                actor,
                 [prompt.input_ids for prompt in shown],
                 max_new_tokens=self.config.max_new_tokens,
                 temperature=0.0,

@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.peers import make_peers
 from pipeline.config import FrozenModelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
@@ -26,6 +27,7 @@ from pipeline.models.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from step3_ppo.config import PPOConfig
+from step3_ppo.hybrid_engine import HybridEngine
 
 
 class Reference:
@@ -89,6 +91,8 @@ class Models:
     critic: Engine
     reference: Reference
     reward: RewardModel
+    hybrid_engine: HybridEngine
+    """The actor, to generate with."""
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
 
@@ -111,8 +115,10 @@ def load_models(
     Raises:
         ModelError: a model is missing, or actor, critic and reward model number their tokens
             differently.
+        ConfigError: actor or processes can't be divided by `config.inference_tp_size`.
     """
     device = local_device()
+    peers = make_peers(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
     for model in (config.critic, config.reward, config.reference):
         if model.path is not None:
             require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
@@ -132,15 +138,23 @@ def load_models(
         config.actor,
         total_steps=actor_iterations * updates,
     )
+    critic_engine = Engine(
+        Critic(critic, normalize=config.normalize_score),
+        config.critic,
+        total_steps=iterations * updates,
+    )
     return Models(
         actor=engine,
-        critic=Engine(
-            Critic(critic, normalize=config.normalize_score),
-            config.critic,
-            total_steps=iterations * updates,
-        ),
+        critic=critic_engine,
         reference=load_reference(config, engine, tokenizer, device=device),
         reward=RewardModel(reward, config.critic),
+        hybrid_engine=HybridEngine(
+            engine,
+            actor,
+            peers=peers,
+            resident=config.replica == "resident",
+            napping=(engine, critic_engine) if config.offload_in_generation else (),
+        ),
         tokenizer=tokenizer,
         chat=chat,
     )

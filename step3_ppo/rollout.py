@@ -93,9 +93,9 @@ def sample_responses(
     keys: Sequence[int],
 ) -> list[Response]:
     """The actor's answers, sampled by `keys`, which no other rollout of the run uses."""
-    with evaluating(models.policy), models.actor.gathered():
+    with models.hybrid_engine.generating() as actor:
         return generate(
-            models.policy,
+            actor,
             prompts,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,

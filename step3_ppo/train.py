@@ -20,7 +20,6 @@ from pipeline.distributed import is_main, process_group, rank, share_of_rank, wo
 from pipeline.errors import ConfigError
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
-from pipeline.models.trained import evaluating
 from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step3_ppo.comparison import (
@@ -46,7 +45,7 @@ from step3_ppo.rollout import (
     sample_responses,
 )
 from step3_ppo.statistics import rollout_statistics
-from step3_ppo.update import Updates, check_first_update, update_models
+from step3_ppo.update import Updates, check_first_update, check_rollout_gap, update_models
 
 
 def train(config: PPOConfig) -> Path:
@@ -81,16 +80,15 @@ def train(config: PPOConfig) -> Path:
             tokenizer=tokenizer,
             data=prompts.fingerprint,
         )
-        with evaluating(models.policy), models.actor.gathered():
-            check_generation(models.policy, [row.input_ids for row in prompts.train[:2]])
+        with models.hybrid_engine.generating() as actor:
+            check_generation(actor, [row.input_ids for row in prompts.train[:2]])
         before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
         if checkpoints.done == 0:
             run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))
 
         for step in checkpoints.steps():
             clock = Clock()
-            rows = share_of_rank(next(stream))
-            inputs = [prompts.train[row].input_ids for row in rows]
+            inputs = [prompts.train[row].input_ids for row in share_of_rank(next(stream))]
             first_key = (step - 1) * config.rollout_size
             responses = sample_responses(
                 models,
@@ -104,6 +102,7 @@ def train(config: PPOConfig) -> Path:
             score = reward_of_score(experience, models, config)
             rollout = finish_rollout(experience, score, config, kl_coef=controller.coef)
             statistics = rollout_statistics(rollout, score)
+            check_rollout_gap(statistics["rollout_gap"], models)
             seconds_experience = clock.lap()
 
             updates = learn(models, rollout, config, step=step, ema=ema, ptx=ptx)
@@ -113,6 +112,7 @@ def train(config: PPOConfig) -> Path:
                 **statistics,
                 **updates.values(),
                 kl_coef=controller.coef,
+                **models.hybrid_engine.metrics(),
                 seconds_generation=seconds_generation,
                 seconds_experience=seconds_experience,
                 seconds_training=clock.lap(),

@@ -174,7 +174,27 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
 
 
 class OffPolicyError(RuntimeError):
-    """The very first update found another policy than the one that was rolled out."""
+    """Training sees another policy than the one that was rolled out."""
+
+
+def check_rollout_gap(gap: float, models: Models) -> None:
+    """Stop where generation's log-probabilities are not those of the trained weights.
+
+    Args:
+        gap: mean absolute difference in nats; the limits are those of `check_first_update`.
+        models: whose actor generated.
+
+    Raises:
+        OffPolicyError: the actor was gathered, merged or divided wrongly, or its family generates
+            otherwise than it trains.
+    """
+    limit = _tolerance(models)
+    if not gap <= limit:
+        raise OffPolicyError(
+            f"generation's log-probabilities lie {gap:.2g} nats from training's, more than {limit}:"
+            " the answers are of another policy than the one that learns from them; please report"
+            " the model, and set ppo.inference_tp_size 1 if it is not"
+        )
 
 
 def check_first_update(update: Update, models: Models) -> None:
@@ -185,11 +205,15 @@ def check_first_update(update: Update, models: Models) -> None:
     Raises:
         OffPolicyError: masks, positions or precision differ between rollout and training.
     """
-    # Of all weights, not of the trained ones alone: fp32 adapters may sit on a bf16 base.
-    is_fp32 = all(param.dtype == torch.float32 for param in models.policy.parameters())
-    limit = 1e-3 if is_fp32 else 0.5
+    limit = _tolerance(models)
     if update.metrics["ratio_error"] > limit:
         raise OffPolicyError(
             f"the first minibatch has a policy ratio {update.metrics['ratio_error']:.2g} away from"
             f" 1, more than {limit}: training sees another policy than the one that was sampled"
         )
+
+
+def _tolerance(models: Models) -> float:
+    # Of all weights, not of the trained ones alone: fp32 adapters may sit on a bf16 base.
+    is_fp32 = all(param.dtype == torch.float32 for param in models.policy.parameters())
+    return 1e-3 if is_fp32 else 0.5

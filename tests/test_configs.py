@@ -45,43 +45,119 @@ def test_every_preset_parses_and_states_only_what_differs(preset: Path) -> None:
     assert not {each for each, value in stated.items() if defaults.get(each) == value}
 
 
-@pytest.fixture
-def launchers(tmp_path: Path) -> dict[str, str]:
-    """An environment whose python and torchrun print their arguments, one a line."""
-    for program in ("python", "torchrun"):
-        (tmp_path / program).write_text('#!/bin/sh\nprintf \'%s\\n\' "$PYTHONPATH" "$@"\n')
-        (tmp_path / program).chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    return {"PATH": path, "PYTHON": str(tmp_path / "python"), "HOME": str(tmp_path)}
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment whose python prints its arguments, one a line."""
+    directory = tmp_path_factory.mktemp("python")
+    python = directory / "python"
+    python.write_text('#!/bin/sh\nprintf \'%s\\n\' "$PYTHONPATH" "$@"\n')
+    python.chmod(0o755)
+    return {"PATH": os.environ["PATH"], "PYTHON": str(python), "HOME": str(directory)}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name)
-def test_every_script_starts_its_step_with_its_preset(
-    script: Path, launchers: dict[str, str], tmp_path: Path
-) -> None:
-    step, _, deployment, size = script.relative_to(ROOT / "scripts").parts
-    arguments = ["A", "C", "0", "0", "OUT"] if step == "step3_ppo" else ["OUT", "0"]
-
-    printed = subprocess.run(
-        ["bash", str(script), *arguments, "--seed", "7"],
-        env=launchers,
-        cwd=tmp_path,
+def printed(script: Path, *words: str, **environment: str) -> list[str]:
+    return subprocess.run(
+        ["bash", str(script), *words],
+        env=environment,
+        cwd=environment["HOME"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
 
-    module = printed.index("-m")
-    config = parse_step(MODULES[printed[module + 1]], printed[module + 2 :])
-    preset = Path(printed[printed.index("--config") + 1])
-    assert printed[0] == str(ROOT)
-    assert printed[module + 1] == f"{step}.train"
+
+def index_of_step(words: list[str]) -> int:
+    """Where the step's own command line begins, after any launcher's."""
+    return len(words) - 1 - words[::-1].index("-m")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_every_script_starts_its_step_with_its_preset(
+    script: Path, environment: dict[str, str]
+) -> None:
+    step, _, deployment, file = script.relative_to(ROOT / "scripts").parts
+    size, _, lora = file.removeprefix("run_").removesuffix(".sh").partition("_")
+    arguments = ["A", "C", "0", "1", "OUT"] if step == "step3_ppo" else ["OUT", "1"]
+
+    words = printed(script, *arguments, "--seed", "7", HOSTFILE="hosts", **environment)
+
+    at = index_of_step(words)
+    config = parse_step(MODULES[words[at + 1]], words[at + 2 :])
+    presets = [Path(words[n + 1]) for n, word in enumerate(words) if word == "--config"]
+    assert words[0] == str(ROOT)
+    assert words[at + 1] == f"{step}.train"
     assert (str(config.output_dir), config.seed) == ("OUT", 7)
-    assert preset.stem.endswith(size.removeprefix("run_").removesuffix(".sh"))
-    assert ("--standalone" in printed) == (deployment == "single_node")
+    assert presets[0].stem.endswith(size)
+    assert [preset.stem for preset in presets[1:]] == ["lora"] * bool(lora)
+    assert words[1:at] == LAUNCHERS[deployment]
     if isinstance(config, PPOConfig):
         models = (config.actor, config.critic, config.reward)
         assert [model.path for model in models] == ["A", "C", "C"]
+        trained = [(config.actor, 0), (config.critic, 1)]
+    else:
+        trained = [(config.model, 1)]
+    assert all((m.zero_stage, bool(m.lora)) == (stage, bool(lora)) for m, stage in trained)
+
+
+LAUNCHERS = {
+    "single_gpu": [],
+    "single_node": ["-m", "pipeline.launch.torchrun", "--standalone", "--nproc-per-node", "gpu"],
+    "multi_node": ["-m", "pipeline.launch.cluster", "--hostfile", "hosts"],
+}
+
+
+def test_what_is_not_given_is_the_presets_and_the_steps_before(environment: dict[str, str]) -> None:
+    folder = ROOT / "scripts" / "step3_ppo" / "llama"
+
+    many = printed(folder / "multi_node" / "run_70b.sh", LAUNCH="--node-rank 1", **environment)
+    one = printed(folder / "single_gpu" / "run_7b_lora.sh", **environment)
+
+    on_many = parse_step(PPOConfig, many[index_of_step(many) + 2 :])
+    on_one = parse_step(PPOConfig, one[index_of_step(one) + 2 :])
+    assert many[1:5] == ["-m", "pipeline.launch.cluster", "--node-rank", "1"]
+    assert (on_many.actor.zero_stage, on_one.actor.zero_stage) == (3, 0)
+    assert (on_many.actor.path, on_many.reward.path) == ("output/step1_sft", "output/step2_reward")
+    assert str(on_many.output_dir) == "output/step3_ppo"
+
+
+def test_every_model_has_its_presets_and_scripts() -> None:
+    sizes = {
+        "opt": "125m 350m 1.3b 6.7b 13b 30b 66b",
+        "llama": "1b 7b 8b 13b 70b",
+        "qwen": "0.5b 1.5b 3b 7b 14b 32b",
+    }
+    for family, each in sizes.items():
+        for size in each.split():
+            for step in ("step1_sft", "step3_ppo"):
+                assert list((ROOT / "scripts" / step / family).glob(f"*/run_{size}.sh"))
+            for section in CLASSES:
+                assert list((ROOT / "configs" / section).glob(f"{family}*-{size}.yaml"))
+
+
+def test_a_sweep_tries_every_combination_once_and_notes_those_that_fail(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text('echo "$@" >>"$CALLS"\n[ "$2" != 1 ]\n')
+    sweep = ["bash", str(ROOT / "scripts" / "sweep.sh"), str(script), str(tmp_path / "out")]
+    calls = tmp_path / "calls"
+    narrow = {"CALLS": str(calls), "STAGES": "0 1", "OFFLOAD": "cpu", "LORA": "off 64"}
+
+    for _ in range(2):
+        subprocess.run([*sweep, "--max_steps", "2"], env=os.environ | narrow, check=True)
+
+    rows = [line.split("\t") for line in (tmp_path / "out" / "sweep.tsv").read_text().splitlines()]
+    run = f"{tmp_path / 'out'}/stage0_cpu_lora_"
+    cpu = "--model.zero.offload.optimizer cpu"
+    assert [row[:4] for row in rows[1:5]] == [
+        ["0", "cpu", "off", "0"],
+        ["0", "cpu", "64", "0"],
+        ["1", "cpu", "off", "1"],
+        ["1", "cpu", "64", "1"],
+    ]
+    assert calls.read_text().splitlines()[:2] == [
+        f"{run}off 0 {cpu} --max_steps 2",
+        f"{run}64 0 {cpu} --model.lora.rank 64 --max_steps 2",
+    ]
+    assert len(calls.read_text().splitlines()) == 6  # what has failed is tried again
 
 
 def test_the_script_of_the_contract_is_there() -> None:

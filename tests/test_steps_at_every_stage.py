@@ -1,6 +1,7 @@
 """The three steps on two processes end in the same weights at every ZeRO stage."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ SHORT: dict[str, Any] = {"data": DATA, "max_steps": 2, "batch_size": 8, "micro_b
 
 def trained(path: Path, **changes: Any) -> TrainedModelConfig:
     optim = OptimConfig(lr=1e-3, max_grad_norm=0.5)
-    return TrainedModelConfig(path=str(path), precision="bf16", optim=optim, **changes)
+    settings = {"path": str(path), "precision": "bf16", "optim": optim, **changes}
+    return TrainedModelConfig(**settings)
 
 
 def sft(start: Path, out: Path, **changes: Any) -> None:
@@ -50,6 +52,7 @@ def reward(start: Path, out: Path, **changes: Any) -> None:
 
 
 def ppo(start: Path, out: Path, **changes: Any) -> None:
+    own = {name: changes.pop(name) for name in GENERATION if name in changes}
     train_ppo(
         PPOConfig(
             output_dir=out,
@@ -62,15 +65,21 @@ def ppo(start: Path, out: Path, **changes: Any) -> None:
             max_new_tokens=8,
             ema_decay=0.9,
             **SHORT,
+            **own,
         )
     )
 
 
+GENERATION = ("inference_tp_size", "replica", "offload_in_generation")
 STEPS = {"sft": sft, "reward": reward, "ppo": ppo}
 
 
 def run_step(step: str, start: str, out: str, changes: dict[str, Any]) -> None:
     STEPS[step](Path(start), Path(out), **changes)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(directory: Path) -> dict[str, str]:
@@ -106,3 +115,27 @@ def test_a_step_ends_in_the_same_weights_at_every_stage(
         ended[name] = weights(out)
 
     assert all(each == ended["stage 0"] for each in ended.values()), ended
+
+
+def test_step_3_generates_with_the_same_weights_and_samples_however_they_are_divided(
+    start: Path, tmp_path: Path
+) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {"inference_tp_size": 1},
+        "divided": {"inference_tp_size": 2, "zero_stage": 3, "replica": "resident"},
+        "napping": {"inference_tp_size": 2, "offload_in_generation": True},
+    }
+    rollouts: dict[str, list[dict[str, Any]]] = {}
+
+    for name, changes in ways.items():
+        run_ranks(
+            run_step, "ppo", str(start), str(tmp_path / name), {"precision": "fp32", **changes}
+        )
+        rollouts[name] = [line for line in lines(tmp_path / name) if "weights_hash" in line]
+
+    for name, rollout in rollouts.items():
+        assert len({line["weights_hash"] for line in rollout}) == len(rollout) == 2, name
+        assert rollout[0]["weights_hash"] == rollouts["whole"][0]["weights_hash"], name
+        assert all(line["rollout_gap"] < 1e-5 for line in rollout), name
+        for each in ("score", "response_length"):
+            assert rollout[0][each] == pytest.approx(rollouts["whole"][0][each], abs=1e-5), name

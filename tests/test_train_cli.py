@@ -54,7 +54,7 @@ def test_help_lists_every_option_at_once(tmp_path: Path) -> None:
         ("--ppo.rollout_size 8", "error: ppo.batch_size"),
         (
             "--deployment-type multi_node",
-            "error: --deployment-type multi_node and --hostfile are not",
+            "error: --deployment-type multi_node needs --hostfile FILE, or",
         ),
         ("--config none.yaml", "error: --config none.yaml: no such file"),
     ],
@@ -80,6 +80,25 @@ def test_a_dry_run_of_a_model_with_a_configuration_says_nothing_else(tmp_path: P
 
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "unknown" not in ended.stdout
+
+
+def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("worker-0 slots=2\nworker-1 slots=4\n")
+    run = train(
+        tmp_path,
+        *("--deployment-type", "multi_node", "--hostfile", "hosts", "--exclude", "worker-1:0"),
+        *("--step", "1", "--dry-run"),
+    )
+
+    lines = run.stdout.splitlines()
+    torchrun = "-m pipeline.launch.torchrun --nnodes 2 --node-rank"
+    step = "-m step1_sft.train --config output/step1_sft/config.yaml"
+    assert (run.returncode, run.stderr) == (0, "")
+    assert lines[0].startswith("The plan: 1 step, 5 processes each on 2 machines, into output.")
+    assert lines[4].startswith(f"  on worker-0 {sys.executable} {torchrun} 0")
+    assert lines[5].startswith(f"  on worker-1 CUDA_VISIBLE_DEVICES=1,2,3 {sys.executable}")
+    assert all(line.endswith(step) for line in lines[3:6])
+    assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
 
 
 def test_a_dry_run_works_from_any_directory_and_leaves_nothing(tmp_path: Path) -> None:

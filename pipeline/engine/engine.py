@@ -68,6 +68,8 @@ class Engine:
         device = local_device()
         if device.type == "cpu":
             keep_freed_memory()
+        self.sharded = config.zero_stage == 3
+        """Whether weights are whole only while they are used."""
         self.comm = make_collectives(device, config.zero)
         self.pool = BufferPool(self.comm, device)
         units = build_units(model, config, self.comm, self.pool, placement_of(config, device))

@@ -28,7 +28,7 @@ from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.deepspeed.read import read_deepspeed_config
 from pipeline.engine.engine import Engine, StepResult
 from pipeline.engine.lr import lr_factor
-from pipeline.engine.resume import load_engine, save_engine
+from pipeline.engine.resume import EngineCheckpoints
 from pipeline.errors import require
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class LoopEngine:
         self.accumulation = accumulation
         self.micro_steps = 0
         self.last: StepResult | None = None
+        self._checkpoints = EngineCheckpoints(engine)
 
     @property
     def module(self) -> nn.Module:
@@ -97,7 +98,7 @@ class LoopEngine:
         """
         if self.micro_steps:
             raise RuntimeError("save between two optimizer steps, not inside of an accumulation")
-        save_engine(self.engine, Path(directory), client_state)
+        self._checkpoints.save(Path(directory), client_state)
 
     def load_checkpoint(self, directory: str | Path) -> Any:  # noqa: ANN401
         """Go on from the newest checkpoint in `directory` that verifies; its `client_state`.
@@ -109,7 +110,7 @@ class LoopEngine:
             CheckpointError: there is none, or it is of another model.
         """
         self.micro_steps = 0
-        return load_engine(self.engine, Path(directory))
+        return self._checkpoints.load(Path(directory))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As `Engine.no_sync`."""

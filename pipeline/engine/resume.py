@@ -25,40 +25,59 @@ logger = logging.getLogger(__name__)
 NAME = "model"
 
 
-def save_engine(engine: Engine, root: Path, client_state: Any = None) -> None:  # noqa: ANN401
-    """Write the engine's state after its last step; returns when it is there.
+class EngineCheckpoints:
+    """The checkpoints of one engine, in whatever directories its owner names.
 
-    All processes call it.
-
-    Raises:
-        CheckpointError: it could not be written; what was there before still is.
+    Frozen weights are written to a directory once, however often the engine is saved to it.
     """
-    job = gather_objects(uuid.uuid4().hex[:12])[0]
-    writer = CheckpointWriter(root, job=job, rank=rank(), world_size=world_size())
-    described = describe(engine)
-    base = f"base-{job}" if described["frozen"] else None
-    if base is not None:
-        writer.save_base(base, frozen_fragments(engine, NAME))
-    document = {"engines": {NAME: described}, "client_state": client_state}
-    fragments = chain(trained_fragments(engine, NAME), random_fragments())
-    writer.save(engine.steps, fragments, document, base=base)
-    writer.close()
-    if writer.failure is not None:
-        raise CheckpointError(writer.failure)
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._bases: dict[Path, str] = {}
+        """By directory: the frozen weights that are there."""
 
-def load_engine(engine: Engine, root: Path) -> Any:  # noqa: ANN401
-    """Go on from the newest checkpoint that verifies; what it was saved with. All call it.
+    def save(self, root: Path, client_state: Any = None) -> None:  # noqa: ANN401
+        """Write the state after the engine's last step; returns when it is there.
 
-    Raises:
-        CheckpointError: there is none, or it is of another model.
-    """
-    checkpoint = newest_on_all(root)
-    if checkpoint is None:
-        raise CheckpointError(f"{root} holds no checkpoint")
-    load(engine, NAME, checkpoint, checkpoint.state["engines"][NAME])
-    load_random_state(checkpoint)
-    return checkpoint.state["client_state"]
+        All processes call it.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before still is.
+        """
+        job = gather_objects(uuid.uuid4().hex[:12])[0]
+        known = self._bases.pop(root.resolve(), None)  # and not kept where this save fails
+        writer = CheckpointWriter(
+            root, job=job, rank=rank(), world_size=world_size(), bases=[known] if known else []
+        )
+        described = describe(self._engine)
+        base = (known or f"base-{job}") if described["frozen"] else None
+        if base is not None:
+            writer.save_base(base, frozen_fragments(self._engine, NAME))
+        document = {"engines": {NAME: described}, "client_state": client_state}
+        fragments = chain(trained_fragments(self._engine, NAME), random_fragments())
+        writer.save(self._engine.steps, fragments, document, base=base)
+        writer.close()
+        # Whether all goes well is known to all or to none: they must agree on what is there.
+        failure = next((each for each in gather_objects(writer.failure) if each), None)
+        if failure is not None:
+            raise CheckpointError(failure)
+        if base is not None:
+            self._bases[root.resolve()] = base
+
+    def load(self, root: Path) -> Any:  # noqa: ANN401
+        """Go on from the newest checkpoint that verifies; what it was saved with. All call it.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model.
+        """
+        checkpoint = newest_on_all(root)
+        if checkpoint is None:
+            raise CheckpointError(f"{root} holds no checkpoint")
+        load(self._engine, NAME, checkpoint, checkpoint.state["engines"][NAME])
+        load_random_state(checkpoint)
+        if checkpoint.base is not None:
+            self._bases[root.resolve()] = checkpoint.base.path.name
+        return checkpoint.state["client_state"]
 
 
 def newest_on_all(root: Path) -> Checkpoint | None:

@@ -30,7 +30,10 @@ class Sleep:
         return sum(copy.nbytes() for _, copy in self._asleep)
 
     def begin(self, kinds: Collection[Kind]) -> None:
-        """Free what is of these kinds; what other processes read in place stays."""
+        """Free what is of these kinds; what other processes read in place stays.
+
+        Masters that are the weights themselves go with the weights.
+        """
         asleep = {storage.data_ptr() for storage, _ in self._asleep}
         for tensor in self._tensors(kinds):
             storage = tensor.untyped_storage()
@@ -61,7 +64,7 @@ class Sleep:
                 for flat in unit.flats:
                     yield from (flat.full, flat.shard)
         for group in self.groups:
-            if "masters" in kinds:
+            if "masters" in kinds and not group.masters_are_weights:
                 yield group.master.detach()
             if "moments" in kinds:
                 yield from group.moments()

@@ -43,17 +43,25 @@ class TrainedParams:
         self.one_pass = kernels != "off" and steps_in_one_pass(optim, device)
         if self.one_pass:
             copy = self._copy
-            prepare(copy=None if copy is None else copy.dtype, kernels=kernels)
+            ready = prepare(device, copy=None if copy is None else copy.dtype, kernels=kernels)
+            # On a CPU PyTorch has the same bits without a kernel, on a GPU a faster class.
+            self.one_pass = ready or device.type == "cpu"
         elif kernels == "required":
             raise KernelError(
                 f"kernels required: there is none of {optim.name} on {device.type} with these"
-                " settings; set kernels auto, or take AdamW without optim.params on the CPU"
+                " settings; set kernels auto, or take AdamW without optim.params"
             )
 
     @property
     def own_weights(self) -> Tensor:
         """The weights whose masters this process keeps: its piece, or all at stage 0."""
         return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
+
+    @property
+    def masters_are_weights(self) -> bool:
+        """Whether the masters have no memory of their own."""
+        storage = self.own_weights.untyped_storage()
+        return storage.data_ptr() == self.master.untyped_storage().data_ptr() != 0
 
     def weights_in_fp32(self) -> Tensor:
         """A copy of `own_weights` where the optimizer works, from the disk if they are there."""
@@ -166,6 +174,8 @@ class TrainedParams:
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
             state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        if state["step"].is_cuda:  # as PyTorch's fused class has loaded it
+            state["step"] = state["step"].cpu()
         state["step"] += 1
         adamw_(
             Weights(master, state["exp_avg"], state["exp_avg_sq"], copy=self._copy),

@@ -9,6 +9,7 @@ and gathers; the lower stages take the same path and find everything in place.
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -295,17 +296,25 @@ class ZeroModel:
     def one_by_one(self) -> Iterator[Unit]:
         """Every unit, with its weights in place until the next is asked for.
 
-        All processes go through it in step.
+        The next one is on its way meanwhile, where units are gathered ahead. All processes go
+        through it in step.
         """
         self.check_ready()
         self.flush()
-        for unit in self.units:
-            stays = unit.gathered
-            unit.gather()
-            try:
+        stay = {unit for unit in self.units if unit.gathered}
+        ahead = dict(pairwise(self.units)) if self.prefetch_units else {}
+        try:
+            for unit in self.units:
+                unit.start_gather()
+                if unit in ahead:
+                    ahead[unit].start_gather()
+                unit.gather()
                 yield unit
-            finally:
-                if not stays:
+                if unit not in stay:
+                    self._free(unit)
+        finally:  # of a walk that was broken off
+            for unit in self.units:
+                if unit not in stay:
                     self._free(unit)
 
     def hide(self) -> None:

@@ -19,6 +19,8 @@ from pipeline.errors import KernelError
 from pipeline.kernels import reference
 from pipeline.kernels.cpu import adam as cpu
 from pipeline.kernels.cpu.build import Built, NotBuiltError
+from pipeline.kernels.cuda import adam as cuda
+from pipeline.kernels.cuda.gpu import Gpu, gpu_of
 from pipeline.kernels.reference import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
 
 logger = logging.getLogger(__name__)
@@ -50,35 +52,61 @@ def adamw_(
     if isinstance(found, Built):
         cpu.run(found, weights, gradient, step, threads=torch.get_num_threads())
         return
+    if isinstance(found, Gpu):
+        cuda.run(found, weights, gradient, step)
+        return
     if kernels != "off":
         _settle(found, kernels)
     _step_in_chunks(weights, gradient, step)
 
 
-def prepare(*, copy: torch.dtype | None, kernels: Kernels) -> None:
-    """Have the kernel for fp32 vectors on the CPU ready before the first step.
+def prepare(device: torch.device, *, copy: torch.dtype | None, kernels: Kernels) -> bool:
+    """Have the kernel for fp32 vectors on `device` ready before the first step.
 
     Args:
+        device: of the vectors.
         copy: the type of the rounded copy, if there is one.
         kernels: off does nothing.
+
+    Returns:
+        Whether it is.
 
     Raises:
         KernelError: it is required and can't be had.
     """
     if kernels == "off":
-        return
-    found = cpu.library(cpu.Variant(torch.float32, torch.float32, copy))
+        return False
+    if device.type == "cuda":
+        found = _on_gpu(device, (torch.float32, torch.float32, copy, False), stochastic=False)
+    else:
+        found = cpu.library(cpu.Variant(torch.float32, torch.float32, copy))
     if isinstance(found, NotBuiltError):
         _settle(found, kernels)
+        return False
+    return True
 
 
-def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | NotBuiltError:
-    if gradient.device.type != "cpu":
-        return NotBuiltError(f"there is none for {gradient.device.type}")
+def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | Gpu | NotBuiltError:
+    device = gradient.device
+    if device.type == "cuda":
+        return _on_gpu(device, cuda.kind_of(weights, gradient), stochastic=step.seed is not None)
+    if device.type != "cpu":
+        return NotBuiltError(f"there is none for {device.type}")
     tensors = [gradient, *weights.tensors().values()]
     if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
         return NotBuiltError("a vector begins between the places of two elements in memory")
     return cpu.library(cpu.Variant.of(weights, gradient, step))
+
+
+@functools.cache
+def _on_gpu(device: torch.device, kind: cuda.Kind, *, stochastic: bool) -> Gpu | NotBuiltError:
+    """The GPU, with the kernel loaded; found out once in a process."""
+    try:
+        gpu = gpu_of(device)
+        gpu.kernel("adamw", "adamw", cuda.specialisation(kind, stochastic=stochastic))
+    except KernelError as error:
+        return NotBuiltError(str(error))
+    return gpu
 
 
 def _settle(reason: NotBuiltError, kernels: Kernels) -> None:

@@ -1,55 +1,133 @@
-"""The processes of a step: how many, with which command and environment."""
+"""The command lines that run a step, and the environment that its processes see."""
 
 import os
-import shutil
-import subprocess
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.launch.deployment import Deployment
+from pipeline.launch.environment import read_env_file
+from pipeline.launch.hosts import Host
+from pipeline.launch.layout import Layout
+from pipeline.launch.local import share_of_cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-CPU_PROCESSES = 2
-"""Processes of single_node on a machine without a GPU."""
+TORCHRUN = ("-m", "pipeline.launch.torchrun")
+RESTARTS = 100
+"""Of a job whose machines come and go; every one that is lost takes one."""
 
 
-def count_processes(asked: int | None) -> int:
-    """Processes of a step on one node: what was asked for, else one per GPU.
+def step_command(
+    module: str, config_file: Path, where: Layout, deployment: Deployment
+) -> list[str]:
+    """The command line on this machine that runs a step."""
+    return launch_command(step_words(module, config_file, where), where, deployment)
 
-    Raises:
-        ConfigError: more processes than GPUs.
+
+def step_words(module: str, config_file: Path, where: Layout) -> list[str]:
+    """What runs a step, after the name of Python or torchrun."""
+    words = ["-m", module, "--config", str(config_file)]
+    # torchrun starts the same command again when a machine is lost.
+    return [*words, "--resume"] if where.is_elastic else words
+
+
+def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -> list[str]:
+    """The command line on this machine that runs `-m module ...` where it belongs."""
+    match where.by:
+        case "process":
+            return [sys.executable, *step]
+        case "node":
+            return _torchrun(step, where.hosts[0], ["--standalone"], deployment)
+        case "hand":
+            return node_command(step, where, deployment.node_rank or 0, deployment)
+        case "slurm":
+            return srun_command(step, where, deployment)
+        case "ssh":
+            said = [*options_said(deployment), "--no-check"]
+            return [sys.executable, "-m", "pipeline.launch.cluster", *said, *step]
+
+
+def node_command(
+    step: Sequence[str], where: Layout, rank: int, deployment: Deployment
+) -> list[str]:
+    """The command line that runs the processes of one of several machines."""
+    return _torchrun(step, where.hosts[rank], meeting(where, rank), deployment)
+
+
+def meeting(where: Layout, rank: int | str) -> list[str]:
+    """Torchrun's options by which the machines find each other, for number `rank` of them."""
+    most = len(where.hosts)
+    if where.is_elastic:
+        # The first machine holds the store, so that it alone must not be lost.
+        return [
+            *("--nnodes", f"{where.fewest}:{most}", "--max-restarts", str(RESTARTS)),
+            *("--rdzv-backend", "c10d", "--rdzv-id", "rlhf"),
+            *("--rdzv-endpoint", f"{where.address}:{where.port}"),
+            *(("--rdzv-conf", f"is_host={int(rank == 0)}") if isinstance(rank, int) else ()),
+        ]
+    return [
+        *("--nnodes", str(most), "--node-rank", str(rank)),
+        *("--master-addr", where.address, "--master-port", str(where.port)),
+    ]
+
+
+def srun_command(step: Sequence[str], where: Layout, deployment: Deployment) -> list[str]:
+    """The command line that has SLURM start torchrun once on each machine of the allocation.
+
+    srun labels the output by machine, passes signals on, names the task that fails, and ends all.
     """
-    gpus = count_gpus()
-    if asked is not None and 0 < gpus < asked:
-        raise ConfigError(f"--num-processes {asked} is more than the {gpus} GPUs of this machine")
-    return asked or gpus or CPU_PROCESSES
+    rank = "$SLURM_NODEID"
+    words = _torchrun(step, where.hosts[0], meeting(where, rank), deployment)
+    line = " ".join(rank if word == rank else shlex.quote(word) for word in words)
+    if deployment.log_dir is not None:
+        own = shlex.quote(str(deployment.log_dir / where.hosts[0].name))
+        line = line.replace(own, f"{shlex.quote(str(deployment.log_dir))}/$SLURMD_NODENAME")
+    return [
+        *("srun", "--nodes", str(len(where.hosts)), "--ntasks-per-node", "1", "--label"),
+        *("--kill-on-bad-exit=1", "--quit-on-interrupt", "--cpu-bind", "none"),
+        *("bash", "-c", f"exec {line}"),
+    ]
 
 
-def count_gpus() -> int:
-    """GPUs this process may use, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")])
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+def options_said(deployment: Deployment) -> list[str]:
+    """The options as the launcher takes them, without those that have their defaults."""
+    words: list[str] = []
+    for each in fields(Deployment):
+        value = getattr(deployment, each.name)
+        if each.name in ("deployment_type", "no_check") or value == each.default:
+            continue
+        words.append(f"--{each.name.replace('_', '-')}")
+        words += [] if value is True else [str(value)]
+    return words
 
 
-def step_command(module: str, config_file: Path, processes: int | None) -> list[str]:
-    """The command line that runs a step, through torchrun unless `processes` is None."""
-    step = ["-m", module, "--config", str(config_file)]
-    if processes is None:
-        return [sys.executable, *step]
-    launcher = [sys.executable, "-m", "pipeline.launch.torchrun"]
-    return [*launcher, "--standalone", "--nproc-per-node", str(processes), *step]
-
-
-def step_environment(processes: int | None) -> Mapping[str, str]:
-    """This process's environment, so that children find the packages and share the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]:
+    """The environment of the command on this machine, so that it finds the packages."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    threads = str(max(1, (cores or 1) // (processes or 1)))
-    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, **read_env_file(deployment.env_file), "PYTHONPATH": path}
+    if where.by == "process":
+        environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(1)))
+    own = where.hosts[deployment.node_rank or 0] if where.by in ("node", "hand") else None
+    if own is not None and (deployment.filters or not own.is_whole):
+        environment |= visible_devices(own)
+    return environment
+
+
+def visible_devices(host: Host) -> Mapping[str, str]:
+    """What shows a process the devices of a host that are used, and no others."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) for slot in host.slots)}
+
+
+def _torchrun(
+    step: Sequence[str], host: Host, meeting: Sequence[str], deployment: Deployment
+) -> list[str]:
+    logs: list[str] = []
+    if deployment.log_dir is not None:
+        logs = ["--log-dir", str(deployment.log_dir / host.name), "--tee", "3"]
+    if deployment.bind_cores:
+        step = ["-m", "pipeline.launch.bound", *step[1:]]
+    each = ["--nproc-per-node", str(len(host.slots))]
+    return [sys.executable, *TORCHRUN, *meeting, *each, *logs, *step]

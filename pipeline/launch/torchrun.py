@@ -3,7 +3,8 @@
 `python -m pipeline.launch.torchrun` takes torchrun's options. torchrun itself turns every failure
 into exit code 1 below a page of its own; here the failed process has already said what is wrong.
 A scheduler's signals reach the processes, which get the time they need to save their state. Nodes
-that can't meet are a sentence.
+that can't meet are a sentence. The processes share the cores of the machine, and find each other by
+the address that leads to the first one.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
+from pipeline.launch.interface import interface_of, own_address
+from pipeline.launch.local import share_of_cores
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 GRACE_SECONDS = 600
@@ -28,10 +31,15 @@ def main(argv: list[str]) -> int:
     """Run the processes; return the exit code."""
     logging.disable(logging.ERROR)  # of this process, which only starts and watches the others
     options = parse_args(argv)
-    if ":" in options.nnodes:
+    least, _, most = options.nnodes.partition(":")
+    if most not in ("", least):
         # The store that it would share is announced in the first meeting of a node only, so that
         # one that comes back never learns of it (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if options.nproc_per_node.isdigit():
+        threads = share_of_cores(int(options.nproc_per_node))
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    _face_the_first_node(options)
     try:
         run(_patient(options))
     except ChildFailedError as error:
@@ -45,6 +53,22 @@ def main(argv: list[str]) -> int:
         complain(f"error: the nodes could not meet{_place(options)}: {_reason(error)}")
         return EXIT_USER_ERROR
     return 0
+
+
+def _face_the_first_node(options: argparse.Namespace) -> None:
+    """Have this machine known by its address on the way to the first one.
+
+    Else gloo takes what the machine's name stands for, which often is 127.0.0.1.
+    """
+    first = options.rdzv_endpoint or ("" if options.standalone else options.master_addr)
+    address = own_address(first.rpartition(":")[0] or first) if first else None
+    if address is None:
+        return
+    if options.local_addr is None:
+        options.local_addr = address
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _place(options: argparse.Namespace) -> str:

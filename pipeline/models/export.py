@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.distributed import barrier, is_main
 from pipeline.models.forward import base_model
+from pipeline.models.lora import merged
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 
 ADAPTER_DIR = "adapter"
@@ -132,8 +133,7 @@ def _merged(
         if ".lora_" in name or ".original_module." in name:
             continue
         if leaf == "weight" and layer is not None:
-            delta = layer.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
-            yield f"{owner}.weight", (weight.float() + delta.float()).to(weight.dtype)
+            yield f"{owner}.weight", merged(weight, layer).to(weight.dtype)
         elif leaf:
             yield f"{owner}.{leaf}", weight
         else:

@@ -4,8 +4,11 @@ import warnings
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, TaskType, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -53,3 +56,13 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     # A set, whose order in the exported file would be another in each process.
     adapter.target_modules = sorted(adapter.target_modules or [])
     return peft_model  # pyright: ignore[reportReturnType]
+
+
+def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
+    """W + alpha / r * B @ A (Hu et al. 2021, 4.1) in fp32, in memory of its own.
+
+    It is added in fp32 whatever `weight` is, so that the caller rounds once, into a copy: the base
+    never changes.
+    """
+    update = adapter.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
+    return weight.float() + update.float()

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from pipeline.config import StepConfig, TrainedModelConfig
-from pipeline.launch.commands import count_gpus
+from pipeline.launch.commands import node_command, step_words
+from pipeline.launch.local import count_gpus
 from pipeline.launch.memory_table import Row, memory_rows
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
@@ -19,9 +20,8 @@ UNITS = {"GiB": 2**30, "MiB": 2**20}
 def describe_plan(plan: Plan) -> str:
     """What `--dry-run` prints."""
     steps = "step" if len(plan.stages) == 1 else "steps"
-    processes = "1 process" if plan.processes in (None, 1) else f"{plan.processes} processes"
     lines = [
-        f"The plan: {len(plan.stages)} {steps}, {processes} each, into"
+        f"The plan: {len(plan.stages)} {steps}, {plan.where}, into"
         f" {plan.request.output_dir}. Nothing is run."
     ]
     for stage in plan.stages:
@@ -72,6 +72,8 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
     done = " (finished, skipped)" if stage.name in plan.finished else ""
     yield f"Step {stage.number}: {stage.name}{done}"
     yield f"  command    {shlex.join(plan.command(stage))}"
+    if plan.where.by in ("ssh", "hand"):
+        yield from _on_each_machine(plan, stage)
     for name, path in model_paths(config):
         yield f"  {name:<10} {path}"
     for role, model in _trained(config):
@@ -83,6 +85,17 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         f"  training   {length}, batch {config.batch_size} in micro-batches of"
         f" {config.micro_batch_size}, length {_length(config)}, seed {config.seed}"
     )
+
+
+def _on_each_machine(plan: Plan, stage: Stage) -> Iterator[str]:
+    """What runs on each machine, or can be typed there."""
+    where, request = plan.where, plan.request
+    words = step_words(stage.module, plan.config_file(stage), where)
+    for rank, host in enumerate(where.hosts):
+        line = shlex.join(node_command(words, where, rank, request))
+        if not host.is_whole:
+            line = f"CUDA_VISIBLE_DEVICES={','.join(str(slot) for slot in host.slots)} {line}"
+        yield f"  on {host.name:<7} {line}"
 
 
 def _trained(config: StepConfig) -> Iterator[tuple[str, TrainedModelConfig]]:

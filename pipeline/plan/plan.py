@@ -1,11 +1,12 @@
 """The three-stage plan: which steps run, in which order, on what, in how many processes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config import StepConfig
-from pipeline.launch.commands import count_processes, step_command
+from pipeline.launch.commands import step_command
+from pipeline.launch.layout import Layout, layout
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, finished_steps
 from pipeline.plan.request import Request, Stage, parse_request
@@ -27,8 +28,20 @@ class Plan:
     finished: frozenset[str]
     """Names of the steps that `--resume` skips."""
 
-    processes: int | None
-    """Processes of each step under torchrun; None runs one without it."""
+    where: Layout
+    """Where the processes of each step run."""
+
+    @property
+    def processes(self) -> int | None:
+        """Processes of each step under torchrun; None runs one without it."""
+        return self.where.processes
+
+    def moved(self, where: Layout) -> "Plan":
+        """The plan with its processes in another place, at a port that is free for one."""
+        request = self.request
+        if where.port != self.where.port:
+            request = replace(request, master_port=where.port)
+        return replace(self, where=where, request=request)
 
     def config_file(self, stage: Stage) -> Path:
         """The step's resolved settings."""
@@ -36,7 +49,7 @@ class Plan:
 
     def command(self, stage: Stage) -> list[str]:
         """What runs the step."""
-        return step_command(stage.module, self.config_file(stage), self.processes)
+        return step_command(stage.module, self.config_file(stage), self.where, self.request)
 
 
 def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
@@ -47,10 +60,9 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     """
     said = parse_request(argv, stages)
     request = said.request
-    one = request.deployment_type == "single_gpu"
-    processes = None if one else count_processes(request.num_processes)
-    configs = step_configs(said, stages, world=processes or 1)
+    where = layout(request)
+    configs = step_configs(said, stages, world=where.processes or 1)
     finished = finished_steps(request, stages, configs)
     check_inputs(request, stages, configs)
     chosen = tuple(stage for stage in stages if stage.number in request.step)
-    return Plan(request, chosen, configs, frozenset(finished), processes)
+    return Plan(request, chosen, configs, frozenset(finished), where)

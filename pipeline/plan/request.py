@@ -8,6 +8,7 @@ from typing import Literal
 from pipeline.cli import help_entry, read_layers, say, settings_help, split_options
 from pipeline.config import StepConfig, require
 from pipeline.errors import ConfigError
+from pipeline.launch.deployment import Deployment
 from pipeline.settings import (
     Layer,
     Option,
@@ -36,7 +37,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(Deployment):
     """The options of `train.py`."""
 
     step: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
@@ -62,15 +63,6 @@ class Request:
     output_dir: Path = Path("output")
     """Receives step1_sft, step2_reward, step3_ppo, summary.json and report.html."""
 
-    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
-    """One process, on the GPU if there is one; or one process per GPU of this machine."""
-
-    num_processes: int | None = None
-    """Processes of single_node. Without it, one per GPU, or 2 where there is none."""
-
-    hostfile: Path | None = None
-    """Machines of multi_node; not available in this version."""
-
     data_path: tuple[str, ...] = ()
     """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names, each with an
     optional :weight. Without it, the embedded task for the embedded model, Dahoas/rm-static for
@@ -95,6 +87,10 @@ class Request:
     dry_run: bool = False
     """Print the plan, the launch commands and the memory table; run nothing."""
 
+    check: bool = False
+    """Look at the machines that the run would use - versions, devices, disk, clock, the way between
+    them - and say what stands in the way; run nothing. multi_node does so by itself."""
+
     resume: bool = False
     """Continue where the last run of the output directory stopped: finished steps are skipped, and
     a step that was cut off goes on from its newest checkpoint."""
@@ -106,19 +102,12 @@ class Request:
     """Steps between checkpoints, or a time as 15m; without it every 15 minutes."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.step), "--step names no step; give some of 1 2 3")
         require(
-            self.deployment_type != "multi_node" and self.hostfile is None,
-            "--deployment-type multi_node and --hostfile are not available in this version;"
-            " single_node runs one process per GPU of this machine",
-        )
-        require(
-            self.num_processes is None or self.deployment_type == "single_node",
-            "--num-processes needs --deployment-type single_node",
-        )
-        require(
-            self.num_processes is None or self.num_processes > 0,
-            f"--num-processes must be above 0, got {self.num_processes}",
+            not (self.check and (self.dry_run or self.no_check)),
+            "--check looks at the machines; leave"
+            f" {'--dry-run' if self.dry_run else '--no-check'} away",
         )
         require(
             not (self.resume and self.overwrite),
@@ -219,6 +208,8 @@ def _option_name(name: str) -> str:
 
 def _help(stages: Sequence[Stage]) -> str:
     """The `--help` text of train.py."""
+    settings = list(list_settings(Request))
+    places = {each.name for each in fields(Deployment)}
     lines = [
         "usage: python train.py [OPTION ...]",
         "         [--sft.SETTING VALUE ...] [--reward.SETTING VALUE ...] [--ppo.SETTING VALUE ...]",
@@ -226,12 +217,15 @@ def _help(stages: Sequence[Stage]) -> str:
         "From a base language model to a chat model in three steps. Without options it trains the",
         "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
         "",
-        *settings_help(list_settings(Request), dashes=True),
+        *settings_help([each for each in settings if each.name not in places], dashes=True),
         *help_entry(
             "--config FILE ...",
             "YAML files with these options and sections sft:, reward:, ppo:; later files win, and"
             " the command line wins over files.",
         ),
+        "",
+        "Where it runs",
+        *settings_help([each for each in settings if each.name in places], dashes=True),
         "",
         "Settings of the steps, such as --sft.max_steps 100 --ppo.kl_coef 0.05, are listed by",
         *(f"  python -m {stage.module} --help" for stage in stages),

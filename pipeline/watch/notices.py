@@ -5,14 +5,13 @@ where rank 0 holds it, it ends with rank 0, and every function here then finds n
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # it has no public name
 
 from pipeline.watch.position import Collective
@@ -145,18 +144,3 @@ class Notices:
         except (RuntimeError, ValueError):  # it may answer the next time
             pass
         return None
-
-
-def first_to_say(sentence: str) -> bool:
-    """Whether no other process said it in torchrun's store; before the processes have met."""
-    job = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RUN_ID", "RESTART_COUNT")]
-    try:
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=PATIENCE,
-        )
-        return store.add(f"said/{job}/{sentence}", 1) == 1
-    except (RuntimeError, KeyError, ValueError):
-        return True

@@ -17,6 +17,7 @@ from step3_ppo.rollout import (
     sample_responses,
 )
 from step3_ppo.statistics import rollout_statistics
+from step3_ppo.update import OffPolicyError, check_rollout_gap
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models, toy_rollout
 
 RESPONSES = [
@@ -95,6 +96,23 @@ def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) 
     torch.testing.assert_close(
         experience.sampled_logprobs, experience.logprobs, rtol=1e-4, atol=1e-4
     )
+
+
+def test_answers_of_other_weights_than_those_that_learn_are_refused(
+    models: Models, toy: Path
+) -> None:
+    config = toy_config(toy)
+    responses = sample_responses(models, PROMPTS, config, keys=range(8))
+    models.actor.load_masters([1.1 * master for master in models.actor.masters()])
+
+    experience = gather_experience(models, PROMPTS, responses, config)
+    score = reward_of_score(experience, models, config)
+    gap = rollout_statistics(finish_rollout(experience, score, config, kl_coef=0.1), score)
+
+    check_rollout_gap(1e-5, models)
+    for wrong in (gap["rollout_gap"], float("nan")):
+        with pytest.raises(OffPolicyError, match="are of another policy than the one that learns"):
+            check_rollout_gap(wrong, models)
 
 
 def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missing(

@@ -1,6 +1,7 @@
 """One process's file: written once, with the checksums of its fragments taken on the way."""
 
 import os
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ CHUNK_PARTS = 512
 """Pieces in one system call, which takes 1,024."""
 
 THREADS = 2
+
+FLUSH_SECONDS = 0.05
+"""The disk takes what is written so often, so that little is left to wait for at the end."""
 
 
 def write_data_file(path: Path, fragments: Sequence[HostFragment]) -> StoredFile:
@@ -64,9 +68,20 @@ def _write_fragments(file: int, fragments: Sequence[HostFragment], position: int
             starts[index] = position + done
         runs[index].append(fragment)
         done += fragment.nbytes
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint") as threads:
-        checksums = list(threads.map(_write_run, [file] * THREADS, runs, starts))
+    written = threading.Event()
+    with ThreadPoolExecutor(THREADS + 1, thread_name_prefix="checkpoint") as threads:
+        flushed = threads.submit(_flush_until, written, file)
+        try:
+            checksums = list(threads.map(_write_run, [file] * THREADS, runs, starts))
+        finally:
+            written.set()
+        flushed.result()
     return [checksum for run in checksums for checksum in run]
+
+
+def _flush_until(written: threading.Event, file: int) -> None:
+    while not written.wait(FLUSH_SECONDS):
+        os.fdatasync(file)
 
 
 def _write_run(file: int, fragments: Sequence[HostFragment], position: int) -> list[int]:

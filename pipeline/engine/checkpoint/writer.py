@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ class CheckpointWriter:
     """One process's side of saving; all processes make the same calls in the same order.
 
     Whoever makes one holds the lock of the directory (`RunLock`): what other jobs left in the
-    making is deleted. `job` is any text that no other job has, the same on all processes.
+    making is deleted. `job` is any text that no other job has, the same on all processes. `bases`
+    are frozen weights that its processes know to be in the directory.
 
     A save that fails, on whatever process, leaves no trace but a sentence in the log of the first
     one and in `failure`: training goes on, the checkpoints before are untouched, and the next save
@@ -53,6 +54,7 @@ class CheckpointWriter:
         world_size: int,
         keep_last: int = 2,
         timeout_seconds: int | float = 600,
+        bases: Collection[str] = (),
     ) -> None:
         require(keep_last >= 2, f"keep_last must be 2 or more, not {keep_last}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", job):
@@ -70,7 +72,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._count = 0  # of calls: the same on all processes, whatever failed on one
         self._committed: list[int] = []
-        self._bases: set[str] = set()
+        self._bases = set(bases)
         self._left: list[Path] = []  # where others may still look for the first one's verdict
         try:
             root.mkdir(parents=True, exist_ok=True)

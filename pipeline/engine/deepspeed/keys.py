@@ -443,8 +443,8 @@ _MODEL = {
     ),
     **_refused(
         {
-            "hybrid_engine.inference_tp_size": "asks for generation split among GPUs, which is not"
-            " available; set it to 1",
+            "hybrid_engine.inference_tp_size": "asks for generation split among GPUs, which is"
+            " step 3's own setting; set it to 1 here and give --ppo.inference_tp_size",
             "sequence_parallel_size": "asks for sequences split among GPUs, which is not available;"
             " set it to 1",
             "tensor_parallel": "asks for layers split among GPUs, which is not available; remove it"

@@ -1,6 +1,7 @@
 """The engine in somebody's own loop, by a DeepSpeed configuration."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed import rank, world_size
-from pipeline.engine.initialize import Initialized, initialize
+from pipeline.engine.initialize import Initialized, LoopEngine, initialize
 from pipeline.errors import CheckpointError, ConfigError
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
@@ -140,6 +141,51 @@ def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
     assert [total for total, _ in parts] == [total for total, _ in whole]
     assert [kept for _, kept in parts] == [{"epoch": 1}] * 2
+
+
+def save_with_frozen_weights(directory: str) -> list[set[str]]:
+    """The frozen weights in the directory after every save: of one engine, then of its heir."""
+    found: list[set[str]] = []
+    for _ in range(2):
+        engine = half_frozen()
+        if found:
+            engine.load_checkpoint(directory)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+            engine.save_checkpoint(directory)
+            found.append({path.name for path in Path(directory).glob("base-*")})
+    return found
+
+
+def half_frozen() -> LoopEngine:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
+    batch = {"train_batch_size": world_size(), "train_micro_batch_size_per_gpu": 1}
+    config = {**CONFIG, **batch, "bf16": {"enabled": False}}
+    return initialize(model=model, config=config, total_steps=8).engine
+
+
+def test_frozen_weights_are_written_to_a_directory_once(tmp_path: Path) -> None:
+    after_each_save = run_ranks(save_with_frozen_weights, str(tmp_path))[0]
+
+    assert len(after_each_save[0]) == 1
+    assert after_each_save == [after_each_save[0]] * 4
+
+
+def test_frozen_weights_that_were_deleted_are_written_again(tmp_path: Path) -> None:
+    engine = half_frozen()
+    engine.save_checkpoint(tmp_path)
+    for base in tmp_path.glob("base-*"):
+        shutil.rmtree(base)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+
+    with pytest.raises(CheckpointError, match="base-"):
+        engine.save_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path)
+
+    assert half_frozen().load_checkpoint(tmp_path) is None
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
 def engine_of(stage: int, *, shared_memory: bool) -> Engine:
+    # PyTorch's own optimizer has a hook in its step, where a process may die.
+    config = replace(settings(stage, max_norm=None, shared_memory=shared_memory), kernels="off")
     return Engine(
         build("llama", "fp32"),
-        settings(stage, max_norm=None, shared_memory=shared_memory),
+        config,
         total_steps=10,
     )
 
@@ -252,13 +255,9 @@ def one_more_sum() -> None:
 
 
 def another_shape() -> None:
-    engine = engine_of(3, shared_memory=False)
-    train(engine)
-    if rank() == 1:
-        flat = engine.zero.blocks[0].flats[0]
-        flat.numel *= 2
-        flat.full, flat.shard = torch.zeros(flat.numel), torch.zeros(flat.numel // 2)
-    train(engine)
+    comm = engine_of(3, shared_memory=False).comm
+    full = torch.ones(7680 * (rank() + 1))
+    comm.all_gather(full, comm.piece(full), "model.layers.0").wait()
 
 
 @pytest.mark.parametrize(
@@ -326,7 +325,6 @@ def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_was_killed() 
     assert ended.stderr.startswith("rank 1 ended without a word (killed? out of memory?)")
 
 
-@pytest.mark.faults
 def test_wrong_settings_that_only_one_rank_meets_are_said_under_torchrun() -> None:
     ended = torchrun("wrong setting")
 

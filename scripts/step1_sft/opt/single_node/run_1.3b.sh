@@ -1,11 +1,4 @@
 #!/usr/bin/env bash
 # Step 1, supervised fine-tuning of OPT-1.3B, on all GPUs of one machine.
 # Usage: run_1.3b.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
-set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../../.." && pwd)
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-OUTPUT=${1:-output/step1_sft}
-
-torchrun --standalone --nproc_per_node "${NUM_PROCESSES:-gpu}" \
-  -m step1_sft.train --config "$ROOT/configs/sft/opt-1.3b.yaml" \
-  --output_dir "$OUTPUT" --model.zero_stage "${2:-0}" "${@:3}"
+PRESETS="sft/opt-1.3b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

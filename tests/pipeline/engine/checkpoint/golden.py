@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.resume import save_engine
+from pipeline.engine.resume import EngineCheckpoints
 
 STEPS = 2
 
@@ -48,7 +48,7 @@ def write(directory: Path) -> None:
     """Train for `STEPS` steps and save, with the numbers themselves beside the tensors."""
     engine = golden_engine()
     train(engine, range(STEPS))
-    save_engine(engine, directory, {"numbers": numbers(engine)})
+    EngineCheckpoints(engine).save(directory, {"numbers": numbers(engine)})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.engine.checkpoint.find import newest
-from pipeline.engine.resume import load_engine
+from pipeline.engine.resume import EngineCheckpoints
 from pipeline.errors import CheckpointError
 from tests.pipeline.engine.checkpoint.golden import STEPS, golden_engine, numbers, train
 
@@ -24,7 +24,7 @@ def test_a_golden_checkpoint_is_read_to_the_bit_and_goes_on(golden: Path) -> Non
     engine = golden_engine()
     train(engine, range(2 * STEPS))  # other weights than at the start
 
-    state = load_engine(engine, golden)
+    state = EngineCheckpoints(engine).load(golden)
 
     assert engine.steps == STEPS
     assert numbers(engine) == state["numbers"]
@@ -51,4 +51,4 @@ def test_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
     assert checkpoint is None
     assert "has format 999; this version of the program reads format 1" in sentence
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* has format 999"):
-        load_engine(golden_engine(), root)
+        EngineCheckpoints(golden_engine()).load(root)

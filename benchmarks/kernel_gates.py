@@ -1,0 +1,84 @@
+"""What was asked of the CUDA kernels before they were measured, and whether it is so."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+Gate = tuple[str, bool]
+
+
+def of_correct(row: Row) -> Iterator[Gate]:
+    """Near float64, and the same again."""
+    if "case" in row:
+        right = row["error"] < row["tolerance"] and row["same_again"]
+        yield f"decode attention is right: {row['case']}", right
+
+
+def of_compile(row: Row) -> Iterator[Gate]:
+    """No register goes to memory."""
+    if "kernel" in row:
+        yield f"{row['kernel']} {row['defines']} spills nothing", row["spilled"] == 0
+
+
+def of_adam(row: Row) -> Iterator[Gate]:
+    """Near the time that its bytes take, and well under that of several passes."""
+    if "ours" in row:
+        name = f"AdamW, {row['vectors']}: "
+        yield name + "at most 1.20 x its floor", row["ours"] <= 1.2 * row["floor"]
+        yield name + "at most 0.8 x PyTorch's", row["ours"] <= 0.8 * row["pytorch"]
+
+
+def of_decode(row: Row) -> Iterator[Gate]:
+    """Near the time that keys and values take, where there are many."""
+    if row.get("batch") == 64 and row["length"] >= 512 and row["num_splits"] is None:
+        name = f"decode attention, {row['model']}, 64 x {row['length']}: "
+        yield name + "at least 0.75 of a copy", row["share"] >= 0.75
+        yield name + "not slower than PyTorch's", row["ours"] <= min(row["masked"], row["live"])
+
+
+def of_loop(row: Row) -> Iterator[Gate]:
+    """Near the time that weights, keys and values take."""
+    if row.get("system") == "kernel":
+        near = row["seconds_per_token"] <= 1.35 * row["floor"]
+        yield "a token of OPT-1.3B at most 1.35 x its floor", near
+
+
+GATES: Mapping[str, Callable[[Row], Iterator[Gate]]] = {
+    "correct": of_correct,
+    "compile": of_compile,
+    "adam": of_adam,
+    "decode": of_decode,
+    "loop": of_loop,
+}
+UNTIMED = ("correct", "compile")
+"""Phases whose gates hold anywhere."""
+
+
+def gates(rows: Sequence[Row], *, timed: bool = True) -> Iterator[Gate]:
+    """All of them; without those of times unless `timed`."""
+    for row in rows:
+        phase = row["phase"]
+        if phase in GATES and (timed or phase in UNTIMED):
+            yield from GATES[phase](row)
+
+
+def report(rows: Sequence[Row], *, timed: bool) -> bool:
+    """Print what was measured and the gates; whether all hold."""
+    for phase in ("environment", "ceilings", "adam", "decode", "loop"):
+        print(f"\n## {phase}\n")
+        for row in rows:
+            if row["phase"] == phase:
+                cells = (f"{key} {_shown(value)}" for key, value in row.items() if key != "phase")
+                print(f"| {' | '.join(cells)} |")
+    results = list(gates(rows, timed=timed))
+    failed = [name for name, holds in results if not holds]
+    print(f"\n{len(results) - len(failed)} of {len(results)} gates hold")
+    for name in failed:
+        print(f"FAILS: {name}")
+    if not timed:
+        print("Under the emulator times say nothing, and have no gates.")
+    return not failed
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,476 @@
+"""The CUDA kernels on one GPU: right, and how near to what its memory allows. Under 10 minutes.
+
+    python -m benchmarks.kernels_gpu [--phases correct time] [--budget 540] [--output DIRECTORY]
+    python -m benchmarks.kernels_gpu --backend emulator     # the same course, tiny, without a GPU
+
+Phases, each of which leaves off what its share of the budget has no room for and says so:
+`compile` builds every specialisation and counts registers and spills; `correct` runs the cases of
+the tests at their sizes, each twice; `ceilings` measures a copy and a matrix product; `adam` and
+`decode` time the kernels by replays of CUDA graphs over more buffers than the cache holds, beside
+what PyTorch has for the same work; `loop` generates with a model of random weights. Lines of JSON
+are written as they come, tables and gates at the end; a gate that fails is exit code 1.
+
+Under NVIDIA's checker: compute-sanitizer --tool memcheck python -m benchmarks.kernels_gpu
+--phases correct --cases 12 (likewise racecheck and synccheck), with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernel_gates import report
+from pipeline.kernels.cuda import adam, decode
+from pipeline.kernels.cuda.gpu import OPTIONS, PRELUDE, SOURCES, Gpu, gpu_of
+from pipeline.kernels.cuda.nvrtc import Nvrtc, find_nvrtc
+from pipeline.kernels.decode_reference import Scores
+from pipeline.kernels.reference import AdamW, Weights
+
+SHARES = {"compile": 60, "correct": 120, "ceilings": 20, "adam": 80, "decode": 160, "loop": 100}
+"""Phases, and the parts of the budget that they may take."""
+
+BEYOND_CACHE = 256 << 20
+"""Bytes that timed buffers have together at least: four times the second-level cache of an H200."""
+
+REPEATS = 20
+
+HEADS = {
+    "OPT-1.3B": (32, 32, 64),
+    "Llama-7B": (32, 32, 128),
+    "Llama-3-8B": (32, 8, 128),
+    "Llama-3-70B, an eighth": (8, 1, 128),
+}
+"""Query heads, heads of keys, head size."""
+
+STEP = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, multiplier=0.5)
+
+
+@dataclass
+class Bench:
+    """A device with its kernels, and what was found so far."""
+
+    gpu: Gpu
+    nvrtc: Nvrtc
+    tiny: bool
+    output: Path
+    memory: Callable[[], AbstractContextManager[None]] = nullcontext
+    """To run kernels inside of."""
+
+    copy_bandwidth: float = 0.0
+    """Bytes a second of a copy, read and written."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    deadline: float = 0.0
+
+    def tell(self, phase: str, **figures: object) -> None:
+        """Keep a line."""
+        row = {"phase": phase, **figures}
+        self.rows.append(row)
+        with (self.output / "results.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def in_time(self, phase: str, cases: Sequence[Any]) -> Iterator[Any]:
+        """The cases, until the phase's time is over."""
+        for number, case in enumerate(cases):
+            if time.monotonic() > self.deadline:
+                self.tell(phase, left_off=len(cases) - number)
+                return
+            yield case
+
+    def seconds(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Median seconds of one of the calls, which are alike but for their buffers."""
+        for call in calls:
+            call()
+        if self.tiny:
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            return (time.perf_counter() - start) / len(calls)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        times: list[float] = []
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / len(calls))
+        return statistics.median(times)
+
+
+def run_compile(bench: Bench, _: argparse.Namespace) -> None:
+    """Every specialisation for this GPU: registers, spills and seconds."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    sources: list[tuple[str, Mapping[str, str | int]]] = [
+        (
+            "decode_attention",
+            decode.specialisation(dtype, decode.Shape(heads, size, dtype.itemsize)),
+        )
+        for dtype in dtypes
+        for size in decode.HEAD_SIZES
+        for heads in (1, 4, 7, 8)
+    ]
+    sources += [
+        ("adamw", adam.specialisation((gradient, torch.float32, copy, False)))
+        for gradient in dtypes
+        for copy in (None, torch.bfloat16, torch.float16)
+    ]
+    prelude = (SOURCES / PRELUDE).read_text()
+    for name, defines in bench.in_time("compile", sources[:2] if bench.tiny else sources):
+        options = [f"--gpu-architecture={bench.gpu.architecture}", *OPTIONS]
+        options += [f"-D{macro}={value}" for macro, value in defines.items()]
+        start = time.perf_counter()
+        _, log = bench.nvrtc.compile(
+            (SOURCES / f"{name}.cu").read_text(),
+            name=f"{name}.cu",
+            headers={PRELUDE: prelude},
+            options=[*options, "--ptxas-options=-v"],
+        )
+        bench.tell(
+            "compile",
+            kernel=name,
+            defines=dict(defines),
+            seconds=time.perf_counter() - start,
+            registers=[int(number) for number in re.findall(r"Used (\d+) registers", log)],
+            spilled=sum(int(number) for number in re.findall(r"(\d+) bytes spill", log)),
+        )
+
+
+def run_correct(bench: Bench, args: argparse.Namespace) -> None:
+    """The cases of the tests against float64, on fresh numbers, each twice."""
+    from tests.pipeline.kernels.cuda import attention_cases
+
+    cases = attention_cases.GRID[:: max(1, len(attention_cases.GRID) // args.cases)]
+    for case in bench.in_time("correct", cases[: args.cases]):
+        inputs = attention_cases.inputs_of(case, bench.gpu.device)
+        with bench.memory():
+            first, again = (attention_cases.run(case, inputs, bench.gpu) for _ in range(2))
+        bench.tell(
+            "correct",
+            case=str(case),
+            error=attention_cases.relative_error(inputs, first),
+            tolerance=attention_cases.TOLERANCES[case.dtype],
+            same_again=torch.equal(first, again),
+        )
+
+
+def run_ceilings(bench: Bench, _: argparse.Namespace) -> None:
+    """What a copy and a bf16 matrix product reach."""
+    device = bench.gpu.device
+    source = torch.ones(1 << (12 if bench.tiny else 32), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = bench.seconds([lambda: target.copy_(source)])
+    bench.copy_bandwidth = 2 * source.nbytes / seconds
+    size = 32 if bench.tiny else 8192
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = bench.seconds([lambda: left @ right])
+    bench.tell("ceilings", copy=bench.copy_bandwidth, matrix_product=2 * size**3 / product)
+
+
+def run_adam(bench: Bench, _: argparse.Namespace) -> None:
+    """bf16 gradients and weights, fp32 masters and moments: few large vectors, and many small."""
+    layouts = {"24 of 55 million": [55_000_000] * 24, "300 of 4 million": [4_000_000] * 300}
+    if bench.tiny:
+        layouts = {"3 of 40": [40] * 3}
+    for name, sizes in bench.in_time("adam", list(layouts.items())):
+        shards = [_shard(size, bench.gpu.device) for size in sizes]
+        numel = sum(sizes)
+        with bench.memory():
+            table, scalars = (
+                adam.ShardTable(shards, bench.gpu),
+                adam.scalars_of(STEP, bench.gpu.device),
+            )
+            ours = bench.seconds(
+                [lambda: adam.adamw_(table, scalars, betas=STEP.betas, eps=STEP.eps)]  # noqa: B023
+            )
+        theirs = bench.seconds([_step_of_pytorch(shards)])
+        bench.tell(
+            "adam",
+            vectors=name,
+            ours=ours,
+            pytorch=theirs,
+            floor=28 * numel / bench.copy_bandwidth,
+        )
+
+
+def _shard(size: int, device: torch.device) -> adam.Shard:
+    def vector(dtype: torch.dtype) -> Tensor:
+        return torch.randn(size, device=device, dtype=dtype)
+
+    weights = Weights(
+        master=vector(torch.float32),
+        exp_avg=vector(torch.float32),
+        exp_avg_sq=vector(torch.float32).square_(),
+        copy=vector(torch.bfloat16),
+    )
+    return adam.Shard(
+        weights=weights, gradient=vector(torch.bfloat16), lr=1.0, weight_decay=STEP.weight_decay
+    )
+
+
+def _step_of_pytorch(shards: Sequence[adam.Shard]) -> Callable[[], None]:
+    """Cast, clip, fused AdamW, cast."""
+    masters = [shard.weights.master for shard in shards]
+    copies = [shard.weights.copy for shard in shards if shard.weights.copy is not None]
+    steps = [torch.tensor(9.0, device=masters[0].device) for _ in shards]
+
+    def step() -> None:
+        gradients = [shard.gradient.float() for shard in shards]
+        torch._foreach_mul_(gradients, STEP.multiplier)
+        torch._fused_adamw_(
+            masters,
+            gradients,
+            [shard.weights.exp_avg for shard in shards],
+            [shard.weights.exp_avg_sq for shard in shards],
+            [],
+            steps,
+            lr=STEP.lr,
+            beta1=STEP.betas[0],
+            beta2=STEP.betas[1],
+            weight_decay=STEP.weight_decay,
+            eps=STEP.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        torch._foreach_copy_(copies, masters)
+
+    return step
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One call of decode attention, in bf16, all sequences of one length."""
+
+    model: str
+    batch: int
+    length: int
+    num_splits: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the keys and values."""
+        _, kv_heads, size = HEADS[self.model]
+        return 2 * 2 * self.batch * self.length * kv_heads * size
+
+
+def run_decode(bench: Bench, _: argparse.Namespace) -> None:
+    """Batches and lengths of four models, beside attention of PyTorch; then numbers of splits."""
+    cases = [
+        Decoding(model, batch, length)
+        for length in (512, 2048, 128, 8192)
+        for batch in (64, 16, 1, 256)
+        for model in HEADS
+    ]
+    cases += [
+        Decoding("Llama-3-8B", batch, length, splits)
+        for batch in (1, 16)
+        for length in (2048, 8192)
+        for splits in (1, 2, 4, 8, 16, 32)
+    ]
+    cases = [case for case in cases if case.num_bytes < 32 << 30]
+    if bench.tiny:
+        cases = [Decoding("Llama-3-70B, an eighth", 1, 20), Decoding("OPT-1.3B", 1, 9, 2)]
+    for case in bench.in_time("decode", cases):
+        _time_decoding(bench, case)
+
+
+def _time_decoding(bench: Bench, case: Decoding) -> None:
+    heads, kv_heads, size = HEADS[case.model]
+    device, scaling = bench.gpu.device, size**-0.5
+    width = case.length + 32  # a slot is wider than its sequence
+    copies = 1 if bench.tiny else -(-BEYOND_CACHE // case.num_bytes)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    caches = [[numbers(case.batch, kv_heads, width, size) for _ in range(2)] for _ in range(copies)]
+    query = numbers(case.batch, heads, size)
+    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
+    scores = Scores(lengths=lengths, scaling=scaling)
+    mask = (torch.arange(width, device=device) < case.length).expand(case.batch, 1, 1, width)
+
+    def ours(key: Tensor, value: Tensor) -> Tensor:
+        return decode.decode_attention(
+            query,
+            key,
+            value,
+            scores,
+            gpu=bench.gpu,
+            longest=case.length,
+            num_splits=case.num_splits,
+        )
+
+    def masked(key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query[:, :, None], key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+
+    def live(key: Tensor, value: Tensor) -> Tensor:
+        key, value = key[:, :, : case.length], value[:, :, : case.length]
+        return F.scaled_dot_product_attention(
+            query[:, :, None], key, value, scale=scaling, enable_gqa=True
+        )
+
+    def timed(attend: Callable[[Tensor, Tensor], Tensor]) -> float:
+        return bench.seconds([lambda each=each: attend(*each) for each in caches])
+
+    with bench.memory():
+        seconds = timed(ours)
+    anchors = {} if case.num_splits else {"masked": timed(masked), "live": timed(live)}
+    bench.tell(
+        "decode",
+        **vars(case),
+        ours=seconds,
+        share=case.num_bytes / seconds / bench.copy_bandwidth,
+        **anchors,
+    )
+
+
+def run_loop(bench: Bench, args: argparse.Namespace) -> None:
+    """256 tokens after prompts of 256, batch 64: with the kernel, without, and transformers."""
+    del args
+    if bench.tiny:
+        bench.tell("loop", left_off="a model under the emulator takes minutes")
+        return
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=50_272,
+        hidden_size=2048,
+        word_embed_proj_dim=2048,
+        ffn_dim=8192,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+    )
+    with torch.device(bench.gpu.device):
+        model = OPTForCausalLM(config).to(torch.bfloat16).eval()
+    weights = sum(param.nbytes for param in model.parameters())
+    keys = Decoding("OPT-1.3B", 64, 384).num_bytes * config.num_hidden_layers
+    for system in bench.in_time("loop", ["kernel", "PyTorch", "transformers"]):
+        _generate(model, system, num_prompts=8, new_tokens=8)
+        start = time.perf_counter()
+        _generate(model, system, num_prompts=64, new_tokens=256)
+        torch.cuda.synchronize()
+        per_token = (time.perf_counter() - start) / 256
+        bench.tell(
+            "loop",
+            system=system,
+            seconds_per_token=per_token,
+            floor=(weights + keys) / bench.copy_bandwidth,
+        )
+
+
+def _generate(model: Any, system: str, *, num_prompts: int, new_tokens: int) -> None:  # noqa: ANN401
+    from inference.generation import generate
+    from pipeline.kernels.attention import SWITCH
+    from pipeline.models.attention import RAGGED
+
+    ids = torch.randint(4, 50_000, (num_prompts, 256), device=model.device)
+    if system == "transformers":
+        model.set_attn_implementation("sdpa")
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+        )
+        return
+    os.environ[SWITCH] = "off" if system == "PyTorch" else "auto"
+    model.set_attn_implementation(RAGGED)
+    generate(
+        model,
+        ids.tolist(),
+        max_new_tokens=new_tokens,
+        temperature=0.0,
+        stop_ids=[],
+        seed=0,
+        batch_size=64,
+    )
+
+
+def environment(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
+    """Card, commit and versions."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    card = "emulator" if bench.tiny else torch.cuda.get_device_name()
+    return {
+        "card": card,
+        "commit": commit,
+        "torch": torch.__version__,
+        "nvrtc": bench.nvrtc.path,
+        "phases": args.phases,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the options, run the phases, tell what they found."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", choices=["cuda", "emulator"], default="cuda")
+    parser.add_argument("--phases", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--budget", type=float, default=540, help="seconds for all phases")
+    parser.add_argument("--cases", type=int, default=204, help="of the phase correct")
+    parser.add_argument("--output", type=Path, default=Path("output/kernels_gpu"))
+    args = parser.parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "results.jsonl").write_text("")
+    if args.backend == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device was found; --backend emulator tries the script itself")
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = make_bench(args, Path(scratch))
+        bench.tell("environment", **environment(bench, args))
+        # What later phases are compared with comes first of all that is timed.
+        run = {"compile": run_compile, "correct": run_correct, "ceilings": run_ceilings}
+        run |= {"adam": run_adam, "decode": run_decode, "loop": run_loop}
+        for phase, seconds in SHARES.items():
+            needed = phase == "ceilings" and {"adam", "decode", "loop"} & set(args.phases)
+            if phase in args.phases or needed:
+                share = seconds / sum(SHARES.values())
+                bench.deadline = time.monotonic() + args.budget * share
+                run[phase](bench, args)
+        return 0 if report(bench.rows, timed=not bench.tiny) else 1
+
+
+def make_bench(args: argparse.Namespace, scratch: Path) -> Bench:
+    """With the GPU there is, or the emulated one."""
+    if args.backend == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        return Bench(gpu_of(device), find_nvrtc(), tiny=False, output=args.output)
+    from tests.pipeline.kernels.cuda.emulated import Emulator
+
+    emulator = Emulator(scratch)
+    return Bench(
+        emulator.gpu(),
+        Nvrtc(emulator.library),
+        tiny=True,
+        output=args.output,
+        memory=emulator.any_memory,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,181 @@
+"""AdamW on a GPU: a table of shards, and one launch for all of them."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from pipeline.kernels.cuda.gpu import DTYPES, Gpu
+from pipeline.kernels.reference import AdamW, Weights
+
+CHUNK = 16384
+"""Elements of a block, as in adamw.cu."""
+
+THREADS = 256
+FACTORS_BYTES = 44
+"""Of the struct `Factors`."""
+
+SCALARS = ("rate", "step", "multiplier", "overflow", "seed")
+
+
+Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]
+"""Dtypes of the gradient, of the moments and of the copy, and whether the master is split."""
+
+
+class _Shard(ctypes.Structure):
+    """`Shard` of adamw.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("copy", "low_bits", "gradient")),
+        *((name, ctypes.c_int64) for name in ("numel", "first", "first_block")),
+        *((name, ctypes.c_double) for name in ("lr", "weight_decay")),
+    )
+
+
+class _Params(ctypes.Structure):
+    """`AdamwParams` of adamw.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("shards", "shard_of_block", "scalars")),
+        *((name, ctypes.c_double) for name in ("beta1", "beta2", "eps")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A flat vector to update, with its gradient and what of the optimizer is its own."""
+
+    weights: Weights
+    gradient: Float[Tensor, " n"]
+    lr: float
+    """Times the rate of the step."""
+
+    weight_decay: float
+    first: int = 0
+    """Place of the first element in the whole vector, so that its pieces round as the whole."""
+
+
+class ShardTable:
+    """Shards of one kind, where they lie, in the memory of the GPU.
+
+    It holds as long as the tensors stay where they are.
+
+    Raises:
+        ValueError: there is no shard, or one is not what the kernel takes.
+    """
+
+    def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
+        if not shards:
+            raise ValueError("AdamW needs a shard")
+        self.shards, self.gpu = tuple(shards), gpu
+        kinds = {kind_of(shard.weights, shard.gradient) for shard in shards}
+        if len(kinds) > 1:
+            raise ValueError(f"shards of one launch have the same dtypes, got {kinds}")
+        self.kind = kinds.pop()
+        counts = [-(-len(shard.gradient) // CHUNK) for shard in shards]
+        self.num_blocks = sum(counts)
+        first_block = 0
+        rows: list[_Shard] = []
+        for shard, count in zip(shards, counts, strict=True):
+            rows.append(_row(shard, first_block))
+            first_block += count
+        content = b"".join(bytes(row) for row in rows)
+        of_block = torch.arange(len(shards), dtype=torch.int32)
+        of_block = of_block.repeat_interleave(torch.tensor(counts))
+        words = memoryview(content).cast("q").tolist()
+        # Not waited for: the driver has copied so little before the call returns.
+        self.rows = torch.tensor(words, dtype=torch.int64).to(gpu.device, non_blocking=True)
+        self.shard_of_block = of_block.to(gpu.device, non_blocking=True)
+
+
+def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "5"]:
+    """The numbers of a step as the kernel reads them; shards multiply `lr` by their own."""
+    numbers = [step.lr, step.step, step.multiplier, step.overflow, step.seed or 0]
+    return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def adamw_(
+    table: ShardTable,
+    scalars: Float64[Tensor, "5"],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    stochastic: bool = False,
+) -> None:
+    """One step of `pipeline.kernels.reference.adamw_` for all shards of a table, in place.
+
+    `scalars` are rate, step (1 for the first), multiplier of the gradient, overflow (not 0: nothing
+    is changed) and the seed of stochastic rounding; they are read on the GPU.
+    """
+    if table.num_blocks == 0:
+        return
+    if scalars.device != table.gpu.device or not scalars.is_contiguous():
+        raise ValueError(f"the scalars are on {scalars.device}, the shards on {table.gpu.device}")
+    defines = specialisation(table.kind, stochastic=stochastic)
+    params = _Params(
+        shards=table.rows.data_ptr(),
+        shard_of_block=table.shard_of_block.data_ptr(),
+        scalars=scalars.data_ptr(),
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+    )
+    table.gpu.kernel("adamw", "adamw", defines)(
+        params, grid=(table.num_blocks, 1, 1), block=(THREADS, 1, 1), shared_bytes=FACTORS_BYTES
+    )
+
+
+def run(gpu: Gpu, weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
+    """One step of one vector, by numbers that the host has."""
+    shard = Shard(
+        weights=weights,
+        gradient=gradient,
+        lr=1.0,
+        weight_decay=step.weight_decay,
+        first=step.first,
+    )
+    adamw_(
+        ShardTable([shard], gpu),
+        scalars_of(step, gpu.device),
+        betas=step.betas,
+        eps=step.eps,
+        stochastic=step.seed is not None,
+    )
+
+
+def specialisation(kind: Kind, *, stochastic: bool = False) -> dict[str, str | int]:
+    """Macros of the kernel."""
+    gradient, moments, copy, split = kind
+    return {
+        "GRADIENT": DTYPES[gradient],
+        "MOMENT": DTYPES[moments],
+        "COPY": DTYPES[copy or torch.bfloat16],
+        "HAS_COPY": int(copy is not None),
+        "SPLIT": int(split),
+        "STOCHASTIC": int(stochastic and torch.bfloat16 in (moments, copy)),
+        "PARAMS_BYTES": ctypes.sizeof(_Params),
+        "SHARD_BYTES": ctypes.sizeof(_Shard),
+    }
+
+
+def kind_of(weights: Weights, gradient: Float[Tensor, " n"]) -> Kind:
+    """Which specialisation takes these vectors."""
+    copy = None if weights.copy is None else weights.copy.dtype
+    return gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None
+
+
+def _row(shard: Shard, first_block: int) -> _Shard:
+    vectors = shard.weights.tensors()
+    return _Shard(
+        **{name: vector.data_ptr() for name, vector in vectors.items()},
+        gradient=shard.gradient.data_ptr(),
+        numel=len(shard.gradient),
+        first=shard.first,
+        first_block=first_block,
+        lr=shard.lr,
+        weight_decay=shard.weight_decay,
+    )

@@ -1,0 +1,56 @@
+"""Machine code on the disk, by what it was made of."""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+DAY = 24 * 3600
+
+
+class CubinCache:
+    """A directory of cubins that processes share without a lock.
+
+    Two that make the same one write the same bytes, each to a file of its own that then takes the
+    name; a process that is killed leaves at most such a file, which goes after a day. Where the
+    directory can't be written to nothing is kept.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, name: str, ingredients: Sequence[str]) -> Path:
+        """Where the machine code lies that `ingredients` make: sources, options, versions."""
+        content = hashlib.sha256()
+        for each in ingredients:
+            content.update(f"{len(each)}:{each}".encode())
+        return self.directory / f"{name}-{content.hexdigest()[:16]}.cubin"
+
+    def read(self, path: Path) -> bytes | None:
+        """What `write` stored; None if nothing."""
+        try:
+            return path.read_bytes() or None
+        except OSError:
+            return None
+
+    def write(self, path: Path, image: bytes) -> None:
+        """Store an image, whole or not at all."""
+        with contextlib.suppress(OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._remove_abandoned()
+            handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(image)
+                Path(temporary).replace(path)
+            except OSError:
+                Path(temporary).unlink(missing_ok=True)
+
+    def _remove_abandoned(self) -> None:
+        for path in self.directory.glob("*.tmp"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - DAY:
+                    path.unlink()

@@ -1,0 +1,170 @@
+"""What compiles kernels for one GPU and starts them there."""
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import KernelError
+from pipeline.kernels.cpu.build import cache_directory
+from pipeline.kernels.cuda.cache import CubinCache
+from pipeline.kernels.cuda.driver import Dim, Driver
+from pipeline.kernels.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
+
+SOURCES = Path(__file__).parent
+PRELUDE = "prelude.cuh"
+
+OPTIONS = ("-std=c++17", "--fmad=false")
+"""Products and sums are rounded each unless a kernel asks for fmaf: as on the CPU, to the bit."""
+
+OLDEST = 70
+"""Compute capability, 7.0, that the kernels are written for at least."""
+
+LOG_LINES = 5
+"""Of the compiler's words, in an error."""
+
+DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
+"""What a kernel calls a dtype of PyTorch."""
+
+
+class Kernel:
+    """A kernel on one GPU; calling it starts it on the current stream."""
+
+    def __init__(self, driver: Driver, handle: int, device: torch.device) -> None:
+        self._driver, self._handle, self._device = driver, handle, device
+
+    def __call__(
+        self, params: ctypes.Structure, *, grid: Dim, block: Dim, shared_bytes: int = 0
+    ) -> None:
+        """Start it with the struct `params` as its argument; what the struct points to must live.
+
+        Raises:
+            KernelError: the driver refuses the launch.
+        """
+        if self._device.type != "cuda":  # the emulator of the tests
+            self._launch(params, grid, block, shared_bytes, stream=0)
+            return
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if torch.cuda.current_device() == self._device.index:
+            self._launch(params, grid, block, shared_bytes, stream)
+            return
+        with torch.cuda.device(self._device):
+            self._launch(params, grid, block, shared_bytes, stream)
+
+    def _launch(
+        self, params: ctypes.Structure, grid: Dim, block: Dim, shared_bytes: int, stream: int
+    ) -> None:
+        self._driver.launch(
+            self._handle,
+            params,
+            grid=grid,
+            block=block,
+            shared_bytes=shared_bytes,
+            stream=stream,
+        )
+
+
+class Gpu:
+    """One GPU, its compiler and its driver."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        capability: int,
+        num_multiprocessors: int,
+        nvrtc: Nvrtc,
+        driver: Driver,
+        cubins: CubinCache,
+    ) -> None:
+        self.device = device
+        self.capability = capability
+        """As 90 for 9.0."""
+        self.num_multiprocessors = num_multiprocessors
+        self._nvrtc, self._driver, self._cubins = nvrtc, driver, cubins
+        self._version = "{}.{}".format(*nvrtc.version)
+        self._libraries: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}
+        self._kernels: dict[tuple[int, str], Kernel] = {}
+
+    @property
+    def architecture(self) -> str:
+        """What to compile for: machine code of this GPU, or PTX for its driver to finish.
+
+        Raises:
+            KernelError: the compiler knows only later GPUs.
+        """
+        known = [each for each in self._nvrtc.architectures if each >= OLDEST]
+        if self.capability in known:
+            return f"sm_{self.capability}"
+        older = [each for each in known if each < self.capability]
+        if not older:
+            mend = "; install a PyTorch for an older CUDA" if self.capability >= OLDEST else ""
+            raise KernelError(
+                f"NVRTC {self._version} compiles the kernels for compute capability"
+                f" {known[0] / 10} and later, and this GPU has {self.capability / 10}{mend}"
+            )
+        return f"compute_{older[-1]}"
+
+    def kernel(self, name: str, entry: str, defines: Mapping[str, str | int]) -> Kernel:
+        """The kernel `entry` of the source `name`.cu with some macros, compiled at its first use.
+
+        Raises:
+            KernelError: it can't be compiled or loaded; with the compiler's or driver's own words.
+        """
+        texts = {macro: str(value) for macro, value in defines.items()}
+        key = (name, frozenset(texts.items()))
+        if key not in self._libraries:
+            self._libraries[key] = self._load(name, texts)
+        library = self._libraries[key]
+        if (library, entry) not in self._kernels:
+            handle = self._driver.kernel(library, entry)
+            self._kernels[library, entry] = Kernel(self._driver, handle, self.device)
+        return self._kernels[library, entry]
+
+    def _load(self, name: str, defines: Mapping[str, str]) -> int:
+        source, prelude = ((SOURCES / file).read_text() for file in (f"{name}.cu", PRELUDE))
+        options = [f"--gpu-architecture={self.architecture}", *OPTIONS]
+        options += [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
+        path = self._cubins.path(name, [source, prelude, *options, self._version])
+        image = self._cubins.read(path)
+        if image is not None:
+            try:
+                return self._driver.load(image)
+            except KernelError:
+                pass  # a damaged file: make it anew
+        try:
+            image, _ = self._nvrtc.compile(
+                source, name=f"{name}.cu", headers={PRELUDE: prelude}, options=options
+            )
+        except CompileError as error:
+            words = "\n".join(str(error).splitlines()[:LOG_LINES])
+            shown = ", ".join(f"{macro}={value}" for macro, value in sorted(defines.items()))
+            raise KernelError(
+                f"{name}[{shown}] can't be compiled for {self.architecture} by NVRTC"
+                f" {self._version} ({self._nvrtc.path}): {words}"
+            ) from None
+        self._cubins.write(path, image)
+        return self._driver.load(image)
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU behind a device of PyTorch; its number must be given.
+
+    Raises:
+        KernelError: kernels can't be compiled or started there; says why.
+    """
+    if torch.version.hip is not None:
+        raise KernelError("this PyTorch is a build for ROCm")
+    major, minor = torch.cuda.get_device_capability(device)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(
+        device=device,
+        capability=10 * major + minor,
+        num_multiprocessors=properties.multi_processor_count,
+        nvrtc=find_nvrtc(),
+        driver=Driver(),
+        cubins=CubinCache(cache_directory()),
+    )

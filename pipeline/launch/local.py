@@ -1,0 +1,39 @@
+"""What this machine can run: its GPUs, and so many processes."""
+
+import os
+import shutil
+import subprocess
+
+from pipeline.errors import ConfigError
+
+CPU_PROCESSES = 2
+"""Processes of a machine without a GPU."""
+
+
+def count_processes(asked: int | None) -> int:
+    """Processes of a step on one node: what was asked for, else one per GPU.
+
+    Raises:
+        ConfigError: more processes than GPUs.
+    """
+    gpus = count_gpus()
+    if asked is not None and 0 < gpus < asked:
+        raise ConfigError(f"--num-processes {asked} is more than the {gpus} GPUs of this machine")
+    return asked or gpus or CPU_PROCESSES
+
+
+def count_gpus(*, hidden: bool = False) -> int:
+    """GPUs this process may use, or all with the `hidden` ones, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not hidden:
+        return len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def share_of_cores(processes: int) -> int:
+    """Cores for each of so many processes on this machine, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)

@@ -1,0 +1,190 @@
+"""What one machine of a job has to say of itself, before anything is loaded.
+
+`python -m pipeline.launch.probe` prints one line of JSON. On the first machine it then listens at
+the port where processes will meet, until its standard input ends; the others try to reach it.
+"""
+
+import argparse
+import hashlib
+import json
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from pipeline.launch.interface import own_address
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CODE = ("pipeline", "inference", "step1_sft", "step2_reward", "step3_ppo")
+PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
+
+MARK = "rlhf machine: "
+"""Before the line of JSON, for a login shell may greet first."""
+
+CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as its driver lists it."""
+
+    name: str
+    total_mib: int
+    used_mib: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine says of itself."""
+
+    host: str
+    python: str
+    packages: dict[str, str]
+    code: str
+    """SHA-256 of this repository's code, as far as it is run."""
+
+    time: float
+    disk_bytes: int
+    """Free where the output goes."""
+
+    memory_bytes: int
+    """Available main memory."""
+
+    gpus: list[Gpu]
+    shared: str | None
+    """What the file says by which the first machine is known; None without it."""
+
+    own_address: str | None
+    """On the way to the first machine."""
+
+    reaches: bool | None
+    """The port of the first machine; None where that was not tried."""
+
+    port: int | None
+    """On the first machine: that port, if it is free, else another one."""
+
+    @classmethod
+    def from_line(cls, line: str) -> "Machine":
+        """The machine that printed a line."""
+        said = json.loads(line)
+        return cls(**{**said, "gpus": [Gpu(**gpu) for gpu in said["gpus"]]})
+
+
+def look(mark: Path, address: str | None, port: int | None, held: ExitStack | None) -> Machine:
+    """This machine.
+
+    Args:
+        mark: a file in the directory of the output that the launcher has made.
+        address: of the first machine; None where it is not to be reached.
+        port: where processes are to meet.
+        held: on the first machine keeps the port open; None on the others.
+    """
+    found_port = None
+    reaches = None
+    if held is not None and port is not None:
+        found_port = _listen(port, held)
+    elif address is not None and port is not None:
+        reaches = _reaches(address, port)
+    return Machine(
+        host=socket.gethostname(),
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        code=code_hash(),
+        time=time.time(),
+        disk_bytes=shutil.disk_usage(mark.parent if mark.parent.is_dir() else Path.cwd()).free,
+        memory_bytes=psutil.virtual_memory().available,
+        gpus=gpus(),
+        shared=mark.read_text() if mark.is_file() else None,
+        own_address=own_address(address) if address is not None else None,
+        reaches=reaches,
+        port=found_port,
+    )
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs of this machine, whether this process may use them or not."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = "--query-gpu=name,memory.total,memory.used"
+    listing = subprocess.run(
+        ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = [line.rsplit(",", 2) for line in listing.stdout.splitlines() if line.count(",") >= 2]
+    return [
+        Gpu(name.strip(), int(total), int(used))
+        for name, total, used in rows
+        if total.strip().isdigit() and used.strip().isdigit()
+    ]
+
+
+def code_hash() -> str:
+    """SHA-256 of the code of this repository."""
+    digest = hashlib.sha256()
+    files = [ROOT / "train.py"]
+    for package in CODE:
+        files += [each for each in (ROOT / package).rglob("*") if each.suffix in (".py", ".jinja")]
+    for file in sorted(files):
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print what this machine is; hold the port until standard input ends."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.launch.probe")
+    parser.add_argument("--mark", type=Path, required=True)
+    parser.add_argument("--address")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--first", action="store_true")
+    said = parser.parse_args(argv)
+    with ExitStack() as held:
+        machine = look(said.mark, said.address, said.port, held if said.first else None)
+        sys.stdout.write(f"{MARK}{json.dumps(asdict(machine))}\n")
+        sys.stdout.flush()
+        if said.first:
+            sys.stdin.read()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _listen(port: int, held: ExitStack) -> int:
+    """Listen at the port, or at another one where it is taken; which it is."""
+    for wanted in (port, 0):
+        server = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", wanted))
+        except OSError:
+            continue
+        server.listen()
+        return server.getsockname()[1]
+    return port
+
+
+def _reaches(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

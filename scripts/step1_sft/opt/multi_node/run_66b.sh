@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Step 1, supervised fine-tuning of OPT-66B, on several machines.
+# Usage: [HOSTFILE=FILE] run_66b.sh [OUTPUT] [ZERO_STAGE] [SETTINGS ...]
+PRESETS="sft/opt-66b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

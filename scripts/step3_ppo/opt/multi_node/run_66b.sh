@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Step 3, PPO of OPT-66B, on several machines.
+# Usage: [HOSTFILE=FILE] run_66b.sh
+#   [ACTOR] [CRITIC] [ACTOR_ZERO_STAGE] [CRITIC_ZERO_STAGE] [OUTPUT] [SETTINGS ...]
+PRESETS="ppo/opt-66b" source "$(dirname "${BASH_SOURCE[0]}")/../../../run_step.sh"

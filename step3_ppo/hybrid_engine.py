@@ -1,0 +1,90 @@
+"""The actor's two lives: trained in shards, generating from a replica of its own.
+
+After Yao et al. 2023 (DeepSpeed-Chat), 4, with copies where they alias: what generates never
+changes what trains.
+"""
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from inference.peers import ALONE, Peers
+from inference.replica import Replica
+from pipeline.engine.engine import Engine
+from pipeline.engine.sleep import KINDS, Kind
+
+
+class HybridEngine:
+    """Turns the actor from training to generation and back.
+
+    Args:
+        engine: trains the actor.
+        model: the actor's Hugging Face model, with its adapters if it has any.
+        peers: the processes that generate together.
+        resident: keep the replica's memory between generations.
+        napping: engines whose optimizer state leaves the device while the actor generates.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        *,
+        peers: Peers = ALONE,
+        resident: bool = False,
+        napping: Collection[Engine] = (),
+    ) -> None:
+        self.engine = engine
+        self.resident = resident
+        self.napping = tuple(napping)
+        self.replica = Replica(model, shares=not engine.sharded, peers=peers)
+        self.weights_hash = 0
+        """Of the weights that generated last (`inference/weights_hash.py`)."""
+        self.seconds = 0.0
+        """Of the last turn from training to generation."""
+        self._updates = -1
+
+    @contextmanager
+    def generating(self) -> Iterator[PreTrainedModel]:
+        """The actor as it is now, to generate with; all processes enter in step.
+
+        Inside, a process needs nobody but its peers.
+        """
+        begin, was_loaded = time.perf_counter(), self.replica.loaded
+        self._load()
+        self.seconds = time.perf_counter() - begin
+        try:
+            with self._nap():
+                yield self.replica.model
+        finally:
+            if not (self.resident or was_loaded):
+                self.replica.release()
+
+    def metrics(self) -> dict[str, int | float]:
+        """Which weights generated last, and how long it took to have them ready."""
+        return {"weights_hash": self.weights_hash, "seconds_flip": self.seconds}
+
+    def _load(self) -> None:
+        updates = self.engine.zero.updates
+        if updates != self._updates or not self.replica.loaded:
+            self.replica.load(self.engine)
+            self.weights_hash = self.replica.weights_hash()
+            self._updates = updates
+
+    @contextmanager
+    def _nap(self) -> Iterator[None]:
+        try:
+            for engine in self.napping:
+                engine.offload_states(self._kinds(engine))
+            yield
+        finally:
+            for engine in self.napping:
+                engine.reload_states()
+
+    def _kinds(self, engine: Engine) -> Collection[Kind]:
+        """Weights that the replica reads stay where they are."""
+        shared = engine is self.engine and self.replica.shares
+        return tuple(kind for kind in KINDS if kind != "weights") if shared else KINDS

@@ -1,0 +1,49 @@
+"""The script that measures the CUDA kernels runs from end to end without a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kernel_gates import gates
+from benchmarks.kernels_gpu import main
+from tests.pipeline.kernels.cuda.emulated import compiler_found
+
+
+@pytest.mark.skipif(not compiler_found(), reason="the emulator is built by g++")
+def test_every_phase_runs_under_the_emulator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--backend", "emulator", "--cases", "3", "--output", str(tmp_path)])
+
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    phases = [row["phase"] for row in rows]
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert phases.count("correct") == 3
+    assert phases.count("decode") == phases.count("compile") == 2
+    assert {"environment", "ceilings", "adam", "loop"} <= set(phases)
+    assert "5 of 5 gates hold" in printed
+
+
+def test_a_phase_without_time_says_how_much_it_left_off(tmp_path: Path) -> None:
+    if not compiler_found():
+        pytest.skip("the emulator is built by g++")
+    main(
+        ["--backend", "emulator", "--phases", "decode", "--budget", "0", "--output", str(tmp_path)]
+    )
+
+    last = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
+    assert last == {"phase": "decode", "left_off": 2}
+
+
+def test_a_gate_fails_above_its_number_and_holds_at_it() -> None:
+    adam = {"phase": "adam", "vectors": "one", "floor": 1.0, "pytorch": 1.5}
+    decode = {"phase": "decode", "model": "m", "batch": 64, "length": 512, "num_splits": None}
+    decode |= {"ours": 1.0, "masked": 2.0, "live": 1.0}
+
+    assert [holds for _, holds in gates([adam | {"ours": 1.2}])] == [True, True]
+    assert [holds for _, holds in gates([adam | {"ours": 1.21}])] == [False, False]
+    assert [holds for _, holds in gates([decode | {"share": 0.75}])] == [True, True]
+    assert [holds for _, holds in gates([decode | {"share": 0.74, "live": 0.9}])] == [False, False]
+    assert [holds for _, holds in gates([decode | {"length": 128}])] == []

@@ -1,0 +1,203 @@
+"""Several machines, each with an address, a name and processes of its own."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import Command, free_port
+from tests.machines import Machines, can_be_made
+from tests.test_resume import exported
+
+ROOT = Path(__file__).parents[2]
+PYTHON = (sys.executable,)
+
+needs_machines = pytest.mark.skipif(
+    not can_be_made(), reason="needs root on Linux, to make network namespaces"
+)
+
+SMALL = """
+sft: {max_steps: 4, batch_size: 8, micro_batch_size: 2}
+reward: {max_steps: 3, batch_size: 4, micro_batch_size: 2, normalization_prompts: 4}
+ppo:
+  {max_steps: 2, batch_size: 8, micro_batch_size: 4, generation_batch_size: 8, max_new_tokens: 4}
+"""
+SMALL_DATA = "--sft.data.max_eval_rows 8 --reward.data.max_eval_rows 8 --ppo.data.max_eval_rows 8"
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    with Machines(tmp_path) as machines:
+        yield machines
+
+
+def train(out: Path, *words: str) -> Command:
+    """`train.py` on the embedded model and task, in a small way."""
+    settings = out.with_name("small.yaml")
+    settings.write_text(SMALL)
+    return Command(
+        *("train.py", "--config", str(settings), "--output-dir", str(out)),
+        *SMALL_DATA.split(),
+        *words,
+        OMP_NUM_THREADS="1",
+    )
+
+
+def by_ssh(ssh: Path, hostfile: Path) -> list[str]:
+    return [
+        *("--deployment-type", "multi_node", "--hostfile", str(hostfile)),
+        *("--ssh-command", str(ssh)),
+    ]
+
+
+def finish(job: Command, code: int = 0, seconds: float = 240) -> str:
+    with job:
+        assert job.wait(seconds) == code, job.said()
+        return job.said()
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    """The exported models of all steps."""
+    return {
+        f"{step.name}/{name}": content
+        for step in sorted(out.glob("step*"))
+        for name, content in exported(step).items()
+        if name.endswith(".safetensors")
+    }
+
+
+def test_two_addresses_of_this_machine_end_as_one_with_two_processes(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
+    port = ("--master-port", str(free_port()))
+    both = [*by_ssh(ssh, hosts), *port, "--step", "1"]
+
+    said = finish(train(tmp_path / "many", *both))
+    finish(
+        train(
+            tmp_path / "one",
+            *("--deployment-type", "single_node", "--num-processes", "2", "--step", "1"),
+        )
+    )
+
+    assert "127.0.0.2: " in said
+    assert weights(tmp_path / "many") == weights(tmp_path / "one")
+    assert weights(tmp_path / "one")
+
+
+@needs_machines
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_the_three_steps_end_on_two_machines_as_on_one(tmp_path: Path, machines: Machines) -> None:
+    finish(train(tmp_path / "many", *by_ssh(machines.ssh, machines.hostfile(tmp_path))))
+    finish(train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2"))
+
+    steps = json.loads((tmp_path / "many" / "summary.json").read_text())["steps"]
+    assert list(steps) == ["step1_sft", "step2_reward", "step3_ppo"]
+    assert weights(tmp_path / "many") == weights(tmp_path / "one")
+    assert len(weights(tmp_path / "one")) >= 4
+
+
+@needs_machines
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_by_hand_two_machines_with_two_processes_each_end_as_one_with_four(
+    tmp_path: Path, machines: Machines
+) -> None:
+    exact = ["--sft.model.zero.reduction", "deterministic", "--step", "1"]
+    out = tmp_path / "many"
+    settings = tmp_path / "small.yaml"
+    settings.write_text(SMALL)
+    hand = ["--deployment-type", "multi_node", "--num-nodes", "2", "--num-gpus", "2"]
+
+    jobs = [
+        Command(
+            "-c",
+            "import os, sys; os.execv(sys.argv[1], sys.argv[1:])",
+            *machines.run(
+                name,
+                f"cd {ROOT} && OMP_NUM_THREADS=1 exec",
+                *PYTHON,
+                *("train.py", "--config", str(settings), "--output-dir", str(out), SMALL_DATA),
+                *hand,
+                *("--master-addr", "worker-0", "--node-rank", str(rank)),
+                *exact,
+            ),
+        )
+        for rank, name in enumerate(machines.names)
+    ]
+    for job in jobs:
+        finish(job)
+    finish(
+        train(
+            tmp_path / "one", *("--deployment-type", "single_node", "--num-processes", "4"), *exact
+        )
+    )
+
+    assert weights(out) == weights(tmp_path / "one")
+    assert weights(out)
+
+
+def wait_for_checkpoint(out: Path, job: Command) -> None:
+    end = time.monotonic() + 120
+    while not list((out / "step1_sft" / "checkpoints").glob("step_*/manifest.json")):
+        assert time.monotonic() < end, job.said()
+        assert job.process.poll() is None, job.said()
+        time.sleep(0.05)
+
+
+LONG = ["--step", "1", "--sft.max_steps", "60", "--sft.batch_size", "64", "--save-every", "2"]
+
+
+@needs_machines
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["killed", "cut off"])
+def test_a_machine_that_is_lost_is_named_and_the_job_resumes(
+    fault: str, tmp_path: Path, machines: Machines
+) -> None:
+    out = tmp_path / "many"
+    many = [*by_ssh(machines.ssh, machines.hostfile(tmp_path)), *LONG]
+    with train(out, *many) as job:
+        wait_for_checkpoint(out, job)
+        began = time.monotonic()
+        machines.kill("worker-1") if fault == "killed" else machines.cut()
+        code = job.wait(200)
+        took = time.monotonic() - began
+        said = job.said()
+    machines.mend()
+
+    assert code == 1, said
+    assert "worker-1" in said
+    assert took < (60 if fault == "killed" else 150), said
+    finish(train(out, *many, "--resume"))
+    finish(
+        train(tmp_path / "one", "--deployment-type", "single_node", "--num-processes", "2", *LONG)
+    )
+    assert weights(out) == weights(tmp_path / "one")
+
+
+@needs_machines
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_where_one_machine_is_enough_the_job_goes_on_without_the_other(
+    tmp_path: Path, machines: Machines
+) -> None:
+    exact = ["--sft.model.zero.reduction", "deterministic", *LONG]
+    out = tmp_path / "many"
+    hosts = by_ssh(machines.ssh, machines.hostfile(tmp_path))
+    with train(out, *hosts, *exact, "--min-nodes", "1") as job:
+        wait_for_checkpoint(out, job)
+        machines.kill("worker-1")
+        assert job.wait(240) == 0, job.said()
+        said = job.said()
+
+    assert "worker-1 ended first, by SIGKILL; 1 of 2 go on" in said
+    finish(train(tmp_path / "one", *exact))
+    assert weights(out) == weights(tmp_path / "one")

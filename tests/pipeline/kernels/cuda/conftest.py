@@ -1,0 +1,12 @@
+"""The emulated GPU, built once."""
+
+import pytest
+
+from tests.pipeline.kernels.cuda.emulated import Emulator, compiler_found
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    if not compiler_found():
+        pytest.skip("the emulator is built by g++")
+    return Emulator(tmp_path_factory.mktemp("emulator"))

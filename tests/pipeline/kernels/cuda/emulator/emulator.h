@@ -1,0 +1,90 @@
+// What a kernel sees of a GPU when it is compiled for a CPU: one thread block at a time, each of its
+// threads a fiber. The scheduler behind it is in emulator.cpp.
+//
+// Checked as it runs: every access to global memory lies in an array that the test named and is
+// aligned; shared memory is NaN until written and has a guard behind it; all threads of a block come
+// to the same barrier, all lanes of a mask to the same shuffle. What the test chooses is the order in
+// which threads and blocks run, so that a race shows as a result that depends on it.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+namespace emulator {
+struct Index {
+  unsigned x, y, z;
+};
+// Of the fiber that runs now.
+extern Index thread_index, block_index, block_shape, grid_shape;
+void* shared_memory();
+void check_access(const void* address, unsigned bytes, int line);
+int barrier(int predicate, int line);
+// Exchange 8 bytes among the lanes of `mask`; out[i] is what lane i gave.
+void exchange(unsigned mask, const void* value, unsigned bytes, uint64_t* out, const char* what,
+              int line);
+int lane();
+void fail(const char* reason, int line);
+
+template <class T>
+inline T as(uint64_t bits) {
+  T value;
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+}  // namespace emulator
+
+#define threadIdx emulator::thread_index
+#define blockIdx emulator::block_index
+#define blockDim emulator::block_shape
+#define gridDim emulator::grid_shape
+
+inline void __syncthreads(int line = __builtin_LINE()) { emulator::barrier(0, line); }
+inline int __syncthreads_or(int predicate, int line = __builtin_LINE()) {
+  return emulator::barrier(predicate, line);
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
+  uint64_t given[32];
+  const int nothing = 0;
+  emulator::exchange(mask, &nothing, sizeof(nothing), given, "__syncwarp", line);
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int other, int line = __builtin_LINE()) {
+  static_assert(sizeof(T) <= 8, "a shuffle takes up to 8 bytes");
+  uint64_t given[32];
+  emulator::exchange(mask, &value, sizeof(T), given, "__shfl_xor_sync", line);
+  const int source = emulator::lane() ^ other;
+  if (!(mask >> source & 1)) emulator::fail("a shuffle reads a lane outside of its mask", line);
+  return emulator::as<T>(given[source]);
+}
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int source, int line = __builtin_LINE()) {
+  static_assert(sizeof(T) <= 8, "a shuffle takes up to 8 bytes");
+  uint64_t given[32];
+  emulator::exchange(mask, &value, sizeof(T), given, "__shfl_sync", line);
+  if (!(mask >> (source & 31) & 1)) emulator::fail("a shuffle reads a lane outside of its mask", line);
+  return emulator::as<T>(given[source & 31]);
+}
+
+inline float __uint_as_float(unsigned bits) { return emulator::as<float>(bits); }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+using std::fmaxf;
+using std::fminf;
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }

@@ -1,0 +1,232 @@
+"""AdamW: the kernel's own source, run on the CPU, against the reference to the bit and float64."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels import reference
+from pipeline.kernels.cuda.adam import CHUNK, Shard, ShardTable, adamw_, scalars_of
+from pipeline.kernels.reference import AdamW, Weights
+from tests.pipeline.kernels.cuda.emulated import SCHEDULES, Emulator
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+CPU = torch.device("cpu")
+
+SIZES = (1, 3, CHUNK + 4, 1000, 5, 0, 2 * CHUNK - 1)
+"""Of shards: less than a vector load, more than a block, with a tail and without, and nothing."""
+
+STEP = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, multiplier=0.25)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What of AdamW a specialisation of the kernel does."""
+
+    gradient: torch.dtype = F32
+    moments: torch.dtype = F32
+    copy: torch.dtype | None = None
+    split: bool = False
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        parts = [str(self.gradient), *["bf16 moments"] * (self.moments == BF16)]
+        parts += [f"{self.copy} copy"] * (self.copy is not None)
+        parts += ["split"] * self.split + ["stochastic"] * self.stochastic
+        return ", ".join(parts).replace("torch.", "")
+
+
+KINDS = [
+    Kind(),
+    Kind(BF16, copy=BF16),
+    Kind(F16, copy=F16),
+    Kind(F32, BF16, BF16),
+    Kind(BF16, BF16, BF16, stochastic=True),
+    Kind(BF16, split=True),
+    Kind(BF16, BF16, split=True, stochastic=True),
+    Kind(F32, copy=BF16, stochastic=True),
+]
+
+
+def shard_of(kind: Kind, size: int, *, shift: int, seed: int) -> Shard:
+    """Random vectors that begin `shift` elements into their memory, between others' numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def vector(dtype: torch.dtype, scale: float, *, positive: bool = False) -> Tensor:
+        values = torch.randn(size + shift + 5, generator=generator) * scale
+        values = values.abs() if positive else values
+        return values.to(dtype)[shift : shift + size]
+
+    master, low_bits = vector(F32, 1.0), None
+    if kind.split:
+        whole = vector(F32, 1.0).clone()
+        master, low_bits = reference.split_master(whole)
+    weights = Weights(
+        master=master,
+        exp_avg=vector(kind.moments, 1e-2),
+        exp_avg_sq=vector(kind.moments, 1e-3, positive=True),
+        copy=None if kind.copy is None else vector(kind.copy, 1.0),
+        low_bits=low_bits,
+    )
+    gradient = vector(kind.gradient, 1.0)
+    decay = 0.1 * (seed % 2)
+    return Shard(
+        weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=decay, first=7 * seed
+    )
+
+
+def shards_of(kind: Kind, *, shift: int = 0, sizes: Sequence[int] = SIZES) -> list[Shard]:
+    return [shard_of(kind, size, shift=shift, seed=seed) for seed, size in enumerate(sizes)]
+
+
+def copied(shard: Shard) -> Shard:
+    tensors = {name: each.clone() for name, each in shard.weights.tensors().items()}
+    return dataclasses.replace(shard, weights=Weights(**tensors))
+
+
+def by_reference(shard: Shard, step: AdamW) -> None:
+    settings = {"lr": step.lr * shard.lr, "weight_decay": shard.weight_decay, "first": shard.first}
+    reference.adamw_(shard.weights, shard.gradient, dataclasses.replace(step, **settings))
+
+
+def by_kernel(
+    shards: Sequence[Shard], step: AdamW, emulator: Emulator, *, schedule: int = 0
+) -> None:
+    tensors = [each for shard in shards for each in shard.weights.tensors().values()]
+    with emulator.memory(*tensors, *(shard.gradient for shard in shards), schedule=schedule):
+        adamw_(
+            ShardTable(shards, emulator.gpu()),
+            scalars_of(step, CPU),
+            betas=step.betas,
+            eps=step.eps,
+            stochastic=step.seed is not None,
+        )
+
+
+def assert_equal(ours: Sequence[Shard], theirs: Sequence[Shard]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        expected = other.weights.tensors()
+        for name, tensor in one.weights.tensors().items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_many_shards_in_one_launch_get_the_bits_of_the_reference(
+    kind: Kind, shift: int, emulator: Emulator
+) -> None:
+    check_bits(kind, emulator, shift=shift, schedule=SCHEDULES[shift])
+
+
+def check_bits(kind: Kind, emulator: Emulator, *, shift: int, schedule: int) -> None:
+    step = dataclasses.replace(STEP, seed=11 if kind.stochastic else None)
+    ours = shards_of(kind, shift=shift)
+    theirs = [copied(shard) for shard in ours]
+
+    for shard in theirs:
+        by_reference(shard, step)
+    by_kernel(ours, step, emulator, schedule=schedule)
+
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("gradient", [F32, BF16, F16], ids=str)
+def test_a_step_is_that_of_the_formula_in_float64(
+    gradient: torch.dtype, emulator: Emulator
+) -> None:
+    shard = shard_of(Kind(gradient), 1000, shift=0, seed=1)
+    weights = {name: each.double() for name, each in shard.weights.tensors().items()}
+    grad = 0.25 * shard.gradient.double()
+
+    by_kernel([shard], STEP, emulator)
+
+    exp_avg = 0.9 * weights["exp_avg"] + 0.1 * grad
+    exp_avg_sq = 0.95 * weights["exp_avg_sq"] + 0.05 * grad**2
+    root = (exp_avg_sq / (1 - 0.95**5)).sqrt() + 1e-8
+    lr = 2 * 1e-2
+    master = (1 - lr * 0.1) * weights["master"] - lr * exp_avg / (1 - 0.9**5) / root
+    torch.testing.assert_close(shard.weights.master.double(), master, rtol=0, atol=5e-7)
+    torch.testing.assert_close(shard.weights.exp_avg.double(), exp_avg, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(shard.weights.exp_avg_sq.double(), exp_avg_sq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("step", [1, 2, 10, 999, 1000, 123_457, 10_000_000])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.5), (0.0, 0.95)])
+def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
+    step: int, betas: tuple[float, float], emulator: Emulator
+) -> None:
+    numbers = dataclasses.replace(STEP, step=step, betas=betas, lr=3e-4)
+    ours = shards_of(Kind(), sizes=(40,))
+    theirs = [copied(shard) for shard in ours]
+
+    by_reference(theirs[0], numbers)
+    by_kernel(ours, numbers, emulator)
+
+    assert_equal(ours, theirs)
+
+
+def test_an_overflow_changes_nothing(emulator: Emulator) -> None:
+    check_overflow(emulator)
+
+
+def check_overflow(emulator: Emulator) -> None:
+    ours = shards_of(Kind(BF16, copy=BF16))
+    before = [copied(shard) for shard in ours]
+
+    by_kernel(ours, dataclasses.replace(STEP, overflow=True), emulator)
+
+    assert_equal(ours, before)
+
+
+def test_what_is_not_finite_stays_so_under_stochastic_rounding(emulator: Emulator) -> None:
+    ours = shards_of(Kind(F32, copy=BF16, stochastic=True), sizes=(64,))
+    ours[0].gradient[3] = math.inf
+    ours[0].weights.master[5] = -math.inf
+
+    by_kernel(ours, dataclasses.replace(STEP, seed=3), emulator)
+
+    copy = ours[0].weights.copy
+    assert copy is not None
+    assert copy[3].isnan()
+    assert copy[5] == -math.inf
+    assert copy.isfinite().sum() == 62
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pieces_of_a_vector_round_stochastically_as_the_whole(
+    schedule: int, emulator: Emulator
+) -> None:
+    kind = Kind(BF16, BF16, BF16, stochastic=True)
+    step = dataclasses.replace(STEP, seed=5)
+    whole = shards_of(kind, sizes=(200,))
+    copy = copied(whole[0])
+    pieces = []
+    for start, stop in itertools.pairwise((0, 64, 67, 200)):
+        tensors = {name: each[start:stop] for name, each in copy.weights.tensors().items()}
+        piece = Weights(**tensors)
+        gradient = copy.gradient[start:stop]
+        pieces.append(dataclasses.replace(copy, weights=piece, gradient=gradient, first=start))
+
+    by_kernel(whole, step, emulator)
+    by_kernel(pieces, step, emulator, schedule=schedule)
+
+    assert_equal(whole, [copy])
+
+
+def test_shards_of_one_launch_are_of_one_kind(emulator: Emulator) -> None:
+    shards = [*shards_of(Kind(), sizes=(4,)), *shards_of(Kind(BF16), sizes=(4,))]
+
+    with pytest.raises(ValueError, match="same dtypes"):
+        ShardTable(shards, emulator.gpu())
+
+
+def test_no_shard_is_no_launch(emulator: Emulator) -> None:
+    with pytest.raises(ValueError, match="a shard"):
+        ShardTable([], emulator.gpu())
+
+    by_kernel(shards_of(Kind(), sizes=(0,)), STEP, emulator)

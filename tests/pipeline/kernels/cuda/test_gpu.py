@@ -1,0 +1,199 @@
+"""From a source to a launch: the compiler, what is kept of it, and the driver."""
+
+import ctypes
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import KernelError
+from pipeline.kernels.cuda import gpu as gpu_module
+from pipeline.kernels.cuda.cache import DAY, CubinCache
+from pipeline.kernels.cuda.driver import Driver
+from pipeline.kernels.cuda.gpu import Kernel
+from pipeline.kernels.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
+from tests.pipeline.kernels.cuda.emulated import Emulator
+
+SOURCE = """
+#include "prelude.cuh"
+struct Params { float* out; float value; i64 place; };
+extern "C" __global__ void fill(Params p) {
+  if (threadIdx.x == 0) write(p.out + p.place + blockIdx.x, p.value * SCALE);
+}
+"""
+
+
+class Params(ctypes.Structure):
+    """`Params` of the source."""
+
+    _fields_ = (("out", ctypes.c_void_p), ("value", ctypes.c_float), ("place", ctypes.c_int64))
+
+
+@pytest.fixture(autouse=True)
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of sources with one of the test's own."""
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    prelude = (gpu_module.SOURCES / gpu_module.PRELUDE).read_text()
+    (directory / gpu_module.PRELUDE).write_text(prelude)
+    (directory / "fill.cu").write_text(SOURCE)
+    monkeypatch.setattr(gpu_module, "SOURCES", directory)
+    return directory
+
+
+def test_a_struct_arrives_as_it_was_given(emulator: Emulator, tmp_path: Path) -> None:
+    gpu = emulator.gpu(cubins=CubinCache(tmp_path / "cubins"))
+    out = torch.zeros(8)
+
+    with emulator.memory(out):
+        kernel = gpu.kernel("fill", "fill", {"SCALE": 2})
+        kernel(Params(out.data_ptr(), 1.5, 3), grid=(4, 1, 1), block=(32, 1, 1), shared_bytes=64)
+
+    assert out.tolist() == [0, 0, 0, 3, 3, 3, 3, 0]
+    assert emulator.last_launch == "fill grid 4 1 1 block 32 1 1 shared 64 stream 0"
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared"),
+    [
+        ((1, 65536, 1), (32, 1, 1), 0),
+        ((1, 1, 65536), (32, 1, 1), 0),
+        ((0, 1, 1), (32, 1, 1), 0),
+        ((1, 1, 1), (1025, 1, 1), 0),
+        ((1, 1, 1), (32, 1, 1), 48 * 1024 + 1),
+    ],
+)
+def test_a_launch_that_the_driver_refuses_is_an_error_with_its_numbers(
+    grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, emulator: Emulator
+) -> None:
+    kernel = emulator.gpu().kernel("fill", "fill", {"SCALE": 2})
+
+    with pytest.raises(KernelError) as caught:
+        kernel(Params(), grid=grid, block=block, shared_bytes=shared)
+
+    message = f"grid {grid}, block {block}, {shared} bytes: CUDA_ERROR_INVALID_VALUE \\(1\\)"
+    caught.match(message.replace("(", r"\(").replace(")", r"\)").replace(r"\\", "\\"))
+
+
+def test_the_compilers_own_words_reach_the_user(emulator: Emulator, sources: Path) -> None:
+    (sources / "fill.cu").write_text(SOURCE.replace("p.value", "p.worth"))
+
+    with pytest.raises(KernelError, match=r"(?s)fill\[SCALE=2\].*sm_90.*NVRTC 13.0.*worth"):
+        emulator.gpu().kernel("fill", "fill", {"SCALE": 2})
+
+
+def test_what_was_compiled_is_kept_and_not_compiled_again(
+    emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cubins = CubinCache(tmp_path / "cubins")
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+    (kept,) = cubins.directory.iterdir()
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(Nvrtc, "compile", fail)
+    again = emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+
+    assert isinstance(again, Kernel)
+    assert list(cubins.directory.iterdir()) == [kept]
+
+
+def test_another_macro_source_or_gpu_is_another_cubin(
+    emulator: Emulator, tmp_path: Path, sources: Path
+) -> None:
+    cubins = CubinCache(tmp_path / "cubins")
+
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 3})
+    emulator.gpu(cubins=cubins, capability=80).kernel("fill", "fill", {"SCALE": 2})
+    (sources / "fill.cu").write_text(SOURCE + "\n")
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+
+    assert len(list(cubins.directory.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"no cubin"])
+def test_a_damaged_cubin_is_made_anew(damage: bytes, emulator: Emulator, tmp_path: Path) -> None:
+    cubins = CubinCache(tmp_path / "cubins")
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+    (kept,) = cubins.directory.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damage)
+
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+
+    assert kept.read_bytes()[:4] == whole[:4]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(emulator: Emulator, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    kernel = emulator.gpu(cubins=CubinCache(tmp_path / "file" / "cubins")).kernel(
+        "fill", "fill", {"SCALE": 2}
+    )
+
+    assert isinstance(kernel, Kernel)
+
+
+def test_processes_that_build_the_same_cubin_leave_one(tmp_path: Path) -> None:
+    cubins = CubinCache(tmp_path / "cubins")
+    path = cubins.path("fill", ["source"])
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: cubins.write(path, b"image" * 1000), range(64)))
+
+    assert [each.name for each in cubins.directory.iterdir()] == [path.name]
+    assert cubins.read(path) == b"image" * 1000
+
+
+def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path) -> None:
+    cubins = CubinCache(tmp_path)
+    old, new = tmp_path / "old.tmp", tmp_path / "new.tmp"
+    for each in (old, new):
+        each.write_text("half")
+    os.utime(old, (time.time() - DAY - 60,) * 2)
+
+    cubins.write(cubins.path("fill", []), b"image")
+
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_a_gpu_later_than_the_compiler_gets_ptx_of_the_latest_it_knows(emulator: Emulator) -> None:
+    assert emulator.gpu(capability=90).architecture == "sm_90"
+    assert emulator.gpu(capability=120).architecture == "compute_90"
+    assert emulator.gpu(capability=86).architecture == "compute_80"
+
+
+def test_a_gpu_older_than_the_compiler_is_refused(emulator: Emulator) -> None:
+    with pytest.raises(KernelError, match=r"7\.5 and later, and this GPU has 7\.0; install"):
+        _ = emulator.gpu(capability=70).architecture
+    with pytest.raises(KernelError, match=r"7\.5 and later, and this GPU has 6\.1$"):
+        _ = emulator.gpu(capability=61).architecture
+
+
+def test_what_is_no_driver_or_no_compiler_is_named(tmp_path: Path) -> None:
+    library = tmp_path / "libnothing.so"
+    library.write_text("")
+
+    with pytest.raises(KernelError, match=r"libnothing\.so is no CUDA driver"):
+        Driver(library)
+    with pytest.raises(KernelError, match=r"libnothing\.so can't be loaded as NVRTC"):
+        Nvrtc(library)
+
+
+def test_an_entry_that_is_not_there_and_an_option_that_is_none(emulator: Emulator) -> None:
+    with pytest.raises(KernelError, match="cuLibraryGetKernel of empty: CUDA_ERROR_NOT_FOUND"):
+        emulator.gpu().kernel("fill", "empty", {"SCALE": 2})
+    with pytest.raises(CompileError, match="INVALID_OPTION"):
+        Nvrtc(emulator.library).compile("", name="a.cu", headers={}, options=["nonsense"])
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has CUDA")
+def test_a_pytorch_without_cuda_is_named() -> None:
+    with pytest.raises(KernelError, match="build without CUDA"):
+        find_nvrtc()

@@ -1,0 +1,203 @@
+"""Faults planted in the kernels are found by the cases that test them."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.kernels.cuda import gpu as gpu_module
+from tests.pipeline.kernels.cuda import attention_cases as attention
+from tests.pipeline.kernels.cuda import test_adam as adam
+from tests.pipeline.kernels.cuda.attention_cases import BF16, F32, RAGGED, Case
+from tests.pipeline.kernels.cuda.emulated import SCHEDULES, Emulator
+
+ATTENTION = {
+    "no barrier before shared memory is read": ("  __syncthreads();\n  for", "  for"),
+    "a barrier that half of the warps come to": (
+        "  __syncthreads();\n  for",
+        "  if (warp < 2) __syncthreads();\n  for",
+    ),
+    "a shuffle that lanes past the end don't come to": (
+        "for (int other = LANES / 2; other > 0; other /= 2)",
+        "for (int other = token < keys.end ? LANES / 2 : 0; other > 0; other /= 2)",
+    ),
+    "keys past the end take part": ("if (token >= keys.end) score[a][g] = MINUS_INFINITY;", ""),
+    "keys past the end are read": (
+        "const bool real = token < keys.end && load < LOADS;",
+        "const bool real = load < LOADS;",
+    ),
+    "a split ends one key early": (
+        "min(end, first + count)}",
+        "min(end, first + count - 1)}",
+    ),
+    "the start of a sequence is ignored": ("p.starts ? max(", "false ? max("),
+    "the window is one token short": (
+        "max(first, end - p.window)",
+        "max(first, end - p.window + 1)",
+    ),
+    "tokens and heads change places": ("token * p.key_token", "token * p.key_head"),
+    "a softmax without keys is not guarded": (
+        "return highest == MINUS_INFINITY ? 0.f : highest;",
+        "return highest;",
+    ),
+    "splits are put together without their maxima": (
+        "const float share = exp2_fast(read(part + HEAD_SIZE) - zero);",
+        "const float share = 1.f;",
+    ),
+    "warps are put together without their maxima": (
+        "const float share = exp2_fast(shared_weights[row * 2] - zero);",
+        "const float share = 1.f;",
+    ),
+    "arrays of shared memory overlap": (
+        "shared + WARPS * GROUP * HEAD_SIZE;",
+        "shared + WARPS * GROUP * HEAD_SIZE - 2;",
+    ),
+    "shared memory is left": (
+        "shared + WARPS * GROUP * HEAD_SIZE;",
+        "shared + WARPS * GROUP * HEAD_SIZE + 2;",
+    ),
+    "half of a warp is not put together": ("other < 32; other *= 2", "other < 16; other *= 2"),
+    "query heads are taken in another order": (
+        "const int first_head = kv_head * p.heads_per_kv + first_of_kv;",
+        "const int first_head = kv_head + first_of_kv;",
+    ),
+    "a load begins one number late": (
+        "load16_once(key + token * p.key_token + load * PER_LOAD)",
+        "load16_once(key + token * p.key_token + load * PER_LOAD + 1)",
+    ),
+    "the distance of ALiBi is one too long": (
+        "static_cast<float>(token - (length - 1))",
+        "static_cast<float>(token - length) * 1.1f",
+    ),
+    "sums are not shrunk by a new maximum": (
+        "sums.values[g][e] *= shrink;",
+        "sums.values[g][e] *= 1.f;",
+    ),
+    "the last of the query heads is written twice": (
+        "i < num_heads * HEAD_SIZE;",
+        "i < (num_heads + 1) * HEAD_SIZE;",
+    ),
+}
+
+ATTENTION_CASES = [
+    *(
+        Case(F32, 64, 3, 1, RAGGED, starts=(0, 13, 127), num_splits=splits, schedule=order)
+        for splits, order in itertools.product((1, 3), SCHEDULES)
+    ),
+    Case(F32, 64, 3, 1, RAGGED, window=40, alibi=True, num_splits=1),
+    Case(F32, 80, 9, 1, RAGGED, num_splits=2),
+    Case(BF16, 64, 6, 2, RAGGED, num_splits=2),
+]
+
+ADAM = {
+    "no barrier before the factors are read": ("  __syncthreads();\n", ""),
+    "an overflow is not heeded": ("overflow) != 0) return;", "overflow) > 1e9) return;"),
+    "the tail of a block is left out": (
+        "i < count; i += THREADS) update_one",
+        "i < done; i += THREADS) update_one",
+    ),
+    "a block reads beyond its shard": (
+        "left < CHUNK ? static_cast<int>(left) : CHUNK",
+        "left < CHUNK ? static_cast<int>(left) + 1 : CHUNK",
+    ),
+    "all blocks update the first shard": (
+        "p.shards + load_int(p.shard_of_block + block)",
+        "p.shards",
+    ),
+    "blocks of a shard begin at the first of the launch": (
+        "block - load_i64(&shard->first_block)",
+        "block - 0",
+    ),
+    "wide loads of what is not aligned": ("return ends == 0;", "return true;"),
+    "decay is not decoupled": ("master = master * f.decay;", ""),
+    "the root is not corrected": ("sqrtf(square) / f.root_correction", "sqrtf(square)"),
+    "the multiplier is left out": ("* f.multiplier;", ";"),
+    "a product and a sum are rounded apart": (
+        "square = fmaf(f.sq_weight * gradient, gradient, square * f.beta2);",
+        "square = f.sq_weight * gradient * gradient + square * f.beta2;",
+    ),
+    "moments share their random bits": (
+        "store_rounded(square, x.exp_avg_sq, high);",
+        "store_rounded(square, x.exp_avg_sq, low);",
+    ),
+    "the place in the whole vector is ignored": (
+        "static_cast<u32>(load_i64(&shard->first) + offset)",
+        "static_cast<u32>(offset)",
+    ),
+    "the split rounds down": ("(bits + 0x8000u) & 0xffff0000u", "bits & 0xffff0000u"),
+}
+
+ADAM_CASES = [
+    *((adam.Kind(), shift, schedule) for shift, schedule in [(0, 0), (0, 1), (1, 7)]),
+    (adam.Kind(BF16, BF16, BF16, stochastic=True), 1, 0),
+    (adam.Kind(BF16, split=True), 0, 7),
+]
+
+
+@pytest.fixture
+def planted(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources with one line changed."""
+    name, (before, after) = request.param
+    for file in (gpu_module.PRELUDE, "adamw.cu", "decode_attention.cu"):
+        text = (gpu_module.SOURCES / file).read_text()
+        if file == name:
+            assert before in text
+            text = text.replace(before, after)
+        (tmp_path / file).write_text(text)
+    monkeypatch.setattr(gpu_module, "SOURCES", tmp_path)
+
+
+def attention_is_right(emulator: Emulator) -> bool:
+    for case in ATTENTION_CASES:
+        inputs = attention.inputs_of(case, torch.device("cpu"))
+        try:
+            with emulator.memory(*inputs.tensors(), schedule=case.schedule):
+                out = attention.run(case, inputs, emulator.gpu())
+        except AssertionError:
+            return False
+        if not attention.relative_error(inputs, out) < attention.TOLERANCES[case.dtype]:
+            return False
+    return True
+
+
+def adam_is_right(emulator: Emulator) -> bool:
+    for kind, shift, schedule in ADAM_CASES:
+        for test in (
+            lambda: adam.check_bits(kind, emulator, shift=shift, schedule=schedule),  # noqa: B023
+            lambda: adam.check_overflow(emulator),
+        ):
+            try:
+                test()
+            except AssertionError:
+                return False
+    return True
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "planted",
+    [("decode_attention.cu", each) for each in ATTENTION.values()],
+    ids=list(ATTENTION),
+    indirect=True,
+)
+@pytest.mark.usefixtures("planted")
+def test_a_fault_planted_in_decode_attention_is_found(emulator: Emulator) -> None:
+    assert not attention_is_right(emulator)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "planted", [("adamw.cu", each) for each in ADAM.values()], ids=list(ADAM), indirect=True
+)
+@pytest.mark.usefixtures("planted")
+def test_a_fault_planted_in_adamw_is_found(emulator: Emulator) -> None:
+    assert not adam_is_right(emulator)
+
+
+@pytest.mark.faults
+def test_without_a_planted_fault_the_same_cases_pass(emulator: Emulator) -> None:
+    assert attention_is_right(emulator)
+    assert adam_is_right(emulator)

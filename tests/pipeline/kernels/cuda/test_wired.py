@@ -1,0 +1,71 @@
+"""Generation and the engine's step through the CUDA kernels, run on the CPU, as without them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference import slots
+from inference.generation import generate
+from pipeline.config import FrozenModelConfig
+from pipeline.kernels import adam, attention
+from pipeline.kernels.cuda import decode
+from pipeline.models.load import load_causal_lm
+from tests.families import random_rows, saved, tiny_causal_lm
+from tests.pipeline.engine.test_kernels import trained
+from tests.pipeline.kernels.cuda.emulated import Emulator
+
+PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_greedy_answers_are_the_same_by_the_kernel(
+    family: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    plain = tiny_causal_lm(family, **sizes)
+    model = load_causal_lm(
+        FrozenModelConfig(path=saved(plain, tmp_path)), device=torch.device("cpu")
+    )
+    launched: list[str] = []
+
+    def emulated(*tensors: torch.Tensor) -> object:
+        assert decode.refusal(*tensors) is None
+        launched.append(emulator.last_launch)
+        return emulator.gpu()
+
+    def answers() -> list[list[int]]:
+        responses = generate(
+            model,
+            PROMPTS,
+            max_new_tokens=8,
+            temperature=0.0,
+            stop_ids=[2],
+            seed=0,
+            batch_size=4,
+        )
+        return [response.ids for response in responses]
+
+    expected = answers()
+    monkeypatch.setattr(slots, "kernel_for", emulated)
+    monkeypatch.setattr(attention, "kernel_for", emulated)
+    with emulator.memory(*model.parameters()):
+        ours = answers()
+
+    assert ours == expected
+    assert len(launched) >= 2 * 7
+    assert launched[-1].startswith("decode_attention ")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_training_ends_in_the_same_bits_by_the_kernel(
+    dtype: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(1, "off", dtype)
+
+    monkeypatch.setattr(adam, "_find", lambda *_: emulator.gpu())
+    with emulator.memory():
+        ours = trained(1, "required", dtype)
+
+    assert all(map(torch.equal, ours, expected))
+    assert emulator.last_launch.startswith("adamw ")

@@ -1,0 +1,107 @@
+"""Decode attention's definition, against attention of PyTorch and numbers by hand; its refusals."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels import decode_reference
+from pipeline.kernels.attention import decode_attention, kernel_for
+from pipeline.kernels.cuda import decode
+from pipeline.kernels.decode_reference import Scores
+
+
+def tensors(heads: int = 4, kv_heads: int = 2, size: int = 64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, heads, size, generator=generator)
+    key, value = (torch.randn(2, kv_heads, 9, size, generator=generator) for _ in range(2))
+    return query, key, value
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
+    query, key, value = tensors()
+    scores = Scores(lengths=ints(9, 5), starts=ints(2, 0), scaling=0.3, sliding_window=4)
+
+    out = decode_attention(query, key, value, scores, longest=9)
+
+    for row, (first, end) in enumerate([(5, 9), (1, 5)]):
+        expected = F.scaled_dot_product_attention(
+            query[row, :, None],
+            key[row, :, first:end],
+            value[row, :, first:end],
+            scale=0.3,
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(out[row], expected[:, 0])
+
+
+def test_alibi_weighs_keys_by_their_distance() -> None:
+    query, key, value = torch.zeros(1, 1, 64), torch.zeros(1, 1, 3, 64), torch.zeros(1, 1, 3, 64)
+    value[0, 0, :, 0] = torch.tensor([1.0, 10.0, 100.0])
+    scores = Scores(lengths=ints(3), scaling=1.0, slopes=torch.tensor([math.log(2)]))
+
+    out = decode_attention(query, key, value, scores, longest=3)
+
+    # Weights 1/4, 1/2 and 1, which make 7/4.
+    assert out[0, 0, 0].item() == pytest.approx((1 + 20 + 400) / 7)
+
+
+def test_a_sequence_without_keys_gives_zero() -> None:
+    query, key, value = tensors()
+
+    out = decode_attention(query, key, value, Scores(lengths=ints(0, 9), scaling=1.0), longest=9)
+
+    assert out[0].eq(0).all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("holds 9 tokens of a sequence, not 10", {"longest": 10}),
+        (r"lengths must be torch.int32, 2 of them", {"lengths": torch.tensor([9, 5])}),
+        ("starts must be torch.int32", {"starts": torch.tensor([0, 0])}),
+        ("slopes must be torch.float32", {"slopes": torch.ones(4, dtype=torch.float64)}),
+        ("side by side", {"starts": ints(0, 1, 2, 3)[::2]}),
+    ],
+)
+def test_tensors_that_dont_fit_are_refused(message: str, change: dict[str, object]) -> None:
+    settings: dict[str, Any] = {"lengths": ints(9, 5), "scaling": 1.0, "longest": 9} | change
+    longest = settings.pop("longest")
+
+    with pytest.raises(ValueError, match=message):
+        decode_attention(*tensors(), Scores(**settings), longest=longest)
+
+
+def test_heads_that_cannot_share_keys_are_refused() -> None:
+    scores = Scores(lengths=ints(9, 5), scaling=1.0)
+
+    with pytest.raises(ValueError, match="3 query heads can't share 2 heads of keys"):
+        decode_attention(*tensors(heads=3), scores, longest=9)
+
+
+def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
+    query, key, value = tensors()
+
+    assert decode.refusal(query, key, value) is None
+    assert decode.refusal(query.double(), key, value) is not None
+    assert decode.refusal(*tensors(size=72)) == "head sizes 72 and 72"
+    assert decode.refusal(query, key, value[..., :32]) == "head sizes 64 and 32"
+    assert "strides" in str(decode.refusal(query, key.mT.contiguous().mT, value))
+    misaligned = torch.randn(2 * 4 * 64 + 1)[1:].view(2, 4, 64)
+    assert "of the query, or where it begins" in str(decode.refusal(misaligned, key, value))
+
+
+def test_on_a_cpu_there_is_no_kernel_and_pytorch_does_the_work() -> None:
+    query, key, value = tensors()
+    scores = Scores(lengths=ints(9, 5), scaling=1.0)
+
+    assert kernel_for(query, key, value) is None
+    expected = decode_reference.decode_attention(query, key, value, scores)
+    assert torch.equal(decode_attention(query, key, value, scores, longest=9), expected)
