@@ -212,26 +212,27 @@ class _Ahead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, targets, largest, total = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = ctx.ahead
         wanted = ctx.needs_input_grad
-        if (wanted[1] or wanted[2]) and not torch.equal(grad, grad[:1].expand_as(grad)):
-            _, of_weight, of_bias = _gradients(
+        matrix_learns = wanted[1] or wanted[2]
+        same = not matrix_learns or torch.equal(grad, grad[:1].expand_as(grad))
+        if ctx.ahead is None or not same:
+            return *_gradients(
                 (hidden, weight, bias),
                 targets,
                 (largest, total),
                 grad[:, None],
                 None,
-                wanted=(False, *wanted[1:3]),
+                wanted=wanted[:3],
                 temperature=ctx.temperature,
                 tile=ctx.tile,
-            )
-        else:
-            of_weight, of_bias = (
-                None if each is None else (each * grad[0]).to(weight.dtype)
-                for each in (of_weight, of_bias)
-            )
+            ), *[None] * 3
+        (of_hidden, of_weight, of_bias), ctx.ahead = ctx.ahead, None  # it is scaled in place, once
         if of_hidden is not None:
-            of_hidden = (of_hidden * grad[:, None]).to(hidden.dtype)
+            of_hidden = of_hidden.mul_(grad[:, None])
+        of_weight, of_bias = (
+            None if each is None else each.mul_(grad[0]).to(weight.dtype)
+            for each in (of_weight, of_bias)
+        )
         return of_hidden, of_weight, of_bias, *[None] * 3
 
 
@@ -270,18 +271,18 @@ def _gradients(
         shifted = _logits(hidden, weight, bias, words, temperature).sub_(largest)
         grad = shifted.exp_() if of_entropy is None else shifted.exp()
         if of_entropy is None:
-            grad.mul_(0.0 if of_logprobs is None else -of_logprobs / total)
+            grad.mul_(0.0 if of_logprobs is None else -of_logprobs / (total * temperature))
         else:
             share = shifted.add_(of_entropy[1] - total.log()).mul_(of_entropy[0])
             if of_logprobs is not None:
                 share.add_(of_logprobs)
-            grad.mul_(share.div_(-total))
+            grad.mul_(share.div_(-total * temperature))
             del share
         del shifted
         if of_logprobs is not None:
             here, places = _targets_in(targets, words)
-            grad.scatter_add_(1, places, torch.where(here, of_logprobs, 0.0))
-        grad = grad.div_(temperature).to(weight.dtype)
+            grad.scatter_add_(1, places, torch.where(here, of_logprobs / temperature, 0.0))
+        grad = grad.to(weight.dtype)
         if of_hidden is not None:
             _add_product(of_hidden, grad, weight[words])
         if of_weight is not None:

@@ -192,6 +192,19 @@ def test_a_loss_of_entropies_alone_is_one_too() -> None:
         assert (got - expected[name]).abs().max() < 1e-5 * expected[name].abs().max()
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_going_back_twice_gives_the_same_twice(uniform: bool) -> None:
+    given = inputs(torch.float32, bias=True)
+    logprobs, _ = linear_logprobs(*given.values(), targets(), tile=SMALL, uniform=uniform)
+
+    first = torch.autograd.grad(logprobs.sum(), list(given.values()), retain_graph=True)
+    first = [each.clone() for each in first]
+    second = torch.autograd.grad(logprobs.sum(), list(given.values()))
+
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_no_target_is_no_number() -> None:
     given = inputs(torch.float32, bias=False)
 
