@@ -227,10 +227,14 @@ DEVICE void store(const Arrays& a, int i, const Four& x) {
 DEVICE void update_four(const Factors& f, u32 place, Four& x) {
 #pragma unroll
   for (int e = 0; e < 4; e++) {
-    Element one = {x.master[e], x.exp_avg[e], x.exp_avg_sq[e], x.copy[e], x.low_bits[e], x.gradient[e]};
+    Element one;
+    one.master = x.master[e], one.exp_avg = x.exp_avg[e], one.exp_avg_sq = x.exp_avg_sq[e];
+    one.gradient = x.gradient[e];
+    if (SPLIT) one.low_bits = x.low_bits[e];
     update(f, place + e, one);
     x.master[e] = one.master, x.exp_avg[e] = one.exp_avg, x.exp_avg_sq[e] = one.exp_avg_sq;
-    x.copy[e] = one.copy, x.low_bits[e] = one.low_bits;
+    if (HAS_COPY) x.copy[e] = one.copy;
+    if (SPLIT) x.low_bits[e] = one.low_bits;
   }
 }
 DEVICE void update_one(const Factors& f, u32 place, const Arrays& a, int i) {

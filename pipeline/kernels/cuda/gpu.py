@@ -19,6 +19,9 @@ PRELUDE = "prelude.cuh"
 OPTIONS = ("-std=c++17", "--fmad=false")
 """Products and sums are rounded each unless a kernel asks for fmaf: as on the CPU, to the bit."""
 
+OLDEST = 70
+"""Compute capability, 7.0, that the kernels are written for at least."""
+
 LOG_LINES = 5
 """Of the compiler's words, in an error."""
 
@@ -92,14 +95,15 @@ class Gpu:
         Raises:
             KernelError: the compiler knows only later GPUs.
         """
-        known = self._nvrtc.architectures
+        known = [each for each in self._nvrtc.architectures if each >= OLDEST]
         if self.capability in known:
             return f"sm_{self.capability}"
         older = [each for each in known if each < self.capability]
         if not older:
+            mend = "; install a PyTorch for an older CUDA" if self.capability >= OLDEST else ""
             raise KernelError(
-                f"NVRTC {self._version} compiles for compute capability {known[0] / 10} and later,"
-                f" and this GPU has {self.capability / 10}; install a PyTorch for an older CUDA"
+                f"NVRTC {self._version} compiles the kernels for compute capability"
+                f" {known[0] / 10} and later, and this GPU has {self.capability / 10}{mend}"
             )
         return f"compute_{older[-1]}"
 

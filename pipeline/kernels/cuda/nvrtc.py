@@ -26,6 +26,11 @@ class Nvrtc:
 
     def __init__(self, path: str | Path) -> None:
         try:
+            # NVRTC opens its second library by name alone: in a Python package, where the system
+            # doesn't search, it must be loaded before.
+            if Path(path).is_absolute():
+                for second in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+                    ctypes.CDLL(str(second))
             self._library = ctypes.CDLL(str(path))
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
@@ -103,16 +108,14 @@ def find_nvrtc() -> Nvrtc:
     if torch.version.cuda is None:
         raise KernelError(f"this PyTorch ({torch.__version__}) is a build without CUDA")
     name = f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
+    packages = (path for place in sys.path for path in Path(place).glob(f"nvidia/*/lib/{name}"))
+    path = next(packages, None)
     try:
-        return Nvrtc(name)  # PyTorch has loaded it, or the system knows it
-    except KernelError:
-        pass
-    for place in sys.path:
-        for path in sorted(Path(place).glob(f"nvidia/*/lib/{name}")):
-            return Nvrtc(path)
-    raise KernelError(
-        f"there is no {name}; install the package nvidia-cuda-nvrtc of CUDA {torch.version.cuda}"
-    )
+        return Nvrtc(name if path is None else path.resolve())
+    except KernelError as error:
+        raise KernelError(
+            f"{error}; install the package nvidia-cuda-nvrtc of CUDA {torch.version.cuda}"
+        ) from None
 
 
 def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:

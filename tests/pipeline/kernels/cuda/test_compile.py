@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.kernels.cuda import adam, decode
-from pipeline.kernels.cuda.gpu import OPTIONS, PRELUDE, SOURCES
+from pipeline.kernels.cuda.gpu import OLDEST, OPTIONS, PRELUDE, SOURCES
 from pipeline.kernels.cuda.nvrtc import Nvrtc
 
 Defines = dict[str, str | int]
@@ -57,13 +57,13 @@ class Compiler:
             for path in sorted(Path(place).glob("nvidia/*/lib/libnvrtc.so.*"))
         )
         path = next(found, None)
-        self.nvrtc = Nvrtc(path) if path else None
+        self.nvrtc = Nvrtc(path.resolve()) if path else None
         self.nvcc = shutil.which("nvcc")
 
     @property
     def architectures(self) -> list[int]:
         if self.nvrtc is not None:
-            return list(self.nvrtc.architectures)
+            return [each for each in self.nvrtc.architectures if each >= OLDEST]
         if self.nvcc is None:
             pytest.skip("there is no compiler of CUDA here")
         listed = subprocess.run(

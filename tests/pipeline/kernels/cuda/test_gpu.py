@@ -170,8 +170,10 @@ def test_a_gpu_later_than_the_compiler_gets_ptx_of_the_latest_it_knows(emulator:
 
 
 def test_a_gpu_older_than_the_compiler_is_refused(emulator: Emulator) -> None:
-    with pytest.raises(KernelError, match=r"7\.5 and later, and this GPU has 7\.0"):
+    with pytest.raises(KernelError, match=r"7\.5 and later, and this GPU has 7\.0; install"):
         _ = emulator.gpu(capability=70).architecture
+    with pytest.raises(KernelError, match=r"7\.5 and later, and this GPU has 6\.1$"):
+        _ = emulator.gpu(capability=61).architecture
 
 
 def test_what_is_no_driver_or_no_compiler_is_named(tmp_path: Path) -> None:
