@@ -21,7 +21,14 @@ import torch
 
 from pipeline import __version__
 from pipeline.cli import run_main, say
-from pipeline.errors import require
+from pipeline.errors import KernelError, require
+from pipeline.kernels.cpu.build import (
+    NotBuiltError,
+    cache_directory,
+    find_compiler,
+    instruction_flags,
+)
+from pipeline.kernels.cuda.nvrtc import find_nvrtc
 from pipeline.launch.environment import PASSED_ON
 from pipeline.launch.probe import PACKAGES, ROOT, code_hash, gpus
 
@@ -45,6 +52,7 @@ def report() -> dict[str, Section]:
         "packages": _packages,
         "machine": _machine,
         "GPUs": _gpus,
+        "kernels": _kernels,
         "network": _network,
         "tools": _tools,
         "bandwidth": _bandwidth,
@@ -139,6 +147,20 @@ def _gpus() -> Section:
         found["NCCL"] = ".".join(str(part) for part in nccl.version())
         found["links"] = "\n" + (_said("nvidia-smi", "topo", "-m") or "unknown")
     return found
+
+
+def _kernels() -> Section:
+    """What compiles this repository's kernels here, or why PyTorch does their work."""
+    try:
+        on_cpus = f"{find_compiler()[1]}, {' '.join(instruction_flags())}"
+    except NotBuiltError as reason:
+        on_cpus = f"none: {reason}"
+    try:
+        find_nvrtc()
+        on_gpus = "NVRTC of PyTorch" if torch.cuda.is_available() else "none: there is no GPU"
+    except KernelError as reason:
+        on_gpus = f"none: {reason}"
+    return {"on CPUs": on_cpus, "on GPUs": on_gpus, "kept in": str(cache_directory())}
 
 
 def _network() -> Section:

@@ -24,10 +24,12 @@ def test_the_report_has_what_a_problem_may_hang_on() -> None:
     found = json.loads(run("--json").stdout)
 
     assert list(found) == [
-        *("code", "packages", "machine", "GPUs", "network", "tools", "bandwidth", "variables")
+        *("code", "packages", "machine", "GPUs", "kernels", "network", "tools", "bandwidth"),
+        "variables",
     ]
     assert found["packages"]["torch"] == torch.__version__
     assert found["GPUs"]["torch sees"].startswith(str(torch.cuda.device_count()))
+    assert set(found["kernels"]) == {"on CPUs", "on GPUs", "kept in"}
     assert found["bandwidth"]["main memory"].endswith(" GB/s")
     assert "gloo" in found["network"]["backends"]
 
