@@ -9,20 +9,19 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from inference.decoding import FEWEST, Decoder
+from inference.peers import peers_of
 from inference.requests import Recorder, Request
 from inference.sampling import Sampler
-from inference.slots import Continuation, NextToken, SlotCache, spans
+from inference.slots import Continuation, NextToken, SlotCache
 from pipeline.models.attention import Layout, Ragged, round_up
+from pipeline.models.forward import base_model
 
 PREFILL = 2048
 """Prompt tokens of one forward pass: more make it no faster, and cost memory."""
-
-ROWS = 4
-"""On the CPU, passes of more than one token have a multiple of so many: matrix products of 2 or 3
-rows are slower than those of 4, and round otherwise than those of training, which have many."""
 
 
 def answer_in_slots(
@@ -65,6 +64,13 @@ class Slots:
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
+        plain = base_model(model)
+        self._decode = Decoder(
+            lambda inputs, layout: self._run(inputs, layout, reads_slots=True, keep=0),
+            dtype=plain.dtype,
+            device=self.device,
+            tapes=peers_of(plain).size == 1 and not has_hooks(model),
+        )
         # transformers hands a 4-D mask through untouched; the layouts need none.
         self._no_mask = torch.ones(1, 1, 1, 1, device=self.device)
         self._asked = Counter(request.prompt for request in requests)
@@ -89,6 +95,7 @@ class Slots:
     def _slot_of(self, request: Request) -> int:
         return next(slot for slot, each in enumerate(self.occupants) if each is request)
 
+    @torch.inference_mode()
     def start(self, requests: Sequence[Request]) -> tuple[Sequence[Request], Float[Tensor, "B V"]]:
         """Read the prompts into free slots, equal ones once; the logits of their first tokens."""
         unread: dict[tuple[int, ...], int] = {}
@@ -150,31 +157,38 @@ class Slots:
             for place in range(length)
         ]
         # Padding goes on from the last piece, whose tokens don't see what comes after them.
-        padding = self._padding(len(tokens))
+        padding = 0 if self.device.type != "cpu" else round_up(len(tokens), FEWEST) - len(tokens)
         layout = (
             Continuation(slots[0], first, lengths[0])
             if first
             else Ragged([*lengths[:-1], lengths[-1] + padding], self.device)
         )
-        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        return self._run(tokens, positions, places, layout, reads_slots=first > 0, keep=last)
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        # Logits of as many tokens as there are rows in a pass at least, for the same reason.
+        again = 0 if self.device.type != "cpu" else max(0, FEWEST - len(ends))
+        last = torch.cat([ends, ends[-1:].expand(again)]).to(self.device)
+        inputs = torch.tensor(
+            [
+                tokens + [tokens[-1]] * padding,
+                positions + [0] * padding,
+                places + [self._spare] * padding,
+            ],
+            device=self.device,
+        )
+        logits = self._run(inputs, layout, reads_slots=first > 0, keep=last)
+        return logits[: len(lengths)]
 
+    @torch.inference_mode()
     def step(self) -> tuple[Sequence[Request], Float[Tensor, "B V"]]:
         """Read the newest token of every sequence; the logits of the next ones."""
         self._close_gaps()
         running = self.running
         lengths = [len(each.prompt) + len(each.response.ids) for each in running]
-        layout = NextToken(spans(lengths), lengths, self.device)
-        width = self.cache.width
-        logits = self._run(
-            [each.response.ids[-1] for each in running],
-            [length - 1 for length in lengths],
-            [slot * width + length - 1 for slot, length in enumerate(lengths)],
-            layout,
-            reads_slots=True,
-            keep=0,
-        )
-        return running, logits[: len(running)]
+        columns = [
+            (each.response.ids[-1], length - 1, slot * self.cache.width + length - 1)
+            for slot, (each, length) in enumerate(zip(running, lengths, strict=True))
+        ]
+        return running, self._decode(columns, NextToken(lengths, self.device), spare=self._spare)
 
     def _close_gaps(self) -> None:
         """Move the last sequences into slots that stayed free, so that the first slots are live."""
@@ -188,27 +202,15 @@ class Slots:
             self.occupants[target], self.occupants[source] = request, None
             self.held[target] = request.prompt
 
-    @torch.no_grad()
     def _run(
         self,
-        tokens: list[int],
-        positions: list[int],
-        places: list[int],
+        inputs: Int[Tensor, "3 N"],
         layout: Layout,
         *,
         reads_slots: bool,
         keep: int | Tensor,
     ) -> Float[Tensor, "B V"]:
-        """One forward pass over a row of tokens, padded."""
-        padding = self._padding(len(tokens))
-        inputs = torch.tensor(
-            [
-                tokens + [tokens[-1]] * padding,
-                positions + [0] * padding,
-                places + [self._spare] * padding,
-            ],
-            device=self.device,
-        )
+        """One forward pass over tokens, their positions and their places in the cache."""
         self.cache.begin(inputs[2], reads_slots=reads_slots)
         output = self.model(
             input_ids=inputs[:1],
@@ -221,11 +223,13 @@ class Slots:
         )
         return output.logits[0]
 
-    def _padding(self, num_tokens: int) -> int:
-        """How many tokens a pass has besides its own."""
-        if self.device.type != "cpu" or num_tokens == 1:
-            return 0
-        return round_up(num_tokens, ROWS) - num_tokens
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether somebody wants to be called when its modules are."""
+    return any(
+        each._forward_hooks or each._forward_pre_hooks  # noqa: SLF001
+        for each in model.modules()
+    )
 
 
 def packed(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:

@@ -17,9 +17,12 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from inference.peers import kv_heads_here
+from pipeline.kernels import append
 from pipeline.kernels.attention import decode_attention, kernel_for
+from pipeline.kernels.cuda.append import append_
 from pipeline.kernels.decode_reference import Scores
 from pipeline.models.attention import KEY_BLOCK, round_up
+from pipeline.models.kv import kv_bytes_per_token, num_key_heads
 
 CALL = 256
 """Keys that cost as much to read as one more attention call."""
@@ -61,7 +64,21 @@ class SlotCache(Cache):
             self.keys.append(self._empty(key_states))
             self.values.append(self._empty(value_states))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        num_heads = keys.shape[1]
+        new = (key_states[0], value_states[0])
+        gpu = append.kernel_for((keys, values), new)
+        if gpu is None:
+            self._store((keys, values), new)
+        else:
+            append_((keys, values), new, self._places, gpu=gpu)
+        return (keys, values) if self._reads_slots else (key_states, value_states)
+
+    def _store(
+        self,
+        cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
+        new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
+    ) -> None:
+        """What the kernel does, by PyTorch."""
+        num_heads = cache[0].shape[1]
         rows = self._rows.get(num_heads)
         if rows is None:
             # One row of D numbers for each slot, head and token.
@@ -69,10 +86,9 @@ class SlotCache(Cache):
             heads = torch.arange(num_heads, device=self._places.device)
             first = (slots[:, None] * num_heads + heads) * self.width
             rows = self._rows[num_heads] = (first + tokens[:, None]).flatten()
-        for stored, states in ((keys, key_states), (values, value_states)):
+        for stored, states in zip(cache, new, strict=True):
             size = stored.shape[-1]
-            stored.view(-1, size).index_copy_(0, rows, states[0].transpose(0, 1).reshape(-1, size))
-        return (keys, values) if self._reads_slots else (key_states, value_states)
+            stored.view(-1, size).index_copy_(0, rows, states.transpose(0, 1).reshape(-1, size))
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the first `length` tokens of slot `source`."""
@@ -115,11 +131,11 @@ class NextToken:
     More tokens than slots are padding; their result is 0.
     """
 
-    def __init__(self, parts: Sequence[Span], lengths: Sequence[int], device: torch.device) -> None:
-        self.parts = parts
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = lengths
         """Tokens of each slot, the new one included."""
         self.device = device
+        self._parts: Sequence[Span] = ()
         self._reads: dict[int | None, list[tuple[int, int, Tensor | None]]] = {}
         self._ends: Int[Tensor, " B"] | None = None
 
@@ -132,18 +148,22 @@ class NextToken:
         scaling: float | None,
         sliding_window: int | None,
         dropout: float,
+        out: Float[Tensor, "1 N H E"] | None = None,
     ) -> Float[Tensor, "1 N H E"]:
-        """Attention of each token to the live keys of its own slot.
+        """Attention of each token to the live keys of its own slot, into `out` if given.
 
-        By one kernel on a GPU that has it; else by a call of PyTorch for each span.
+        By one kernel where there is one; else by a call of PyTorch for each span.
         """
         del dropout  # generation has none
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if kernel_for(rows, key, value) is not None:
-            return self._by_kernel(rows, key, value, scaling, sliding_window)[None]
+            into = None if out is None else out[0]
+            return self._by_kernel(rows, key, value, scaling, sliding_window, into)[None]
+        if not self._parts:
+            self._parts = spans(self.lengths)
         if sliding_window not in self._reads:
             self._reads[sliding_window] = [
-                self._read(part, sliding_window, query.dtype) for part in self.parts
+                self._read(part, sliding_window, query.dtype) for part in self._parts
             ]
         heads = rows.unflatten(1, (key.shape[1], -1))  # (N, G, H / G, D)
         attended = [
@@ -155,12 +175,13 @@ class NextToken:
                 scale=scaling,
             ).flatten(1, 2)
             for part, (start, stop, bias) in zip(
-                self.parts, self._reads[sliding_window], strict=True
+                self._parts, self._reads[sliding_window], strict=True
             )
         ]
         result = torch.cat(attended) if len(attended) > 1 else attended[0]
         padding = len(rows) - len(result)
-        return (F.pad(result, (0, 0, 0, 0, 0, padding)) if padding else result)[None]
+        result = (F.pad(result, (0, 0, 0, 0, 0, padding)) if padding else result)[None]
+        return result if out is None else out.copy_(result)
 
     def _by_kernel(
         self,
@@ -169,14 +190,17 @@ class NextToken:
         value: Float[Tensor, "S G M D"],
         scaling: float | None,
         sliding_window: int | None,
+        out: Float[Tensor, "N H D"] | None,
     ) -> Float[Tensor, "N H D"]:
-        count = len(query)
+        # There may be more rows than slots: padding, which sees nothing.
+        count = min(len(query), len(key))
         if self._ends is None:
-            # A token of padding sees nothing.
             ends = [*self.lengths, *[0] * (count - len(self.lengths))]
             self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
-        return decode_attention(
-            query,
+        if out is None:
+            out = query.new_zeros(query.shape)
+        decode_attention(
+            query[:count],
             key[:count],
             value[:count],
             Scores(
@@ -185,7 +209,9 @@ class NextToken:
                 sliding_window=sliding_window,
             ),
             longest=max(self.lengths),
+            out=out[:count],
         )
+        return out
 
     def _read(
         self, part: Span, sliding_window: int | None, dtype: torch.dtype
@@ -248,8 +274,4 @@ class Continuation:
 
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Memory of one token's keys and values in all layers, as far as this process has them."""
-    settings = model.config.get_text_config()
-    num_heads = settings.num_attention_heads
-    kv_heads = kv_heads_here(model) or getattr(settings, "num_key_value_heads", None) or num_heads
-    head_size = getattr(settings, "head_dim", None) or settings.hidden_size // num_heads
-    return 2 * settings.num_hidden_layers * kv_heads * head_size * model.dtype.itemsize
+    return kv_bytes_per_token(model, key_heads=kv_heads_here(model) or num_key_heads(model))

@@ -6,7 +6,6 @@ its bits.
 
 import functools
 import itertools
-import logging
 from dataclasses import replace
 
 import torch
@@ -17,13 +16,12 @@ from torch.optim.adamw import adamw
 from pipeline.config import Kernels
 from pipeline.errors import KernelError
 from pipeline.kernels import reference
+from pipeline.kernels.choice import settle
 from pipeline.kernels.cpu import adam as cpu
 from pipeline.kernels.cpu.build import Built, NotBuiltError
 from pipeline.kernels.cuda import adam as cuda
 from pipeline.kernels.cuda.gpu import Gpu, gpu_of
 from pipeline.kernels.reference import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
-
-logger = logging.getLogger(__name__)
 
 CHUNK = 65536
 """Elements that PyTorch steps at once: what it makes on the way fits into a core's cache."""
@@ -56,7 +54,7 @@ def adamw_(
         cuda.run(found, weights, gradient, step)
         return
     if kernels != "off":
-        _settle(found, kernels)
+        settle("AdamW", str(found), kernels)
     _step_in_chunks(weights, gradient, step)
 
 
@@ -76,25 +74,29 @@ def prepare(device: torch.device, *, copy: torch.dtype | None, kernels: Kernels)
     """
     if kernels == "off":
         return False
-    if device.type == "cuda":
-        found = _on_gpu(device, (torch.float32, torch.float32, copy, False), stochastic=False)
-    else:
-        found = cpu.library(cpu.Variant(torch.float32, torch.float32, copy))
+    found = find(device, copy=copy)
     if isinstance(found, NotBuiltError):
-        _settle(found, kernels)
+        settle("AdamW", str(found), kernels)
         return False
     return True
 
 
+def find(device: torch.device, *, copy: torch.dtype | None) -> Built | Gpu | NotBuiltError:
+    """What steps fp32 vectors on the CPU or a GPU, built if need be, or why nothing does."""
+    if device.type == "cuda":
+        return _on_gpu(device, (torch.float32, torch.float32, copy, False), stochastic=False)
+    return cpu.library(cpu.Variant(torch.float32, torch.float32, copy))
+
+
 def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | Gpu | NotBuiltError:
     device = gradient.device
-    if device.type == "cuda":
-        return _on_gpu(device, cuda.kind_of(weights, gradient), stochastic=step.seed is not None)
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         return NotBuiltError(f"there is none for {device.type}")
     tensors = [gradient, *weights.tensors().values()]
     if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
         return NotBuiltError("a vector begins between the places of two elements in memory")
+    if device.type == "cuda":
+        return _on_gpu(device, cuda.kind_of(weights, gradient), stochastic=step.seed is not None)
     return cpu.library(cpu.Variant.of(weights, gradient, step))
 
 
@@ -107,21 +109,6 @@ def _on_gpu(device: torch.device, kind: cuda.Kind, *, stochastic: bool) -> Gpu |
     except KernelError as error:
         return NotBuiltError(str(error))
     return gpu
-
-
-def _settle(reason: NotBuiltError, kernels: Kernels) -> None:
-    """Go on without the kernel, and say so once, or raise."""
-    if kernels == "required":
-        raise KernelError(
-            f"the kernel of AdamW can't be had: {reason}; mend that, or set kernels auto to have"
-            " PyTorch do its work"
-        )
-    _say_once(str(reason))
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.info("PyTorch does the work of the AdamW kernel, to the same bits: %s", reason)
 
 
 def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:

@@ -24,8 +24,13 @@ from transformers.masking_utils import sdpa_mask
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
-"""In 16-bit precision attention reads keys in multiples of so many, in training as in generation:
-both then add up a softmax alike, to the bit, whatever shares the call."""
+"""Attention reads keys in multiples of so many, in training as in generation: both then add up a
+softmax alike, to the bit, whatever shares the call."""
+
+BLOCK, PIECE = 512, 192
+"""PyTorch's attention on the CPU goes through keys in blocks of so many, and adds up the values of
+a block in pieces of so many - but in halves, if a block has less than two pieces and more than
+one."""
 
 MAX_PADDING = 1.3
 """Sequences share one attention call while it computes at most this many times their tokens."""
@@ -67,23 +72,10 @@ class Ragged:
         self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self.lengths = tuple(lengths)
         self.device = device
-        self._parts = similar_lengths(lengths)
-        self.groups = self._groups_of(1)
-        self._in_blocks: list[Group] = []
+        self.groups = [_group(rows, lengths, device) for rows in similar_lengths(lengths)]
         order = torch.cat([group.tokens.flatten()[group.real] for group in self.groups])
         self.restore = order.argsort()
         """Index that puts the groups' real tokens, one group after the other, back in row order."""
-
-    def _groups_of(self, block: int) -> list[Group]:
-        return [_group(rows, self.lengths, self.device, block) for rows in self._parts]
-
-    def groups_for(self, dtype: torch.dtype) -> list[Group]:
-        """The groups, their keys in whole blocks where that changes what is added up."""
-        if dtype.itemsize >= torch.float32.itemsize:
-            return self.groups
-        if not self._in_blocks:
-            self._in_blocks = self._groups_of(KEY_BLOCK)
-        return self._in_blocks
 
     def attend(
         self,
@@ -98,19 +90,24 @@ class Ragged:
         """Causal attention of each sequence to itself.
 
         Padding sits on the right, for the attention alone: under a causal mask no real token sees
-        what comes after it, so padding needs no mask.
+        what comes after it, so padding needs no mask. In fp32 there are so many keys that what a
+        token sees is added up alike on a CPU, to the bit, whatever comes after it.
         """
         if key.shape[1] != query.shape[1]:
             key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
         outputs: list[Tensor] = []
-        for group in self.groups_for(query.dtype):
-            window = window_mask(group.tokens.shape[1], sliding_window, query.device)
+        for group in self.groups:
+            length = group.tokens.shape[1]
+            exact = query.dtype == torch.float32 and query.device.type == "cpu"
+            more = whole_pieces(length) - length if exact else 0
+            keys = torch.cat([group.tokens, group.tokens[:, -1:].expand(-1, more)], dim=1)
+            window = window_mask(length, sliding_window, query.device, more=more)
             attended = F.scaled_dot_product_attention(
                 _take(query, group.tokens),
-                _take(key, group.tokens),
-                _take(value, group.tokens),
+                _take(key, keys),
+                _take(value, keys),
                 attn_mask=window,
                 is_causal=window is None,
                 dropout_p=dropout,
@@ -140,11 +137,17 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device, block: int) -> Group:
+def whole_pieces(length: int) -> int:
+    """The smallest number of keys from `length` on that are added up in no halves."""
+    last = (length - 1) % BLOCK + 1
+    return length + (2 * PIECE - last if PIECE < last < 2 * PIECE else 0)
+
+
+def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> Group:
     sizes = torch.tensor(lengths)
     first = (sizes.cumsum(0) - sizes)[list(rows), None]  # (B, 1)
     size = sizes[list(rows), None]
-    step = torch.arange(round_up(int(size.max()), block))[None, :]  # (1, T)
+    step = torch.arange(round_up(int(size.max()), KEY_BLOCK))[None, :]  # (1, T)
     tokens = first + torch.minimum(step, size - 1)
     return Group(tokens.to(device), (step < size).flatten().nonzero().squeeze(-1).to(device))
 
@@ -187,13 +190,16 @@ def _take(heads: Float[Tensor, "1 H N D"], tokens: Int[Tensor, "B T"]) -> Tensor
 
 
 def window_mask(
-    length: int, sliding_window: int | None, device: torch.device
-) -> Bool[Tensor, "T T"] | None:
-    """True where token i sees token j: j <= i < j + sliding_window; None where that is all j."""
+    length: int, sliding_window: int | None, device: torch.device, *, more: int = 0
+) -> Bool[Tensor, "T S"] | None:
+    """True where token i sees token j: j <= i < j + sliding_window; None where that is all j.
+
+    `more` is how many keys there are besides those of the tokens, which nobody sees.
+    """
     if sliding_window is None or length <= sliding_window:
         return None
-    index = torch.arange(length, device=device)
-    distance = index[:, None] - index[None, :]
+    tokens = torch.arange(length, device=device)
+    distance = tokens[:, None] - torch.arange(length + more, device=device)[None, :]
     return (distance >= 0) & (distance < sliding_window)
 
 

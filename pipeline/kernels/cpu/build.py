@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,6 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-ffp-contract=off",
     "-fno-math-errno",
     "-fPIC",
     "-shared",
@@ -72,42 +71,56 @@ class Built:
     """That compiling took; None where the library was there."""
 
 
-def build(source: Path, defines: Mapping[str, str | int]) -> Built:
+def build(
+    source: Path,
+    defines: Mapping[str, str | int],
+    flags: Sequence[str] = ("-ffp-contract=off",),
+) -> Built:
     """The library of a source with these macros, from the cache if it is there.
+
+    The usual flags have it round as it says; those given are besides FLAGS.
 
     Raises:
         NotBuiltError: there is no compiler, or it fails, or the system can't load what it makes.
     """
     compiler, version = find_compiler()
-    flags = [
+    words = [
         *FLAGS,
+        *flags,
         *instruction_flags(),
         *(f"-D{name}={value}" for name, value in defines.items()),
     ]
-    identity = "\0".join([version, platform.machine(), *flags]).encode() + source.read_bytes()
+    identity = "\0".join([version, platform.machine(), *words]).encode() + source.read_bytes()
+    identity += b"".join(each.read_bytes() for each in sorted(source.parent.glob("*.h")))
     name = f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:24]}.so"
     kept = cache_directory() / name
     if is_whole(kept):
         return Built(load(kept), version, kept, None)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as private:
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            remove_leftovers(kept.parent)
-            handle, made = tempfile.mkstemp(dir=kept.parent, suffix=".tmp")
-        except OSError:
-            handle, made = tempfile.mkstemp(dir=private)
-        os.close(handle)
-        try:
-            run_compiler([*compiler, *flags, str(source), "-o", made])
-            seal(Path(made))
-            if Path(made).parent == kept.parent:
-                library, path = Path(made).replace(kept), kept
-            else:
-                library, path = Path(made), None
-            return Built(load(library), version, path, time.perf_counter() - started)
-        finally:
-            Path(made).unlink(missing_ok=True)
+    try:
+        with tempfile.TemporaryDirectory() as private:
+            made = _room_for(kept, Path(private))
+            try:
+                run_compiler([*compiler, *words, str(source), "-o", str(made)])
+                seal(made)
+                path = made.replace(kept) if made.parent == kept.parent else None
+                return Built(load(path or made), version, path, time.perf_counter() - started)
+            finally:
+                made.unlink(missing_ok=True)
+    except OSError as error:  # no directory at all, or a full disk
+        raise NotBuiltError(f"it can't be written to a disk: {error}") from error
+
+
+def _room_for(kept: Path, private: Path) -> Path:
+    """An empty file beside where a library is kept, in `private` where nothing can be written."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        remove_leftovers(kept.parent)
+        handle, made = tempfile.mkstemp(dir=kept.parent, suffix=".tmp")
+    except OSError:
+        handle, made = tempfile.mkstemp(dir=private)
+    os.close(handle)
+    return Path(made)
 
 
 def cache_directory() -> Path:
@@ -116,7 +129,15 @@ def cache_directory() -> Path:
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "rlhf-pipeline" / "kernels"
+    return (Path(base) if base else _home() / ".cache") / "rlhf-pipeline" / "kernels"
+
+
+def _home() -> Path:
+    """The user's directory; where there is none, a place that can't be written: nothing is kept."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 def find_compiler() -> tuple[list[str], str]:
@@ -171,6 +192,8 @@ def instruction_flags() -> tuple[str, ...]:
     if platform.machine() in ("aarch64", "arm64"):
         return ()
     capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001
+        return (*INSTRUCTIONS[capability], "-mavx512bf16")
     if capability not in INSTRUCTIONS:
         raise NotBuiltError(
             f"the processor ({platform.machine()}, {capability}) is not one they are written for:"

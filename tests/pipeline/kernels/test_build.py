@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pipeline.errors import KernelError
-from pipeline.kernels.adam import _say_once, adamw_
+from pipeline.kernels.adam import adamw_
+from pipeline.kernels.choice import _say_once
 from pipeline.kernels.cpu import build as module
 from pipeline.kernels.cpu.adam import Numbers, Vectors, library
 from pipeline.kernels.cpu.build import CACHE, NotBuiltError, build, cache_directory, is_whole
@@ -254,7 +255,7 @@ def test_without_a_compiler_pytorch_does_the_work_and_one_line_says_so(
         _say_once.cache_clear()
 
     assert [record.message for record in caplog.records] == [
-        "PyTorch does the work of the AdamW kernel, to the same bits: the compiler that CXX names,"
+        "PyTorch does the work of the kernel of AdamW: the compiler that CXX names,"
         " no-such-compiler, was not found"
     ]
     assert weights.master[0] < 1

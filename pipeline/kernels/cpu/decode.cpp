@@ -1,0 +1,290 @@
+// Attention of one new token of each sequence to a cache of keys and values, on the CPU. Reference:
+// torch.nn.functional.scaled_dot_product_attention of whole sequences, as in training.
+//
+// What is added up is what PyTorch's own kernel adds up, in its order, with its two formulas for the
+// exponential function (after Malossi et al. 2015, Fast Exponential Computation on SIMD Architectures,
+// with its coefficients): keys in blocks of 512, each with a maximum of its own; the sum of a softmax in
+// as many parts as a vector has lanes; products of values in the order of their keys. NUMBER chooses the
+// number format of all tensors. A head of keys is turned once for all query heads that share it.
+
+#include <cmath>
+#include <limits>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int BLOCK = 512;      // keys that share a maximum
+constexpr int PIECE = 192;      // keys whose values are added up in one go
+constexpr int MOST_SIZE = 256;  // of a head; mirrored in pipeline/kernels/cpu/decode.py
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+struct Attention {  // mirrored in pipeline/kernels/cpu/decode.py
+    const void* query;       // (rows, heads, size), strides given
+    const void* key;         // (slots, kv_heads, width, size), the first slots being the rows'
+    const void* value;
+    void* out;               // (rows, heads, size)
+    const int32_t* lengths;  // of each row: one past the last key that it sees
+    int64_t rows;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t width;
+    int64_t size;            // whole units
+    int64_t query_row;       // strides, in numbers
+    int64_t query_head;
+    int32_t window;          // a row sees its last so many keys; 0 is all
+    float scaling;
+};
+
+// How many of so many products the libraries under PyTorch add up in one go, before the sums are.
+inline int piece_of(int products) {
+    return products <= PIECE ? products : products < 2 * PIECE ? products / 2 : PIECE;
+}
+
+inline Vector all(float value) { return value - Vector{}; }
+
+// So many bytes, and zeros.
+template <class To>
+inline To some(const void* from, int bytes) {
+    To to = {};
+    std::memcpy(&to, from, bytes);
+    return to;
+}
+
+inline Vector wide(Vector stored) { return stored; }
+inline Vector wide(Half stored) { return as<Vector>(__builtin_convertvector(stored, Bits) << 16); }
+
+using Line = decltype(Number::line());  // LANES numbers as they are stored
+
+typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
+
+inline Vector floor_of(Vector x) {
+    const Vector cut = __builtin_convertvector(__builtin_convertvector(x, Whole), Vector);
+    return cut - as<Vector>(as<Bits>(all(1.0f)) & as<Bits>(cut > x));
+}
+
+constexpr float LOWEST = -87.33654785f, HIGHEST = 88.72283173f;  // whose exponentials are normal
+constexpr float LOG2_E = 1.442695021629f;
+
+// exp(x) of x that are at most 0.
+inline Vector exp_of(Vector x, Float32) {
+    const Vector clamped = x > LOWEST ? x : all(LOWEST);
+    const Vector whole = floor_of(clamped * LOG2_E + 0.5f);
+    const Vector rest = clamped - whole * 0.693147182465f;
+    Vector sum = rest * 0.00828929059f + 0.0418978221f;
+    sum = rest * sum + 0.166676521f;
+    sum = rest * sum + 0.499991506f;
+    sum = rest * sum + 0.999999701f;
+    sum = rest * sum + 1.0f;
+    const Bits half_power = as<Bits>(__builtin_convertvector(whole - 1.0f, Whole) + 127) << 23;
+    const Vector result = sum * as<Vector>(half_power) * 2.0f;
+    return as<Vector>(as<Bits>(result) & as<Bits>(x >= LOWEST));
+}
+
+// For results that are rounded to 16 bits: x log2(e) becomes the exponent and the fraction of a float.
+inline Vector exp_of(Vector x, BFloat16) {
+    const Vector clamped = x > LOWEST ? x : all(LOWEST);
+    Vector power = clamped * LOG2_E;
+    const Vector fraction = power - floor_of(power);
+    Vector off = fraction * -0.079204240219773236f + -0.22433836478672356f;
+    off = fraction * off + 0.30354260500649682f;
+    off = fraction * off + 0.00010703434948458272f;
+    power = power - off;
+    const Vector bits = power * 8388608.0f + 8388608.0f * 127.0f;
+    const Bits result = as<Bits>(__builtin_convertvector(bits, Whole));
+    return as<Vector>(result & as<Bits>(x >= LOWEST));
+}
+
+// A sum over lanes, halves first.
+inline float sum_of(Vector parts) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) parts[lane] += parts[lane + width];
+    return parts[0];
+}
+
+inline float most_of(Vector numbers) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            numbers[lane] = numbers[lane + width] > numbers[lane] ? numbers[lane + width] : numbers[lane];
+    return numbers[0];
+}
+
+constexpr int MOST_UNITS = MOST_SIZE / Number::NUMBERS;
+
+// The units of LANES keys, turned: (units, LANES). Keys that there are not are zeros.
+void turn_keys(const Stored* key, int64_t size, int live, Bits* turned) {
+    const int units = int(size) / Number::NUMBERS;
+    for (int unit = 0; unit < units; unit += LANES) {
+        const int count = units - unit < LANES ? units - unit : LANES;
+        Bits tile[LANES];
+        for (int n = 0; n < LANES; n++) {
+            tile[n] = Bits{};
+            const Stored* from = key + n * size + unit * Number::NUMBERS;
+            if (n < live) tile[n] = count == LANES ? load<Bits>(from) : some<Bits>(from, 4 * count);
+        }
+        turn(tile);
+        for (int i = 0; i < count; i++) turned[unit + i] = tile[i];
+    }
+}
+
+// The products of a unit, one after the other: attention multiplies what was made fp32 before.
+inline Vector add_in_turn(Vector sum, Bits keys, const float* query) {
+    return as<Vector>(keys) * *query + sum;
+}
+
+inline Vector add_in_turn(Vector sum, Bits keys, const uint16_t* query) {
+    sum = as<Vector>(keys << 16) * as<float>(uint32_t(query[0]) << 16) + sum;
+    return as<Vector>(keys & 0xffff0000u) * as<float>(uint32_t(query[1]) << 16) + sum;
+}
+
+// Scores of TILES * LANES keys: their chains of sums run side by side.
+template <int TILES>
+void score(const Attention& by, const Stored* query, const Bits* turned, float* scores) {
+    const int size = int(by.size), units = size / Number::NUMBERS, piece = piece_of(size);
+    Vector total[TILES] = {};
+    for (int first = 0; first < size; first += piece) {
+        const int end = first + piece < size ? first + piece : size;
+        Vector sum[TILES] = {};
+        for (int k = first; k < end; k += Number::NUMBERS)
+            for (int tile = 0; tile < TILES; tile++)
+                sum[tile] = add_in_turn(sum[tile], turned[tile * units + k / Number::NUMBERS], query + k);
+        for (int tile = 0; tile < TILES; tile++) total[tile] = total[tile] + sum[tile];
+    }
+    for (int tile = 0; tile < TILES; tile++) {
+        const Vector scaled = total[tile] * by.scaling;
+        std::memcpy(scores + tile * LANES, &scaled, sizeof scaled);
+    }
+}
+
+// Sums of the numbers of a head.
+struct Values {
+    Vector sum[MOST_SIZE / LANES];
+};
+
+// Which keys of a block are seen, counted from its first one.
+struct Keys {
+    int first;  // of a whole vector: a softmax has a sum for each lane
+    int end;
+};
+
+// Adds weights times values to sums; PARTS vectors of them run side by side.
+template <int PARTS, class Load>
+void add_parts(const Stored* value, int64_t size, const float* weights, const Keys& keys, Vector* to, Load line) {
+    Vector total[PARTS];
+    for (int part = 0; part < PARTS; part++) total[part] = to[part];
+    for (int piece = 0; piece < keys.end; piece += PIECE) {
+        const int end = piece + PIECE < keys.end ? piece + PIECE : keys.end;
+        Vector sum[PARTS] = {};
+        for (int t = piece < keys.first ? keys.first : piece; t < end; t++)
+            for (int part = 0; part < PARTS; part++)
+                sum[part] = wide(line(value + t * size + part * LANES)) * weights[t] + sum[part];
+        for (int part = 0; part < PARTS; part++) total[part] = total[part] + sum[part];
+    }
+    for (int part = 0; part < PARTS; part++) to[part] = total[part];
+}
+
+void add_values(const Stored* value, int64_t size, const float* weights, const Keys& keys, Values& to) {
+    const auto whole = [](const Stored* from) { return load<Line>(from); };
+    int part = 0;
+    for (; (part + 4) * LANES <= size; part += 4)
+        add_parts<4>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    for (; (part + 1) * LANES <= size; part++)
+        add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    const int rest = int(size - part * LANES) * int(sizeof(Stored));
+    const auto begun = [rest](const Stored* from) { return some<Line>(from, rest); };
+    if (rest > 0) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, begun);
+}
+
+// What is known of a query head after some blocks of keys.
+struct Head {
+    float most = NOTHING;  // the largest score
+    float sum = 0;         // of the exponentials
+    Values values = {};
+};
+
+// What a thread works in.
+struct Room {
+    Bits turned[BLOCK / LANES * MOST_UNITS];  // a block of keys: (BLOCK / LANES, units of a head)
+    float weights[BLOCK];
+};
+
+void attend(const Attention& by, int64_t row, int64_t kv_head, Room& room) {
+    const int64_t group = by.heads / by.kv_heads;
+    const int64_t length = by.lengths[row];
+    const int64_t start = by.window > 0 && length > by.window ? length - by.window : 0;
+    const int64_t place = (row * by.kv_heads + kv_head) * by.width * by.size;
+    const auto* key = static_cast<const Stored*>(by.key) + place;
+    const auto* value = static_cast<const Stored*>(by.value) + place;
+    const auto* query = static_cast<const Stored*>(by.query) + row * by.query_row;
+    auto* out = static_cast<Stored*>(by.out) + row * by.heads * by.size;
+    Bits* turned = room.turned;
+    float* weights = room.weights;
+    const int units = int(by.size) / Number::NUMBERS;
+
+    for (int64_t each = 0; each < group; each++) {
+        const int64_t head = kv_head * group + each;
+        Head known;
+        for (int64_t block = start / BLOCK * BLOCK; block < length; block += BLOCK) {
+            const int seen = start > block ? int(start - block) : 0;
+            const Keys keys = {seen / LANES * LANES, int(length - block < BLOCK ? length - block : BLOCK)};
+            const int last = (keys.end + LANES - 1) / LANES, begin = keys.first / LANES;
+            // One block of keys stays turned for the group; more are turned again.
+            if (each == 0 || length > BLOCK)
+                for (int tile = begin; tile < last; tile++)
+                    turn_keys(key + (block + tile * LANES) * by.size, by.size, keys.end - tile * LANES, turned + tile * units);
+            int tile = begin;
+            for (; tile + 4 <= last; tile += 4)
+                score<4>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
+            for (; tile < last; tile++)
+                score<1>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
+            for (int t = keys.first; t < seen; t++) weights[t] = NOTHING;
+            for (int t = keys.end; t < last * LANES; t++) weights[t] = NOTHING;
+            Vector largest = all(known.most);
+            for (int t = keys.first; t < keys.end; t += LANES) {
+                const Vector scores = load<Vector>(weights + t);
+                largest = scores > largest ? scores : largest;
+            }
+            const float most = most_of(largest);
+            Vector sum = {};
+            for (int t = keys.first; t < keys.end; t += LANES) {
+                const Vector weight = exp_of(load<Vector>(weights + t) - most, Number{});
+                sum = sum + weight;
+                const Vector rounded = Number::round(weight);
+                std::memcpy(weights + t, &rounded, sizeof rounded);
+            }
+            const float shrink = std::exp(known.most - most);
+            known.sum = sum_of(sum) + shrink * known.sum;
+            known.most = most;
+            if (block > start)
+                for (Vector& part : known.values.sum) part = part * shrink;
+            add_values(value + block * by.size, by.size, weights, keys, known.values);
+        }
+        const float share = known.sum == 0 ? 1 : 1 / known.sum;
+        for (int64_t d = 0; d < by.size; d++)
+            out[head * by.size + d] = Number::narrow(known.values.sum[d / LANES][d % LANES] * share);
+    }
+}
+
+struct Work {
+    const Attention* attention;
+    int64_t next;  // first head of keys that no thread has taken
+};
+
+void run(void* argument) {
+    Work& work = *static_cast<Work*>(argument);
+    const Attention& by = *work.attention;
+    static thread_local Room room;
+    for (;;) {
+        const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
+        if (item >= by.rows * by.kv_heads) return;
+        attend(by, item / by.kv_heads, item % by.kv_heads, room);
+    }
+}
+
+}  // namespace
+
+// The bits don't depend on how many threads there are.
+extern "C" void decode_attention(const Attention* attention, Parallel parallel, int32_t threads) {
+    Work work{attention, 0};
+    on_threads(parallel, threads, run, &work);
+}

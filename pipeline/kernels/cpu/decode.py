@@ -1,0 +1,135 @@
+"""The call of `decode.cpp`, and whether PyTorch's attention adds up on this machine as it does."""
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
+from pipeline.kernels.cpu.threads import parallel
+
+SOURCE = HERE / "decode.cpp"
+MOST_SIZE = 256
+"""Of a head; as in the source."""
+
+
+class Attention(ctypes.Structure):
+    """One call; the source has the same structure."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lengths")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "width", "size")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_head")),
+        ("window", ctypes.c_int32),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+def refusal(
+    query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
+) -> str | None:
+    """Why the kernel doesn't take these tensors, in a clause; None where it does."""
+    size = query.shape[2]
+    if query.dtype not in FORMATS:
+        return f"it is written for fp32 and bf16, not {query.dtype}"
+    if not query.dtype == key.dtype == value.dtype:
+        return f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
+    if size != value.shape[3] or size != key.shape[3]:
+        return f"keys have heads of {key.shape[3]} numbers and values of {value.shape[3]}"
+    if not 0 < size <= MOST_SIZE or size % (4 // query.element_size()):
+        return f"a head has {size} numbers"
+    if not key.is_contiguous() or not value.is_contiguous() or query.stride(2) != 1:
+        return "the numbers of a head don't lie side by side"
+    return None
+
+
+def decode_attention(
+    query: Float[Tensor, "B H D"],
+    key: Float[Tensor, "S G M D"],
+    value: Float[Tensor, "S G M D"],
+    lengths: Int[Tensor, " B"],
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    built: Built,
+    out: Float[Tensor, "B H D"] | None = None,
+) -> Float[Tensor, "B H D"]:
+    """Attention of the last token of each of the first B slots; nothing is checked here.
+
+    The bits are those of a causal pass over the whole sequence, if it has no more than 192 keys or
+    as many as `pipeline.models.attention.whole_pieces` says; of others PyTorch adds up the values
+    in other pieces.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype) if out is None else out
+    call = Attention(
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        out=out.data_ptr(),
+        lengths=lengths.data_ptr(),
+        rows=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        width=key.shape[2],
+        size=query.shape[2],
+        query_row=query.stride(0),
+        query_head=query.stride(1),
+        window=sliding_window or 0,
+        scaling=scaling,
+    )
+    built.library.decode_attention(
+        ctypes.byref(call), parallel(), ctypes.c_int32(torch.get_num_threads())
+    )
+    return out
+
+
+@functools.cache
+def kernel(dtype: torch.dtype, size: int) -> Built | str:
+    """The kernel for heads of this size, if it has the bits of PyTorch's; else why not, a clause.
+
+    Asked of PyTorch itself, on sequences whose products come out otherwise in every other order.
+    """
+    try:
+        built = build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS)
+    except NotBuiltError as error:
+        return str(error)
+    query, key, value = (tensor.to(dtype) for tensor in probe(size))
+    with torch.inference_mode():
+        whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    rows = torch.arange(0, LENGTH, PROBE_STEP)
+    asked = query[0, :, rows].transpose(0, 1).contiguous()
+    got = decode_attention(
+        asked,
+        key.expand(len(rows), -1, -1, -1).contiguous(),
+        value.expand(len(rows), -1, -1, -1).contiguous(),
+        (rows + 1).int(),
+        scaling=size**-0.5,
+        sliding_window=None,
+        built=built,
+    )
+    if not torch.equal(got, whole[0, :, rows].transpose(0, 1)):
+        return "PyTorch's attention adds up otherwise on this machine"
+    return built
+
+
+LENGTH, PROBE_STEP = 384, 13
+"""Keys of the probe, and every so manieth of its tokens is compared."""
+
+
+def probe(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, (1, 2, LENGTH, size) each, for which the order of addition matters.
+
+    Half of the values come in pairs of neighbours in a shuffled order that are large and cancel
+    each other; one head's keys are alike, so that its weights are, and the other's are not.
+    """
+    generator = torch.Generator().manual_seed(size)
+    query, key, value = torch.randn(3, 1, 2, LENGTH, size, generator=generator)
+    query[:, 0] = 0
+    pairs = torch.randperm(LENGTH, generator=generator)[: LENGTH // 2].view(2, -1)
+    large = 2.0 ** torch.randint(8, 22, (pairs.shape[1], size), generator=generator)
+    value[0, 0, pairs[0]], value[0, 0, pairs[1]] = large, -large
+    return query, key, value

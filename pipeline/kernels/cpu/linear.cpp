@@ -1,0 +1,151 @@
+// A linear layer of few rows on the CPU: out = x w^T + bias. Reference: torch.nn.functional.linear.
+//
+// A weight is read once for all rows; with few of them memory is the limit. An output is one chain of
+// fused multiply-adds over the inputs in their order, cut into blocks whose sums are added one after
+// the other:
+//
+//   sum_b ( fma(x_k, w_k, ... fma(x_1, w_1, 0)) over the inputs of block b )
+//
+// which is how the libraries under PyTorch add up products of many rows. With their block length the
+// bits are theirs: what generates rounds as what trains, and the bits of a row don't depend on how many
+// rows there are. Chosen at compile time:
+//
+//   NUMBER   Float32 | BFloat16   number format of all tensors
+//
+// The lanes of a vector are neighbouring outputs: weights are turned on their way into the cache.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int MOST_TOGETHER = LANES == 16 ? 6 : 3;  // rows whose sums stay in registers
+constexpr int PANEL = 2 * LANES;  // outputs computed together
+constexpr int CHUNK = 128;        // units of a panel that are turned at a time
+constexpr int MOST_ROWS = 64;     // mirrored in pipeline/kernels/cpu/linear.py
+
+struct Product {  // mirrored in pipeline/kernels/cpu/linear.py
+    const void* x;       // (rows, inputs)
+    const void* weight;  // (outputs, inputs), or (inputs, outputs) where turned
+    const void* bias;    // (outputs), or null
+    void* out;           // (rows, outputs)
+    int64_t rows;        // 1 to MOST_ROWS
+    int64_t inputs;      // whole units
+    int64_t outputs;
+    int64_t block;       // inputs of a block; whole units
+    int32_t turned;
+    int32_t bias_first;  // the sum over blocks begins with the bias; else it is added at the end
+};
+
+// The sums of R rows of x go on over `count` units.
+template <int R>
+void add_units(const Stored* x, int64_t stride, const uint32_t* panel, int count, float* sums) {
+    Vector sum[R][2];
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++) sum[r][half] = load<Vector>(sums + r * PANEL + half * LANES);
+    for (int k = 0; k < count; k++) {
+        const Bits first = load<Bits>(panel + k * PANEL);
+        const Bits second = load<Bits>(panel + k * PANEL + LANES);
+        for (int r = 0; r < R; r++) {
+            const uint32_t unit = load<uint32_t>(x + r * stride + k * Number::NUMBERS);
+            sum[r][0] = Number::add(sum[r][0], first, unit);
+            sum[r][1] = Number::add(sum[r][1], second, unit);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++)
+            std::memcpy(sums + r * PANEL + half * LANES, &sum[r][half], sizeof(Vector));
+}
+
+template <int R>
+void add_rows(const Stored* x, int64_t stride, int64_t rows, const uint32_t* panel, int count, float* sums) {
+    for (; rows >= R; rows -= R, x += R * stride, sums += R * PANEL)
+        add_units<R>(x, stride, panel, count, sums);
+    if constexpr (R > 1) add_rows<R - 1>(x, stride, rows, panel, count, sums);
+}
+
+// `count` units from input `begin` of the outputs from `output` on: (count, PANEL). Outputs that there
+// are not weigh 0.
+void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uint32_t* panel) {
+    const int64_t across = by.turned ? 1 : by.inputs, along = by.turned ? by.outputs : 1;
+    const auto* weight = static_cast<const Stored*>(by.weight) + output * across + begin * along;
+    const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
+    int k = 0;
+    if (!by.turned && live == PANEL)
+        for (; k + LANES <= count; k += LANES)
+            for (int half = 0; half < 2; half++) {
+                const Stored* from = weight + half * LANES * across + k * Number::NUMBERS;
+                Bits tile[LANES];
+                for (int n = 0; n < LANES; n++) {
+                    tile[n] = load<Bits>(from + n * across);
+                    // The next panel, if there is one, into the second cache: the first is full of this one.
+                    __builtin_prefetch(from + (n + PANEL) * across, 0, 2);
+                }
+                turn(tile);
+                for (int i = 0; i < LANES; i++)
+                    std::memcpy(panel + (k + i) * PANEL + half * LANES, &tile[i], sizeof(Bits));
+            }
+    for (; k < count; k++) {
+        const Stored* from = weight + k * Number::NUMBERS * along;
+        for (int n = 0; n < live; n++) panel[k * PANEL + n] = Number::unit(from + n * across, along);
+        for (int n = live; n < PANEL; n++) panel[k * PANEL + n] = 0;
+    }
+}
+
+void compute_panel(const Product& by, int64_t output) {
+    alignas(64) uint32_t panel[CHUNK * PANEL];
+    alignas(64) float sums[MOST_ROWS * PANEL];
+    alignas(64) float total[MOST_ROWS * PANEL];
+    float shift[PANEL] = {};
+    const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
+    const auto* x = static_cast<const Stored*>(by.x);
+    const auto* bias = static_cast<const Stored*>(by.bias);
+    for (int n = 0; bias != nullptr && n < live; n++) shift[n] = Number::widen(bias[output + n]);
+
+    for (int64_t first = 0; first < by.inputs; first += by.block) {
+        const int64_t end = first + by.block < by.inputs ? first + by.block : by.inputs;
+        std::memset(sums, 0, by.rows * PANEL * sizeof(float));
+        for (int64_t begin = first; begin < end; begin += CHUNK * Number::NUMBERS) {
+            const int64_t left = (end - begin) / Number::NUMBERS;
+            const int count = left < CHUNK ? int(left) : CHUNK;
+            fill_panel(by, output, begin, count, panel);
+            add_rows<MOST_TOGETHER>(x + begin, by.inputs, by.rows, panel, count, sums);
+        }
+        for (int64_t row = 0; row < by.rows; row++)
+            for (int n = 0; n < PANEL; n++) {
+                float& sum = total[row * PANEL + n];
+                const bool begins = first == 0 && !(by.bias_first && bias != nullptr);
+                const float before = first == 0 ? shift[n] : sum;
+                sum = begins ? sums[row * PANEL + n] : before + sums[row * PANEL + n];
+            }
+    }
+    const bool bias_last = bias != nullptr && !by.bias_first;
+    for (int64_t row = 0; row < by.rows; row++) {
+        auto* out = static_cast<Stored*>(by.out) + row * by.outputs + output;
+        for (int n = 0; n < live; n++) {
+            const float sum = total[row * PANEL + n];
+            out[n] = Number::narrow(bias_last ? sum + shift[n] : sum);
+        }
+    }
+}
+
+struct Work {
+    const Product* product;
+    int64_t next;  // first panel that no thread has taken
+};
+
+void run(void* argument) {
+    Work& work = *static_cast<Work*>(argument);
+    for (;;) {
+        const int64_t output = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED) * PANEL;
+        if (output >= work.product->outputs) return;
+        compute_panel(*work.product, output);
+    }
+}
+
+}  // namespace
+
+// The bits don't depend on how many threads there are.
+extern "C" void linear(const Product* product, Parallel parallel, int32_t threads) {
+    Work work{product, 0};
+    on_threads(parallel, threads, run, &work);
+}

@@ -1,0 +1,195 @@
+"""The call of `linear.cpp`, and in which order PyTorch adds up products on this machine."""
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.threads import parallel
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "linear.cpp"
+FLAGS = ("-ffp-contract=fast",)
+FORMATS = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
+"""What the source calls them."""
+
+MOST_ROWS = 64
+"""More take so much arithmetic that the libraries under PyTorch are as fast."""
+
+FEWEST_OUTPUTS = 16
+"""With fewer those libraries add up in other ways."""
+
+PROBE_ROWS = 64
+PROBE_OUTPUTS = 96
+
+
+class Product(ctypes.Structure):
+    """One product; the source has the same structure."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "block")),
+        *((name, ctypes.c_int32) for name in ("turned", "bias_first")),
+    ]
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order the products of an output are added up."""
+
+    block: int
+    """So many neighbouring inputs are added up by themselves."""
+
+    bias_first: bool
+    """The sum over blocks begins with the bias; else it ends with it."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer that can be called as often as one likes, on the memory it was made for."""
+
+    built: Built
+    product: Product
+    tensors: tuple[Tensor, ...]
+    """They keep the memory that `product` points to."""
+
+    def take(self, rows: int) -> None:
+        """Compute only the first `rows` rows from now on."""
+        self.product.rows = rows
+
+    def __call__(self) -> None:
+        """Write the product of what the memory holds now."""
+        self.built.library.linear(
+            ctypes.byref(self.product), parallel(), ctypes.c_int32(torch.get_num_threads())
+        )
+
+
+def prepare(
+    x: Float[Tensor, "*B K"],
+    weight: Float[Tensor, "N K"],
+    bias: Float[Tensor, " N"] | None,
+    out: Float[Tensor, "*B N"],
+) -> Linear | None:
+    """What writes x w^T + bias into `out`, with the bits that PyTorch has for many rows.
+
+    `weight` may also be the transpose of a contiguous (K, N). None where the kernel can't be had or
+    doesn't take the tensors, and where PyTorch's order isn't known.
+    """
+    tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
+    turned = not weight.is_contiguous()
+    rows, inputs = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    fits = (
+        x.dtype in FORMATS
+        and all(tensor.dtype == x.dtype and tensor.device.type == "cpu" for tensor in tensors)
+        and all(tensor.is_contiguous() for tensor in tensors if tensor is not weight)
+        and weight.mT.is_contiguous() == turned
+        and 0 < rows <= MOST_ROWS
+        and out.numel() == rows * weight.shape[0]
+        and weight.shape[0] >= FEWEST_OUTPUTS
+        and inputs == weight.shape[1]
+        and inputs > 0
+        and inputs % (4 // x.element_size()) == 0
+    )
+    if not fits:
+        return None
+    built, order = library(x.dtype), order_of(x.dtype, inputs)
+    if isinstance(built, NotBuiltError) or order is None:
+        return None
+    return make(built, order, x, weight, bias, out)
+
+
+def make(
+    built: Built,
+    order: Order,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> Linear:
+    """The call in this order, without a look at the tensors."""
+    product = Product(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        rows=x.numel() // x.shape[-1],
+        inputs=x.shape[-1],
+        outputs=weight.shape[0],
+        block=order.block,
+        turned=not weight.is_contiguous(),
+        bias_first=order.bias_first,
+    )
+    kept = (x, weight, out) if bias is None else (x, weight, out, bias)
+    return Linear(built, product, kept)
+
+
+@functools.cache
+def library(dtype: torch.dtype) -> Built | NotBuiltError:
+    """The kernel for this number format, or why it can't be had; found out once in a process."""
+    try:
+        return build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS)
+    except NotBuiltError as reason:
+        return reason
+
+
+def is_built(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for this number format."""
+    return dtype in FORMATS and isinstance(library(dtype), Built)
+
+
+@functools.cache
+def order_of(dtype: torch.dtype, inputs: int) -> Order | None:
+    """The order in which PyTorch adds up so many products here, or None if it is none we know.
+
+    Asked of PyTorch itself: products of `probe` come out otherwise in every other order.
+    """
+    built = library(dtype)
+    if isinstance(built, NotBuiltError):
+        return None
+    x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs))
+    with torch.inference_mode():
+        expected = [F.linear(x, weight, each) for each in (bias, None)]
+    out = torch.empty_like(expected[0])
+    for order in orders(dtype, inputs):
+        for each, result in zip((bias, None), expected, strict=True):
+            make(built, order, x, weight, each, out)()
+            if not torch.equal(out, result):
+                break
+        else:
+            return order
+    return None
+
+
+def orders(dtype: torch.dtype, inputs: int) -> Iterator[Order]:
+    """Those in which libraries add up, as far as we have met them."""
+    unit = 4 // dtype.itemsize
+    for bias_first in (True, False):
+        blocks = (inputs, inputs // 2, 192, 512, 1024, 256, 384, 128, 2048, 4096)
+        for block in dict.fromkeys(each for each in blocks if 0 < each <= inputs):
+            if block % unit == 0:
+                yield Order(block, bias_first)
+
+
+def probe(inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and bias whose products depend on the order of addition, even rounded to 8 bits.
+
+    Half of the inputs come in pairs whose products are large and cancel each other: what is added
+    between the two is rounded off more or less, as the order has it.
+    """
+    generator = torch.Generator().manual_seed(inputs)
+    x = torch.randn(PROBE_ROWS, inputs, generator=generator)
+    weight = torch.randn(PROBE_OUTPUTS, inputs, generator=generator)
+    bias = torch.randn(PROBE_OUTPUTS, generator=generator)
+    pairs = inputs // 4
+    first, second = torch.randperm(inputs, generator=generator)[: 2 * pairs].view(2, pairs)
+    large = 2.0 ** torch.randint(8, 22, (PROBE_ROWS, pairs), generator=generator)
+    x[:, first] = x[:, second] = large
+    weight[:, second] = -weight[:, first]
+    return x, weight, bias

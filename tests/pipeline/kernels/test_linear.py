@@ -1,0 +1,139 @@
+"""Linear layers of few rows: the bits of PyTorch's products of many, whatever is beside a row."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.kernels.cpu import linear
+from pipeline.kernels.cpu.linear import MOST_ROWS, Linear, Order, order_of, prepare, probe
+
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = ((48, 32), (102, 100), (288, 96), (290, 33), (768, 288), (1030, 64))
+"""Inputs and outputs: more and fewer than a block, whole panels and others."""
+
+
+def known(dtype: torch.dtype, inputs: int) -> None:
+    """Skip where the machine adds up in an order of its own; there PyTorch does the work."""
+    if order_of(dtype, inputs) is None:
+        pytest.skip(f"there is no kernel, or PyTorch's order of {inputs} products is not known")
+
+
+def prepared(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[Linear, torch.Tensor]:
+    out = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype)
+    found = prepare(x, weight, bias, out)
+    assert found is not None
+    return found, out
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_any_rows_have_the_bits_of_products_of_many(
+    dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    known(dtype, inputs)
+    # An order of addition that is not PyTorch's shows in them, even after rounding.
+    x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs))
+    weight, bias = weight[:outputs].repeat(4, 1)[:outputs], bias[:outputs].repeat(4)[:outputs]
+
+    for rows, shift, turned in itertools.product((1, 3, 7, 64), (None, bias), (False, True)):
+        expected = F.linear(x, weight, shift)[:rows]
+        matrix = weight.T.contiguous().T if turned else weight
+
+        found, out = prepared(x[:rows].contiguous(), matrix, shift)
+        found()
+
+        assert torch.equal(out, expected), (rows, shift is None, turned)
+
+
+def test_other_orders_of_addition_give_other_bits() -> None:
+    known(torch.float32, 768)
+    x, weight, _ = probe(768)
+    found, out = prepared(x, weight)
+    right = order_of(torch.float32, 768)
+    assert right is not None
+
+    for block in (768, 384, 100):
+        assert block != right.block
+        linear.make(found.built, Order(block, bias_first=True), x, weight, None, out)()
+
+        assert not torch.equal(out, F.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_the_rows_that_count_are_computed(dtype: torch.dtype) -> None:
+    known(dtype, 48)
+    x, weight = torch.randn(8, 48).to(dtype), torch.randn(40, 48).to(dtype)
+    found, out = prepared(x, weight)
+
+    found.take(5)
+    found()
+
+    assert out[:5].isfinite().all()
+    assert out[5:].isnan().all()
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    known(torch.float32, 288)
+    x, weight = torch.randn(5, 288), torch.randn(1000, 288)
+    found, out = prepared(x, weight)
+    results: list[torch.Tensor] = []
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found()
+            results.append(out.clone())
+    finally:
+        torch.set_num_threads(threads)
+
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_nan_and_infinity_go_through() -> None:
+    known(torch.bfloat16, 48)
+    x, weight = torch.ones(2, 48).bfloat16(), torch.ones(32, 48).bfloat16()
+    weight[3, 5], weight[4, 6] = torch.nan, torch.inf
+    found, out = prepared(x, weight)
+
+    found()
+
+    assert out[:, 3].isnan().all()
+    assert out[:, 4].isposinf().all()
+    assert (out[:, 5] == 48).all()
+
+
+ROWS, WEIGHT = torch.randn(4, 48), torch.randn(32, 48)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "out"),
+    [
+        (ROWS.half(), WEIGHT.half(), None, torch.empty(4, 32).half()),
+        (ROWS.double(), WEIGHT.double(), None, torch.empty(4, 32).double()),
+        (ROWS, WEIGHT.bfloat16(), None, torch.empty(4, 32)),
+        (ROWS, WEIGHT, torch.zeros(32).bfloat16(), torch.empty(4, 32)),
+        (ROWS.T.contiguous().T, WEIGHT, None, torch.empty(4, 32)),
+        (torch.randn(4, 24), WEIGHT[:, ::2], None, torch.empty(4, 32)),
+        (ROWS, WEIGHT[:8], None, torch.empty(4, 8)),
+        (ROWS, WEIGHT, None, torch.empty(4, 64)[:, ::2]),
+        (torch.randn(MOST_ROWS + 1, 48), WEIGHT, None, torch.empty(MOST_ROWS + 1, 32)),
+        (torch.empty(0, 48), WEIGHT, None, torch.empty(0, 32)),
+        (torch.empty(4, 0), torch.empty(32, 0), None, torch.empty(4, 32)),
+        (
+            torch.ones(4, 47).bfloat16(),
+            torch.ones(32, 47).bfloat16(),
+            None,
+            WEIGHT[:4, :32].bfloat16(),
+        ),
+        (ROWS.to("meta"), WEIGHT.to("meta"), None, torch.empty(4, 32, device="meta")),
+    ],
+)
+def test_what_it_does_not_take_is_left_to_pytorch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    assert prepare(x, weight, bias, out) is None
