@@ -12,6 +12,8 @@ def of_correct(row: Row) -> Iterator[Gate]:
     if "case" in row:
         right = row["error"] < row["tolerance"] and row["same_again"]
         yield f"decode attention is right: {row['case']}", right
+    if "operator" in row:
+        yield f"it is right: {row['operator']}", row["right"]
 
 
 def of_compile(row: Row) -> Iterator[Gate]:
@@ -36,6 +38,12 @@ def of_decode(row: Row) -> Iterator[Gate]:
         yield name + "not slower than PyTorch's", row["ours"] <= min(row["masked"], row["live"])
 
 
+def of_small(row: Row) -> Iterator[Gate]:
+    """One launch is not slower than the several that it stands for."""
+    if "ours" in row:
+        yield f"not slower than PyTorch: {row['what']}", row["ours"] <= row["pytorch"]
+
+
 def of_loop(row: Row) -> Iterator[Gate]:
     """Near the time that weights, keys and values take."""
     if row.get("system") == "kernel":
@@ -48,6 +56,7 @@ GATES: Mapping[str, Callable[[Row], Iterator[Gate]]] = {
     "compile": of_compile,
     "adam": of_adam,
     "decode": of_decode,
+    "small": of_small,
     "loop": of_loop,
 }
 UNTIMED = ("correct", "compile")
@@ -64,7 +73,7 @@ def gates(rows: Sequence[Row], *, timed: bool = True) -> Iterator[Gate]:
 
 def report(rows: Sequence[Row], *, timed: bool) -> bool:
     """Print what was measured and the gates; whether all hold."""
-    for phase in ("environment", "ceilings", "adam", "decode", "loop"):
+    for phase in ("environment", "ceilings", "adam", "decode", "small", "loop"):
         print(f"\n## {phase}\n")
         for row in rows:
             if row["phase"] == phase:

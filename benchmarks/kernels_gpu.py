@@ -5,10 +5,11 @@
 
 Phases, each of which leaves off what its share of the budget has no room for and says so:
 `compile` builds every specialisation and counts registers and spills; `correct` runs the cases of
-the tests at their sizes, each twice; `ceilings` measures a copy and a matrix product; `adam` and
-`decode` time the kernels by replays of CUDA graphs over more buffers than the cache holds, beside
-what PyTorch has for the same work; `loop` generates with a model of random weights. Lines of JSON
-are written as they come, tables and gates at the end; a gate that fails is exit code 1.
+the tests at their sizes; `ceilings` measures a copy and a matrix product; `adam` and `decode` time
+the kernels by replays of CUDA graphs over more buffers than the cache holds, beside what PyTorch
+has for the same work, and `small` the cache and the sampler; `loop` generates with a model of
+random weights. Lines of JSON are written as they come, tables and gates at the end; a gate that
+fails is exit code 1.
 
 Under NVIDIA's checker: compute-sanitizer --tool memcheck python -m benchmarks.kernels_gpu
 --phases correct --cases 12 (likewise racecheck and synccheck), with
@@ -35,13 +36,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_gates import report
-from pipeline.kernels.cuda import adam, decode
+from pipeline.kernels.cuda import adam, append, decode, sample
 from pipeline.kernels.cuda.gpu import OPTIONS, PRELUDE, SOURCES, Gpu, gpu_of
 from pipeline.kernels.cuda.nvrtc import Nvrtc, find_nvrtc
 from pipeline.kernels.decode_reference import Scores
 from pipeline.kernels.reference import AdamW, Weights
 
-SHARES = {"compile": 60, "correct": 120, "ceilings": 20, "adam": 80, "decode": 160, "loop": 100}
+SHARES = {
+    "compile": 60,
+    "correct": 120,
+    "ceilings": 20,
+    "adam": 80,
+    "decode": 150,
+    "small": 30,
+    "loop": 80,
+}
 """Phases, and the parts of the budget that they may take."""
 
 BEYOND_CACHE = 256 << 20
@@ -134,8 +143,10 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
         for gradient in dtypes
         for copy in (None, torch.bfloat16, torch.float16)
     ]
+    sources += [("sample", sample.specialisation(dtype)) for dtype in dtypes]
+    sources.append(("append", append.SPECIALISATION))
     prelude = (SOURCES / PRELUDE).read_text()
-    for name, defines in bench.in_time("compile", sources[:2] if bench.tiny else sources):
+    for name, defines in bench.in_time("compile", sources[-2:] if bench.tiny else sources):
         options = [f"--gpu-architecture={bench.gpu.architecture}", *OPTIONS]
         options += [f"-D{macro}={value}" for macro, value in defines.items()]
         start = time.perf_counter()
@@ -157,8 +168,20 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
 
 def run_correct(bench: Bench, args: argparse.Namespace) -> None:
     """The cases of the tests against float64, on fresh numbers, each twice."""
-    from tests.pipeline.kernels.cuda import attention_cases
+    from tests.pipeline.kernels.cuda import append_cases, attention_cases, sampling_cases
 
+    for case in append_cases.CASES:
+        stored = append_cases.inputs_of(case, bench.gpu.device)
+        with bench.memory():
+            bench.tell(
+                "correct", operator=f"cache {case}", right=append_cases.is_right(stored, bench.gpu)
+            )
+    for case in sampling_cases.QUICK[:2] if bench.tiny else sampling_cases.GRID:
+        drawn = sampling_cases.inputs_of(case, bench.gpu.device)
+        with bench.memory():
+            out = sampling_cases.run(case, drawn, bench.gpu)
+        right = sampling_cases.is_right(case, drawn, out)
+        bench.tell("correct", operator=f"sampler {case}", right=right)
     cases = attention_cases.GRID[:: max(1, len(attention_cases.GRID) // args.cases)]
     for case in bench.in_time("correct", cases[: args.cases]):
         inputs = attention_cases.inputs_of(case, bench.gpu.device)
@@ -382,7 +405,7 @@ def run_loop(bench: Bench, args: argparse.Namespace) -> None:
 
 def _generate(model: Any, system: str, *, num_prompts: int, new_tokens: int) -> None:  # noqa: ANN401
     from inference.generation import generate
-    from pipeline.kernels.attention import SWITCH
+    from pipeline.kernels.choice import SWITCH
     from pipeline.models.attention import RAGGED
 
     ids = torch.randint(4, 50_000, (num_prompts, 256), device=model.device)
@@ -444,10 +467,12 @@ def main(argv: Sequence[str]) -> int:
         bench = make_bench(args, Path(scratch))
         bench.tell("environment", **environment(bench, args))
         # What later phases are compared with comes first of all that is timed.
+        from benchmarks.kernels_gpu_small import run_small
+
         run = {"compile": run_compile, "correct": run_correct, "ceilings": run_ceilings}
-        run |= {"adam": run_adam, "decode": run_decode, "loop": run_loop}
+        run |= {"adam": run_adam, "decode": run_decode, "small": run_small, "loop": run_loop}
         for phase, seconds in SHARES.items():
-            needed = phase == "ceilings" and {"adam", "decode", "loop"} & set(args.phases)
+            needed = phase == "ceilings" and {"adam", "decode", "small", "loop"} & set(args.phases)
             if phase in args.phases or needed:
                 share = seconds / sum(SHARES.values())
                 bench.deadline = time.monotonic() + args.budget * share

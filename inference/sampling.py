@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.settings import Sampling
+from pipeline.kernels import sampling
+from pipeline.kernels.sampling_reference import Draw
 
 BLOCK = 128
 """Tokens of a block, of which one is looked into: about the root of a vocabulary's size."""
@@ -61,6 +63,11 @@ class Sampler:
         """Whether the choice depends on which tokens came before."""
         return self.repetition_penalty != 1.0
 
+    @property
+    def forbids_early_ends(self) -> bool:
+        """Whether some tokens can't be chosen at first."""
+        return self.min_new_tokens > 0 and len(self.stop_ids) > 0
+
     def __call__(
         self,
         logits: Float[Tensor, "B V"],
@@ -76,6 +83,9 @@ class Sampler:
             positions: how many tokens each response has so far.
             histories: all tokens of each sequence, where `needs_history`.
         """
+        alters = self.needs_history or self.forbids_early_ends
+        if not alters and sampling.kernel_for(logits) is not None:
+            return self._by_kernel(logits, keys, positions)
         logits = logits.float()
         scale = self.temperature or 1.0
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
@@ -85,9 +95,25 @@ class Sampler:
         else:
             probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
             points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
-            tokens = inverse_transform(self._truncated(probabilities), points)
+            tokens = inverse_transform(self.truncated(probabilities), points)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return tokens.tolist(), chosen.tolist()
+
+    def _by_kernel(
+        self, logits: Float[Tensor, "B V"], keys: Sequence[int], positions: int | Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """The same choice in one launch; uniform numbers are computed on the GPU."""
+        words = np.broadcast_arrays(np.asarray(keys, np.uint64), np.asarray(positions, np.uint64))
+        numbers = torch.from_numpy(np.stack(words).view(np.int64)).to(logits.device)
+        draw = Draw(
+            seed=self.seed,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+        tokens, logprobs = sampling.sample(logits, numbers[0], numbers[1], draw)
+        return tokens.tolist(), logprobs.tolist()
 
     def _allowed(
         self,
@@ -98,14 +124,14 @@ class Sampler:
         """The logits with repetitions penalized and early ends forbidden."""
         if self.needs_history:
             logits = penalized(logits, histories, self.repetition_penalty)
-        if self.min_new_tokens > 0 and len(self.stop_ids) > 0:
+        if self.forbids_early_ends:
             early = torch.as_tensor(positions, device=logits.device) < self.min_new_tokens
             ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
             ends[list(self.stop_ids)] = True
             logits = logits.masked_fill(early.reshape(-1, 1) & ends, -torch.inf)
         return logits
 
-    def _truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+    def truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Top-k, then the nucleus of what is left, then min-p: the order of `transformers`."""
         if self.top_k is None and self.top_p >= 1.0 and self.min_p == 0.0:
             return probabilities

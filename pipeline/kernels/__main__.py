@@ -15,13 +15,16 @@ import torch
 from pipeline.cli import run_main, say
 from pipeline.config import Kernels
 from pipeline.kernels import reference
-from pipeline.kernels.adam import adamw_
-from pipeline.kernels.cpu.adam import Variant, library
+from pipeline.kernels.adam import adamw_, find
 from pipeline.kernels.cpu.build import Built, NotBuiltError, cache_directory
+from pipeline.kernels.cuda.gpu import Gpu
 from pipeline.kernels.logprobs import linear_logprobs
 from pipeline.kernels.reference import AdamW, Weights
 
 CALLS = 5
+FORMATS = (None, torch.bfloat16, torch.float16)
+"""Of the weights; None is fp32, which are their own masters."""
+
 WIDTH, WORDS = 64, 32_768
 
 
@@ -36,20 +39,20 @@ class Row:
     state: str
 
 
-def adamw_row(copy: torch.dtype | None, elements: int) -> Row:
+def adamw_row(device: torch.device, copy: torch.dtype | None, elements: int) -> Row:
     """AdamW as the engine uses it, for weights in this format."""
-    found = library(Variant(torch.float32, torch.float32, copy))
+    found = find(device, copy=copy)
     generator = torch.Generator().manual_seed(0)
-    master, gradient = torch.randn(2, elements, generator=generator)
-    exp_avg, exp_avg_sq = torch.zeros(2, elements)
-    out = None if copy is None else torch.empty(elements, dtype=copy)
+    master, gradient = torch.randn(2, elements, generator=generator).to(device)
+    exp_avg, exp_avg_sq = torch.zeros(2, elements, device=device)
+    out = None if copy is None else torch.empty(elements, dtype=copy, device=device)
     weights = Weights(master, exp_avg, exp_avg_sq, out)
     step = AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1, multiplier=0.5)
 
     def with_kernels(kernels: Kernels) -> float:
         return median_seconds(lambda: adamw_(weights, gradient, step, kernels=kernels))
 
-    name = "AdamW, fp32 weights" if copy is None else f"AdamW, {copy} weights"
+    name = f"AdamW on {device.type}, {torch.float32 if copy is None else copy} weights"
     times = (
         with_kernels("auto"),
         with_kernels("off"),
@@ -58,13 +61,14 @@ def adamw_row(copy: torch.dtype | None, elements: int) -> Row:
     return Row(name.replace("torch.", ""), times, describe(found))
 
 
-def logprobs_row(tokens: int) -> Row:
+def logprobs_row(device: torch.device, tokens: int) -> Row:
     """Log-probabilities of so many tokens, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
-        torch.randn(size, WIDTH, generator=generator).requires_grad_() for size in (tokens, WORDS)
+        torch.randn(size, WIDTH, generator=generator).to(device).requires_grad_()
+        for size in (tokens, WORDS)
     )
-    targets = torch.randint(0, WORDS, (tokens,), generator=generator)
+    targets = torch.randint(0, WORDS, (tokens,), generator=generator).to(device)
 
     def ours() -> None:
         tile = tokens * WORDS // 4
@@ -77,7 +81,8 @@ def logprobs_row(tokens: int) -> Row:
         said[0].sum().backward()
 
     times = (median_seconds(ours), None, median_seconds(plain))
-    return Row(f"log-probabilities, {tokens} x {WORDS}", times, "PyTorch alone, in four tiles")
+    name = f"log-probabilities on {device.type}, {tokens} x {WORDS}"
+    return Row(name, times, "PyTorch alone, in four tiles")
 
 
 def median_seconds(call: Callable[[], None]) -> float:
@@ -85,16 +90,26 @@ def median_seconds(call: Callable[[], None]) -> float:
     call()
     seconds: list[float] = []
     for _ in range(CALLS):
+        synchronize()
         started = time.perf_counter()
         call()
+        synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
 
-def describe(found: Built | NotBuiltError) -> str:
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def describe(found: Built | Gpu | NotBuiltError) -> str:
     """How a kernel came about, or why it didn't."""
     if isinstance(found, NotBuiltError):
         return f"PyTorch instead: {found}"
+    if isinstance(found, Gpu):
+        return f"built for {found.architecture}"
     if found.seconds is None:
         return f"kept as {found.path.name if found.path else ''}"
     where = "for this process alone" if found.path is None else f"and kept as {found.path.name}"
@@ -118,11 +133,17 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--elements", type=int, default=4_000_000, help="of AdamW's vectors")
     parser.add_argument("--tokens", type=int, default=512, help="of the log-probabilities")
     args = parser.parse_args(argv)
-    copies = (None, torch.bfloat16, torch.float16)
-    rows = [adamw_row(copy, args.elements) for copy in copies]
-    rows.append(logprobs_row(args.tokens))
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    rows: list[Row] = []
+    for device in devices:
+        rows += [adamw_row(device, copy, args.elements) for copy in FORMATS]
+        rows.append(logprobs_row(device, args.tokens))
     say(f"{torch.get_num_threads()} threads; kernels are kept in {cache_directory()}\n")
     say(table(rows))
+    if len(devices) == 1:
+        say("\nPyTorch finds no GPU here: nothing was built for one")
 
 
 if __name__ == "__main__":

@@ -3,24 +3,16 @@
 The definition is `pipeline.kernels.decode_reference`; see there for the dimension names.
 """
 
-import functools
-import logging
-import os
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.errors import KernelError
-from pipeline.kernels import decode_reference
+from pipeline.kernels import choice, decode_reference
+from pipeline.kernels.cpu import decode as cpu
+from pipeline.kernels.cpu.build import Built
 from pipeline.kernels.cuda import decode
-from pipeline.kernels.cuda.gpu import Gpu, gpu_of
+from pipeline.kernels.cuda.gpu import Gpu
 from pipeline.kernels.decode_reference import Scores
-
-logger = logging.getLogger(__name__)
-
-SWITCH = "RLHF_PIPELINE_KERNELS"
-"""Variable of the environment: off leaves decode attention to PyTorch."""
 
 
 def decode_attention(
@@ -30,60 +22,72 @@ def decode_attention(
     scores: Scores,
     *,
     longest: int,
+    out: Float[Tensor, "B H D"] | None = None,
 ) -> Float[Tensor, "B H D"]:
     """Attention of the last token of each sequence, as the definition has it.
 
     `longest` is a number that no length is above: the kernel divides its work by it, and looks at
-    no length on the host.
+    no length on the host. The result is written into `out` if that is given: contiguous memory.
 
     Raises:
         ValueError: the tensors don't fit one another; the sentence names one.
+        KernelError: kernels are required, and there is none for these.
     """
     check(query, key, value, scores, longest=longest)
-    gpu = kernel_for(query, key, value)
-    if gpu is None:
-        return decode_reference.decode_attention(query, key, value, scores)
-    return decode.decode_attention(query, key, value, scores, gpu=gpu, longest=longest)
+    if query.numel() == 0:
+        return torch.empty_like(query) if out is None else out
+    kernel = kernel_for(query, key, value)
+    if isinstance(kernel, Gpu):
+        result = decode.decode_attention(query, key, value, scores, gpu=kernel, longest=longest)
+    elif kernel is not None and scores.starts is None and scores.slopes is None:
+        return cpu.decode_attention(
+            query,
+            key,
+            value,
+            scores.lengths,
+            scaling=scores.scaling,
+            sliding_window=scores.sliding_window,
+            built=kernel,
+            out=out,
+        )
+    else:
+        result = decode_reference.decode_attention(query, key, value, scores)
+    return result if out is None else out.copy_(result)
 
 
 def kernel_for(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
-) -> Gpu | None:
-    """The GPU whose kernel takes these tensors; None where there is none, which is said once.
+) -> Gpu | Built | None:
+    """The kernel that takes these tensors; None where PyTorch is to do the work.
 
     The cache may have more slots than there are sequences: the first ones are theirs.
+
+    Raises:
+        KernelError: kernels are required, and there is none for these.
     """
-    if query.device.type != "cuda" or (torch.is_grad_enabled() and query.requires_grad):
+    if torch.is_grad_enabled() and query.requires_grad:
         return None
-    if os.environ.get(SWITCH) == "off":
+    if not choice.wanted(query.device):
+        return _on_cpu(query, key, value) if query.device.type == "cpu" else None
+    refusal = decode.refusal(query, key, value)
+    defines: dict[str, str | int] = {}
+    if refusal is None:
+        shape = decode.Shape(query.shape[1] // key.shape[1], key.shape[3], query.dtype.itemsize)
+        defines = decode.specialisation(query.dtype, shape)
+    return choice.gpu_for("attention", query.device, refusal, "decode_attention", defines)
+
+
+def _on_cpu(
+    query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
+) -> Built | None:
+    kernels = choice.chosen()
+    if kernels == "off":
         return None
-    reason = decode.refusal(query, key, value)
-    if reason is None:
-        found = _compiled(query.device, query.dtype, query.shape[1] // key.shape[1], key.shape[3])
-        if isinstance(found, Gpu):
-            return found
-        reason = found
-    _say_once(reason)
+    found = cpu.refusal(query, key, value) or cpu.kernel(query.dtype, query.shape[2])
+    if isinstance(found, Built):
+        return found
+    choice.settle("attention", found, kernels)
     return None
-
-
-@functools.cache
-def _compiled(
-    device: torch.device, dtype: torch.dtype, heads_per_kv: int, head_size: int
-) -> Gpu | str:
-    """The GPU with the kernel loaded, or why it can't be had; found out once in a process."""
-    try:
-        gpu = gpu_of(device)
-        shape = decode.Shape(heads_per_kv, head_size, dtype.itemsize)
-        gpu.kernel("decode_attention", "decode_attention", decode.specialisation(dtype, shape))
-    except KernelError as error:
-        return str(error)
-    return gpu
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.info("PyTorch does the work of decode attention's kernel: %s", reason)
 
 
 def check(
@@ -99,10 +103,11 @@ def check(
     Raises:
         ValueError: one sentence, which names the tensor.
     """
+    _check_shapes(query, key, value)
+    if scores.sliding_window is not None and scores.sliding_window < 1:
+        raise ValueError(f"a sliding window has a token at least, not {scores.sliding_window}")
     if longest > key.shape[2]:
         raise ValueError(f"the cache holds {key.shape[2]} tokens of a sequence, not {longest}")
-    if query.shape[1] % key.shape[1]:
-        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} heads of keys")
     small = {"lengths": scores.lengths, "starts": scores.starts, "slopes": scores.slopes}
     for name, tensor in ({"key": key, "value": value} | small).items():
         if tensor is not None and tensor.device != query.device:
@@ -117,3 +122,21 @@ def check(
                 f"{name} must be {kinds[name]}, {count} of them side by side, and is"
                 f" {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()}"
             )
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor, ndim in (("query", query, 3), ("key", key, 4), ("value", value, 4)):
+        if tensor.ndim != ndim or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be numbers in {ndim} dimensions, and is {tensor.dtype} of shape"
+                f" {tuple(tensor.shape)}"
+            )
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"keys and values must be of the same {query.shape[0]} sequences as the query, and have"
+            f" shapes {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if key.shape[3] != query.shape[2]:
+        raise ValueError(f"keys have {key.shape[3]} numbers a head, the query {query.shape[2]}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} heads of keys")

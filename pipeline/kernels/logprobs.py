@@ -87,7 +87,12 @@ def check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) 
             f"log-probabilities: targets are a vector of int64, not {targets.dtype} of shape"
             f" {tuple(targets.shape)}"
         )
-    words, width = weight.shape[0], weight.shape[-1]
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"log-probabilities: the output matrix has shape {tuple(weight.shape)}; it must have"
+            " words and a width"
+        )
+    words, width = weight.shape
     shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
         "weight": (weight, (words, width)),
         "hidden": (hidden, (len(targets), width)),

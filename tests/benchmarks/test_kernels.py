@@ -35,4 +35,4 @@ def test_the_kernels_say_how_they_were_built_and_how_fast_they_are(tmp_path: Pat
     assert f"kernels are kept in {tmp_path}" in first
     assert first.count(" s by ") == second.count("| kept as adam-") == 3
     assert without.count("PyTorch instead: the compiler that CXX names, none-such, was not") == 3
-    assert "| log-probabilities, 32 x 32768 |" in without
+    assert "| log-probabilities on cpu, 32 x 32768 |" in without

@@ -20,10 +20,10 @@ def test_every_phase_runs_under_the_emulator(
     phases = [row["phase"] for row in rows]
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert phases.count("correct") == 3
+    assert phases.count("correct") == 3 + 4 + 2  # attention, the cache, the sampler
     assert phases.count("decode") == phases.count("compile") == 2
-    assert {"environment", "ceilings", "adam", "loop"} <= set(phases)
-    assert "5 of 5 gates hold" in printed
+    assert {"environment", "ceilings", "adam", "small", "loop"} <= set(phases)
+    assert "11 of 11 gates hold" in printed
 
 
 def test_a_phase_without_time_says_how_much_it_left_off(tmp_path: Path) -> None:
@@ -47,3 +47,6 @@ def test_a_gate_fails_above_its_number_and_holds_at_it() -> None:
     assert [holds for _, holds in gates([decode | {"share": 0.75}])] == [True, True]
     assert [holds for _, holds in gates([decode | {"share": 0.74, "live": 0.9}])] == [False, False]
     assert [holds for _, holds in gates([decode | {"length": 128}])] == []
+    small = {"phase": "small", "what": "cache", "pytorch": 1.0}
+    assert [holds for _, holds in gates([small | {"ours": 1.0}])] == [True]
+    assert [holds for _, holds in gates([small | {"ours": 1.1}])] == [False]

@@ -252,7 +252,7 @@ DEVICE void update_one(const Factors& f, u32 place, const Arrays& a, int i) {
   if (SPLIT) store2(a.low_bits + i, x.low_bits);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) adamw(AdamwParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
   if (load_double(&p.scalars->overflow) != 0) return;  // all threads alike
   const int block = blockIdx.x, thread = threadIdx.x;
   const Shard* shard = p.shards + load_int(p.shard_of_block + block);

@@ -70,10 +70,10 @@ def refusal(
         return f"dtypes {query.dtype}, {key.dtype} and {value.dtype}"
     if query.shape[2] not in HEAD_SIZES or value.shape[3] != query.shape[2]:
         return f"head sizes {query.shape[2]} and {value.shape[3]}"
-    if query.shape[1] % key.shape[1]:
+    if not key.shape[1] or query.shape[1] % key.shape[1]:
         return f"{query.shape[1]} query heads for {key.shape[1]} of keys"
-    if query.shape[0] > SEQUENCES:
-        return f"{query.shape[0]} sequences"
+    if not 0 < query.shape[0] <= SEQUENCES or not query.shape[1]:
+        return f"{query.shape[0]} sequences of {query.shape[1]} heads"
     itemsize = query.dtype.itemsize
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         places = [tensor.data_ptr(), *(stride * itemsize for stride in tensor.stride()[:-1])]

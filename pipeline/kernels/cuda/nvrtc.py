@@ -13,7 +13,7 @@ import torch
 from pipeline.errors import KernelError
 
 
-class CompileError(RuntimeError):
+class CompileError(KernelError):
     """NVRTC refuses a source or an option; the message is its own."""
 
 

@@ -98,8 +98,8 @@ def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
     assert "of the query, or where it begins" in str(decode.refusal(misaligned, key, value))
 
 
-def test_on_a_cpu_there_is_no_kernel_and_pytorch_does_the_work() -> None:
-    query, key, value = tensors()
+def test_where_there_is_no_kernel_pytorch_does_the_work() -> None:
+    query, key, value = (tensor.double() for tensor in tensors())
     scores = Scores(lengths=ints(9, 5), scaling=1.0)
 
     assert kernel_for(query, key, value) is None

@@ -35,8 +35,10 @@ def compiler_found() -> bool:
 
 
 def build_emulator(directory: Path) -> Path:
-    """Compile the emulator; headers of kernels lie beside it."""
+    """Compile the emulator, if it is not there; headers of kernels lie beside it."""
     library = directory / "libemulator.so"
+    if library.exists():
+        return library
     sources = [str(EMULATOR / name) for name in ("emulator.cpp", "toolkit.cpp")]
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     subprocess.run(["g++", *flags, *sources, "-o", str(library)], check=True)
@@ -48,6 +50,7 @@ class Emulator:
     """The emulated GPU, and what may be asked of it besides."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.library = build_emulator(directory)
         self._functions = ctypes.CDLL(str(self.library))
         self._functions.emulator_allow.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

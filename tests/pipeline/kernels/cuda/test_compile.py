@@ -1,16 +1,18 @@
 """Every kernel compiles for every GPU that the compiler here knows, without spilling registers."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.kernels.cuda import adam, decode
+from pipeline.kernels.cuda import adam, append, decode, sample
 from pipeline.kernels.cuda.gpu import OLDEST, OPTIONS, PRELUDE, SOURCES
 from pipeline.kernels.cuda.nvrtc import Nvrtc
 
@@ -29,6 +31,8 @@ FEW: list[tuple[str, Defines]] = [
     attention(torch.bfloat16, 128, 8),
     attention(torch.float16, 80, 1),
     ("adamw", adam.specialisation((torch.bfloat16, torch.float32, torch.bfloat16, False))),
+    ("append", append.SPECIALISATION),
+    ("sample", sample.specialisation(torch.bfloat16)),
 ]
 ALL: list[tuple[str, Defines]] = [
     *(
@@ -43,6 +47,11 @@ ALL: list[tuple[str, Defines]] = [
         for moments in (torch.float32, torch.bfloat16)
         for copy, split in [(None, False), (torch.bfloat16, False), (None, True)]
         for stochastic in (False, True)
+    ),
+    ("append", append.SPECIALISATION),
+    *(
+        ("sample", sample.specialisation(dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ),
 ]
 
@@ -126,6 +135,11 @@ def test_a_kernel_compiles_for_old_and_new_gpus_without_spills(
 def test_every_kernel_compiles_for_every_gpu_without_spills(
     compiler: Compiler, tmp_path: Path
 ) -> None:
-    for architecture in compiler.architectures:
+    def compile_all(architecture: int) -> None:
+        directory = tmp_path / str(architecture)
+        directory.mkdir()
         for name, defines in ALL:
-            check(compiler, name, defines, architecture, tmp_path)
+            check(compiler, name, defines, architecture, directory)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_all, compiler.architectures))

@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from pipeline.kernels import append_reference
+from pipeline.kernels.cuda import append
 from pipeline.kernels.cuda.adam import Shard, ShardTable, adamw_, scalars_of
 from pipeline.kernels.cuda.gpu import Gpu, gpu_of
 from pipeline.kernels.reference import Weights
+from tests.pipeline.kernels.cuda import append_cases, sampling_cases
 from tests.pipeline.kernels.cuda.attention_cases import (
     GRID,
     TOLERANCES,
@@ -42,6 +45,23 @@ def test_decode_attention_is_that_of_float64_and_the_same_every_time(case: Case,
 
     assert relative_error(inputs, out) < TOLERANCES[case.dtype]
     assert torch.equal(out, run(case, inputs, gpu))
+
+
+@pytest.mark.parametrize("case", append_cases.CASES, ids=str)
+def test_the_cache_ends_in_the_bits_of_the_definition(case: append_cases.Case, gpu: Gpu) -> None:
+    assert append_cases.is_right(append_cases.inputs_of(case, gpu.device), gpu)
+
+
+@pytest.mark.parametrize("case", sampling_cases.GRID, ids=str)
+def test_tokens_are_those_of_the_definition_and_the_same_every_time(
+    case: sampling_cases.Case, gpu: Gpu
+) -> None:
+    inputs = sampling_cases.inputs_of(case, gpu.device)
+
+    out = sampling_cases.run(case, inputs, gpu)
+
+    assert sampling_cases.is_right(case, inputs, out)
+    assert all(map(torch.equal, out, sampling_cases.run(case, inputs, gpu)))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -82,3 +102,25 @@ def test_a_graph_reads_new_scalars_and_lengths(gpu: Gpu) -> None:
         by_reference(expected[0], numbers)
 
     assert torch.equal(shards[0].weights.master.cpu(), expected[0].weights.master)
+
+
+def test_a_graph_reads_new_places_and_positions(gpu: Gpu) -> None:
+    case = sampling_cases.QUICK[4]
+    inputs = sampling_cases.inputs_of(case, gpu.device)
+    stored = append_cases.inputs_of(append_cases.CASES[0], gpu.device)
+    sampling_cases.run(case, inputs, gpu)
+    assert append_cases.is_right(stored, gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, logprobs = sampling_cases.run(case, inputs, gpu)
+        append.append_(stored.cache, stored.states, stored.places, gpu=gpu)
+
+    for _ in range(2):
+        inputs.positions.add_(1)
+        stored.places.add_(1)
+        expected = (stored.cache[0].clone(), stored.cache[1].clone())
+        append_reference.append_(expected, stored.states, stored.places)
+        graph.replay()
+
+        assert sampling_cases.is_right(case, inputs, (tokens, logprobs))
+        assert all(map(torch.equal, stored.cache, expected))

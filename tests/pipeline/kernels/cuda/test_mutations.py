@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from pipeline.kernels.cuda import gpu as gpu_module
+from tests.pipeline.kernels.cuda import append_cases, sampling_cases
 from tests.pipeline.kernels.cuda import attention_cases as attention
 from tests.pipeline.kernels.cuda import test_adam as adam
 from tests.pipeline.kernels.cuda.attention_cases import BF16, F32, RAGGED, Case
 from tests.pipeline.kernels.cuda.emulated import SCHEDULES, Emulator
+
+SOURCES = ("adamw.cu", "append.cu", "decode_attention.cu", "sample.cu")
 
 ATTENTION = {
     "no barrier before shared memory is read": ("  __syncthreads();\n  for", "  for"),
@@ -134,6 +137,103 @@ ADAM_CASES = [
     (adam.Kind(BF16, split=True), 0, 7),
 ]
 
+APPEND = {
+    "tokens in no slot are stored": (
+        "if (place < 0 || place >= p.num_slots * p.width) return;",
+        "if (place < 0) return;",
+    ),
+    "slots and positions change places": (
+        "(slot * p.num_heads + head) * p.width + position",
+        "(position * p.num_heads + head) * p.width + slot",
+    ),
+    "the heads beyond a block are left": ("at < p.num_heads * of_both", "at < 16 * blockDim.x"),
+    "values are taken for keys": (
+        "const bool is_key = byte < of_key;",
+        "const bool is_key = true;",
+    ),
+    "heads lie as tokens do": (
+        "head * of_head + token * of_token",
+        "head * of_token + token * of_head",
+    ),
+    "values begin where keys end": (": byte - of_key;", ": byte;"),
+    "half of the loads": ("at += 16 * blockDim.x", "at += 32 * blockDim.x"),
+}
+
+SAMPLE = {
+    "no barrier before the highest score is read": (
+        "is_number = !__syncthreads_or(!is_number);",
+        "is_number = true;",
+    ),
+    "bins are counted before they are empty": (
+        "shared->bins[bin] = 0;\n    __syncthreads();",
+        "shared->bins[bin] = 0;",
+    ),
+    "bins are read before they are counted": (
+        "amount);\n    }\n    __syncthreads();",
+        "amount);\n    }",
+    ),
+    "the segments' weights are read too early": (
+        "row.ties[segment] = ties;\n  }\n  __syncthreads();",
+        "row.ties[segment] = ties;\n  }",
+    ),
+    "a barrier that one warp alone comes to": (
+        "if (lane == 0) row.shared->total = total;",
+        "if (lane == 0) row.shared->total = total;\n    __syncthreads();",
+    ),
+    "words beyond the last are read": ("if (word >= row.num_words) continue;", ""),
+    "the last segment is left out": (
+        "(p.num_words + SEGMENT - 1) / SEGMENT",
+        "p.num_words / SEGMENT",
+    ),
+    "of equally likely words the last is taken": (
+        "(their_highest == highest && their_first < first)",
+        "(their_highest == highest && their_first > first)",
+    ),
+    "ties are counted anew in each segment": ("const int up_to = before + ", "const int up_to = "),
+    "one tie too many": (
+        "(wanted - above + of_tie - 1) / of_tie",
+        "(wanted - above + of_tie - 1) / of_tie + 1",
+    ),
+    "ties of the drawn segment have no order": (
+        "__popc(tied & ((1u << lane) - 1))",
+        "__popc(tied & ~1u)",
+    ),
+    "the bits found so far are not heeded": (
+        "d >> (shift + 8) == found >> (shift + 8)",
+        "true",
+    ),
+    "what comes before a digit is forgotten": (
+        "u64 sum = above + sum_so_far(own);",
+        "u64 sum = sum_so_far(own);",
+    ),
+    "the nucleus is of all words, not of those that top-k left": (
+        "if (p.top_k > 0) total = fill(row, cut);",
+        "",
+    ),
+    "words count by number where they shall by weight": ("by_weight ? weight(d) : 1", "1"),
+    "the least share is not heeded": ("cut.least = p.min_p;", ""),
+    "the log-probability is that of what was kept": (
+        "const u64 total = whole ? all : fill(row, cut);",
+        "const u64 total = whole ? all : fill(row, cut); const_cast<u64&>(all) = total;",
+    ),
+    "the log-probability is the likeliest word's": ("score(row, word) - row.highest)", "0.f)"),
+    "the temperature is left out": ("? logit / row.temperature : logit", "? logit : logit"),
+    "the position is left out of the draw": ("p.positions + blockIdx.x", "p.keys + blockIdx.x"),
+    "the point of a share of the words, not of the weight": (
+        "share * static_cast<double>(total)",
+        "share * static_cast<double>(total) * 0.9",
+    ),
+    "all rows are the first": ("blockIdx.x * p.row_stride", "0"),
+    "shared memory is left": (
+        "reinterpret_cast<int*>(row.weights + row.num_segments)",
+        "reinterpret_cast<int*>(row.weights + row.num_segments + 1)",
+    ),
+    "arrays of shared memory overlap": (
+        "reinterpret_cast<int*>(row.weights + row.num_segments)",
+        "reinterpret_cast<int*>(row.weights + row.num_segments - 1)",
+    ),
+}
+
 
 @pytest.fixture
 def planted(
@@ -141,7 +241,7 @@ def planted(
 ) -> None:
     """Sources with one line changed."""
     name, (before, after) = request.param
-    for file in (gpu_module.PRELUDE, "adamw.cu", "decode_attention.cu"):
+    for file in (gpu_module.PRELUDE, *SOURCES):
         text = (gpu_module.SOURCES / file).read_text()
         if file == name:
             assert before in text
@@ -176,6 +276,31 @@ def adam_is_right(emulator: Emulator) -> bool:
     return True
 
 
+def append_is_right(emulator: Emulator) -> bool:
+    for case in append_cases.CASES:
+        inputs = append_cases.inputs_of(case, torch.device("cpu"))
+        try:
+            with emulator.memory(*inputs.tensors(), schedule=case.schedule):
+                if not append_cases.is_right(inputs, emulator.gpu()):
+                    return False
+        except AssertionError:
+            return False
+    return True
+
+
+def sampling_is_right(emulator: Emulator) -> bool:
+    for case in sampling_cases.QUICK:
+        inputs = sampling_cases.inputs_of(case, torch.device("cpu"))
+        try:
+            with emulator.memory(*inputs.tensors(), schedule=case.schedule):
+                out = sampling_cases.run(case, inputs, emulator.gpu())
+        except AssertionError:
+            return False
+        if not sampling_cases.is_right(case, inputs, out):
+            return False
+    return True
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "planted",
@@ -198,6 +323,26 @@ def test_a_fault_planted_in_adamw_is_found(emulator: Emulator) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize(
+    "planted", [("append.cu", each) for each in APPEND.values()], ids=list(APPEND), indirect=True
+)
+@pytest.mark.usefixtures("planted")
+def test_a_fault_planted_in_the_cache_is_found(emulator: Emulator) -> None:
+    assert not append_is_right(emulator)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "planted", [("sample.cu", each) for each in SAMPLE.values()], ids=list(SAMPLE), indirect=True
+)
+@pytest.mark.usefixtures("planted")
+def test_a_fault_planted_in_the_sampler_is_found(emulator: Emulator) -> None:
+    assert not sampling_is_right(emulator)
+
+
+@pytest.mark.faults
 def test_without_a_planted_fault_the_same_cases_pass(emulator: Emulator) -> None:
     assert attention_is_right(emulator)
     assert adam_is_right(emulator)
+    assert append_is_right(emulator)
+    assert sampling_is_right(emulator)

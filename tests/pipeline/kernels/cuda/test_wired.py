@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference import slots
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig
-from pipeline.kernels import adam, attention
-from pipeline.kernels.cuda import decode
+from pipeline.kernels import adam, choice
 from pipeline.models.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
 from tests.pipeline.engine.test_kernels import trained
@@ -18,20 +16,27 @@ from tests.pipeline.kernels.cuda.emulated import Emulator
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_greedy_answers_are_the_same_by_the_kernel(
-    family: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "temperature"), [("llama", 0.0), ("llama", 1.0), ("mistral", 0.0)]
+)
+def test_answers_are_the_same_by_the_kernels(
+    family: str,
+    temperature: float,
+    emulator: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     plain = tiny_causal_lm(family, **sizes)
     model = load_causal_lm(
         FrozenModelConfig(path=saved(plain, tmp_path)), device=torch.device("cpu")
     )
+    model.register_forward_hook(lambda *_: None)  # its modules run each time, as on a GPU
     launched: list[str] = []
 
-    def emulated(*tensors: torch.Tensor) -> object:
-        assert decode.refusal(*tensors) is None
-        launched.append(emulator.last_launch)
+    def emulated(operator: str, _: torch.device, refusal: str | None, *__: object) -> object:
+        assert refusal is None
+        launched.append(operator)
         return emulator.gpu()
 
     def answers() -> list[list[int]]:
@@ -39,7 +44,8 @@ def test_greedy_answers_are_the_same_by_the_kernel(
             model,
             PROMPTS,
             max_new_tokens=8,
-            temperature=0.0,
+            temperature=temperature,
+            top_p=0.9,
             stop_ids=[2],
             seed=0,
             batch_size=4,
@@ -47,14 +53,18 @@ def test_greedy_answers_are_the_same_by_the_kernel(
         return [response.ids for response in responses]
 
     expected = answers()
-    monkeypatch.setattr(slots, "kernel_for", emulated)
-    monkeypatch.setattr(attention, "kernel_for", emulated)
+    monkeypatch.setattr(choice, "wanted", lambda *_: True)
+    monkeypatch.setattr(choice, "gpu_for", emulated)
     with emulator.memory(*model.parameters()):
         ours = answers()
 
     assert ours == expected
-    assert len(launched) >= 2 * 7
-    assert launched[-1].startswith("decode_attention ")
+    # The engine looks for the sampler and for attention, and then the operators themselves do.
+    passes = launched.count("sampling") // 2
+    assert passes >= 8
+    assert launched.count("the cache") == passes * model.config.num_hidden_layers
+    assert launched.count("attention") >= 2 * 7 * model.config.num_hidden_layers
+    assert launched[-1] == "sampling"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

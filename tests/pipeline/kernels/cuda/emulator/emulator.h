@@ -77,6 +77,33 @@ inline T __shfl_sync(unsigned mask, T value, int source, int line = __builtin_LI
   if (!(mask >> (source & 31) & 1)) emulator::fail("a shuffle reads a lane outside of its mask", line);
   return emulator::as<T>(given[source & 31]);
 }
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, int other, int line = __builtin_LINE()) {
+  static_assert(sizeof(T) <= 8, "a shuffle takes up to 8 bytes");
+  uint64_t given[32];
+  emulator::exchange(mask, &value, sizeof(T), given, "__shfl_up_sync", line);
+  const int source = emulator::lane() - other;
+  if (source < 0) return value;
+  if (!(mask >> source & 1)) emulator::fail("a shuffle reads a lane outside of its mask", line);
+  return emulator::as<T>(given[source]);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+  uint64_t given[32];
+  emulator::exchange(mask, &predicate, sizeof(predicate), given, "__ballot_sync", line);
+  unsigned result = 0;
+  for (int i = 0; i < 32; i++)
+    if (mask >> i & 1 && emulator::as<int>(given[i])) result |= 1u << i;
+  return result;
+}
+// Of shared memory: fibers take turns, so nothing comes between.
+template <class T>
+inline T atomicAdd(T* place, T value) {
+  const T before = *place;
+  *place += value;
+  return before;
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 inline float __uint_as_float(unsigned bits) { return emulator::as<float>(bits); }
 inline unsigned __float_as_uint(float value) {

@@ -1,0 +1,97 @@
+"""Whether an operator takes its kernel, and what is said where there is none."""
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from typing import get_args
+
+import torch
+
+from pipeline.config import Kernels
+from pipeline.errors import ConfigError, KernelError
+from pipeline.kernels.cuda.gpu import Gpu, gpu_of
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "RLHF_PIPELINE_KERNELS"
+"""Variable of the environment: auto, required or off for the kernels of generation."""
+
+
+def chosen() -> Kernels:
+    """What the environment says about the kernels of generation; auto if nothing.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    word = os.environ.get(SWITCH, "auto")
+    for known in get_args(Kernels):
+        if word == known:
+            return known
+    raise ConfigError(f"the variable {SWITCH} must be {', '.join(get_args(Kernels))}: {word!r}")
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether an operator of generation whose kernels are all for GPUs is to look for one there."""
+    return device.type == "cuda" and chosen() != "off"
+
+
+def gpu_for(
+    operator: str,
+    device: torch.device,
+    refusal: str | None,
+    source: str,
+    defines: Mapping[str, str | int],
+) -> Gpu | None:
+    """The GPU that does an operator of generation by the kernel of the same name as its source.
+
+    Args:
+        operator: its name in sentences.
+        device: where the tensors are.
+        refusal: why the kernel can't take the tensors, if it can't.
+        source: name of the source and of the kernel in it.
+        defines: macros of the specialisation.
+
+    Returns:
+        None where PyTorch is to do the work; the log says why, once for each reason.
+
+    Raises:
+        KernelError: kernels are required, and there is none.
+    """
+    found = refusal or _compiled(device, source, frozenset(defines.items()))
+    if isinstance(found, Gpu):
+        return found
+    settle(operator, found, chosen())
+    return None
+
+
+@functools.cache
+def _compiled(
+    device: torch.device, source: str, defines: frozenset[tuple[str, str | int]]
+) -> Gpu | str:
+    """The GPU with the kernel loaded, or why it can't be had; found out once in a process."""
+    try:
+        gpu = gpu_of(device)
+        gpu.kernel(source, source, dict(defines))
+    except KernelError as error:
+        return str(error)
+    return gpu
+
+
+def settle(operator: str, reason: str, kernels: Kernels) -> None:
+    """Go on without a kernel, and say so once for each reason.
+
+    Raises:
+        KernelError: it is required.
+    """
+    if kernels == "required":
+        raise KernelError(
+            f"the kernel of {operator} can't be had: {reason}; mend that, or set kernels auto to"
+            " have PyTorch do its work"
+        )
+    _say_once(operator, reason)
+
+
+@functools.cache
+def _say_once(operator: str, reason: str) -> None:
+    logger.info("PyTorch does the work of the kernel of %s: %s", operator, reason)

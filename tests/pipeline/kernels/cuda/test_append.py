@@ -1,0 +1,27 @@
+"""Storing keys and values: the kernel's own source, run on the CPU, to the bit."""
+
+import pytest
+import torch
+
+from pipeline.kernels.cuda import append
+from tests.pipeline.kernels.cuda.append_cases import CASES, Case, inputs_of, is_right
+from tests.pipeline.kernels.cuda.emulated import Emulator
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_cache_ends_in_the_bits_of_the_definition(case: Case, emulator: Emulator) -> None:
+    inputs = inputs_of(case, torch.device("cpu"))
+    assert append.refusal(inputs.cache, inputs.states) is None
+
+    with emulator.memory(*inputs.tensors(), schedule=case.schedule):
+        assert is_right(inputs, emulator.gpu())
+
+
+def test_one_block_takes_a_token(emulator: Emulator) -> None:
+    inputs = inputs_of(Case(torch.bfloat16, 8, (128, 128), 5), torch.device("cpu"))
+
+    with emulator.memory(*inputs.tensors()):
+        is_right(inputs, emulator.gpu())
+
+    # 8 heads of two rows of 16 loads each.
+    assert emulator.last_launch == "append grid 5 1 1 block 256 1 1 shared 0 stream 0"

@@ -1,0 +1,179 @@
+"""Bad input ends in a sentence or in PyTorch's hands, whatever the operator."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.kernels.cuda.emulated import compiler_found
+
+ROOT = Path(__file__).parents[3]
+
+EXPECTED = {
+    "adamw: good": "right by the kernel",
+    "adamw: dtype": (
+        "refused: AdamW's gradient must be torch.float32 or torch.bfloat16 or torch.float16"
+        " here, not torch.float64"
+    ),
+    "adamw: device": (
+        "refused: AdamW steps flat vectors of one length on one device: master has shape"
+        " (64,) on meta, the gradient has (64,) on cpu"
+    ),
+    "adamw: stride": "refused: AdamW steps contiguous vectors, and exp_avg has stride (2,)",
+    "adamw: address": "right by PyTorch",
+    "adamw: empty": "right by PyTorch",
+    "adamw: length": (
+        "refused: AdamW steps flat vectors of one length on one device: master has shape"
+        " (63,) on cpu, the gradient has (64,) on cpu"
+    ),
+    "adamw: a GPU that is too old": "right by PyTorch",
+    "adamw: a GPU that nobody knows yet": "right by the kernel",
+    "adamw: a cache that can't be written": "right by the kernel",
+    "logprobs: good": "right by PyTorch",
+    "logprobs: dtype": (
+        "refused: log-probabilities: targets are a vector of int64, not torch.int32 of shape (5,)"
+    ),
+    "logprobs: another dtype": (
+        "refused: log-probabilities: hidden is torch.bfloat16 on cpu, the output matrix"
+        " torch.float32 and the targets on cpu"
+    ),
+    "logprobs: device": (
+        "refused: log-probabilities: weight is torch.float32 on meta, the output matrix"
+        " torch.float32 and the targets on cpu"
+    ),
+    "logprobs: stride": "right by PyTorch",
+    "logprobs: address": "right by PyTorch",
+    "logprobs: empty": "right by PyTorch",
+    "logprobs: no words": (
+        "refused: log-probabilities: the output matrix has shape (0, 8); it must have words"
+        " and a width"
+    ),
+    "logprobs: length": (
+        "refused: log-probabilities of 5 targets: hidden has shape (4, 8), not (5, 8)"
+    ),
+    "attention: good": "right by the kernel",
+    "attention: dtype": (
+        "refused: lengths must be torch.int32, 2 of them side by side, and is torch.int64 of"
+        " shape (2,) and stride (1,)"
+    ),
+    "attention: another dtype": "right by PyTorch",
+    "attention: whole numbers": (
+        "refused: key must be numbers in 4 dimensions, and is torch.int32 of shape (2, 2, 9, 64)"
+    ),
+    "attention: device": "refused: value is on meta, the query on cpu",
+    "attention: stride": "right by PyTorch",
+    "attention: address": "right by PyTorch",
+    "attention: empty": "right by PyTorch",
+    "attention: no tokens": "right by the kernel",
+    "attention: no heads": "refused: 4 query heads can't share 0 heads of keys",
+    "attention: length": "refused: the cache holds 9 tokens of a sequence, not 10",
+    "attention: lengths beyond the cache": "right by the kernel",
+    "attention: lengths below 0": "right by the kernel",
+    "attention: starts beyond the cache": "right by the kernel",
+    "attention: no window": "refused: a sliding window has a token at least, not 0",
+    "attention: fewer sequences": (
+        "refused: keys and values must be of the same 2 sequences as the query, and have"
+        " shapes (1, 2, 9, 64) and (1, 2, 9, 64)"
+    ),
+    "attention: shorter values": (
+        "refused: keys and values must be of the same 2 sequences as the query, and have"
+        " shapes (2, 2, 9, 64) and (2, 2, 4, 64)"
+    ),
+    "attention: another head size": "refused: keys have 64 numbers a head, the query 32",
+    "attention: a GPU that is too old": "right by PyTorch",
+    "attention: a GPU that nobody knows yet": "right by the kernel",
+    "attention: a cache that can't be written": "right by the kernel",
+    "append: good": "right by the kernel",
+    "append: dtype": "refused: the cache has keys of torch.float32, new ones are torch.bfloat16",
+    "append: another dtype": (
+        "refused: places must be int64, side by side, and are torch.int32 of shape (4,) and"
+        " stride (1,)"
+    ),
+    "append: device": "refused: the cache is on cpu, new values or places on meta",
+    "append: stride": "right by PyTorch",
+    "append: stride of the cache": "right by PyTorch",
+    "append: address": "right by PyTorch",
+    "append: odd size": "right by PyTorch",
+    "append: empty": "right by PyTorch",
+    "append: no slots": (
+        "refused: a cache holds keys and values of (slots, heads, tokens, size), none of them"
+        " 0, and its keys have shape (0, 3, 8, 64) beside (0, 3, 8, 64)"
+    ),
+    "append: length": "refused: new keys must have shape (3, 3, 64), not (3, 4, 64)",
+    "append: places beyond the cache": "right by the kernel",
+    "append: shorter values": (
+        "refused: a cache holds keys and values of (slots, heads, tokens, size), none of them"
+        " 0, and its values have shape (2, 3, 4, 64) beside (2, 3, 8, 64)"
+    ),
+    "append: a GPU that is too old": "right by PyTorch",
+    "append: a GPU that nobody knows yet": "right by the kernel",
+    "append: a cache that can't be written": "right by the kernel",
+    "sample: good": "right by the kernel",
+    "sample: dtype": (
+        "refused: keys must be torch.int64, 2 of them side by side on cpu, and is torch.int32"
+        " of shape (2,) and stride (1,) on cpu"
+    ),
+    "sample: another dtype": "right by PyTorch",
+    "sample: whole numbers": (
+        "refused: logits must be numbers of (sequences, words), and are torch.int32 of shape"
+        " (2, 40)"
+    ),
+    "sample: device": (
+        "refused: positions must be torch.int64, 2 of them side by side on cpu, and is"
+        " torch.int64 of shape (2,) and stride (1,) on meta"
+    ),
+    "sample: stride": "right by PyTorch",
+    "sample: address": "right by PyTorch",
+    "sample: empty": "right by PyTorch",
+    "sample: no words": (
+        "refused: logits must be numbers of (sequences, words), and are torch.float32 of"
+        " shape (2, 0)"
+    ),
+    "sample: length": (
+        "refused: keys must be torch.int64, 2 of them side by side on cpu, and is torch.int64"
+        " of shape (3,) and stride (1,) on cpu"
+    ),
+    "sample: too many words": "right by PyTorch",
+    "sample: no share": (
+        "refused: a temperature, top_p or min_p is out of range: Draw(seed=1,"
+        " temperature=1.0, top_k=None, top_p=0.0, min_p=0.0)"
+    ),
+    "sample: no share that is a number": (
+        "refused: a temperature, top_p or min_p is out of range: Draw(seed=1,"
+        " temperature=1.0, top_k=None, top_p=nan, min_p=0.0)"
+    ),
+    "sample: no candidates": "refused: top_k must be above 0: 0",
+    "sample: a GPU that is too old": "right by PyTorch",
+    "sample: a GPU that nobody knows yet": "right by the kernel",
+    "sample: a cache that can't be written": "right by the kernel",
+}
+"""By operator and what is bad of its input."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if not compiler_found():
+        pytest.skip("the emulator is built by g++")
+    directory = tmp_path_factory.mktemp("emulator")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pipeline.kernels.bad_input", str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("what", EXPECTED)
+def test_bad_input_is_refused_in_a_sentence_or_left_to_pytorch(
+    what: str, outcomes: dict[str, str]
+) -> None:
+    assert outcomes[what] == EXPECTED[what]
+
+
+def test_every_outcome_is_looked_at(outcomes: dict[str, str]) -> None:
+    assert outcomes.keys() == EXPECTED.keys()
