@@ -1,0 +1,1 @@
+"""Autotuning: short timed trials of the real steps find the fastest settings (docs/scaling.md)."""

@@ -1,0 +1,277 @@
+"""What can be tuned: the settings that change memory and speed and leave the result as it is.
+
+A candidate is one value of each dimension. Their order is DeepSpeed's ladder for a model that does
+not fit: the smallest micro-batch first, then activations recomputed, then higher ZeRO stages, each
+first without and then with offload.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipeline.budget.ladder import changed, trained_models
+from pipeline.budget.machine import Machine
+from pipeline.config import StepConfig, binds
+from pipeline.errors import ConfigError, require
+from pipeline.settings import flatten, plain, typed_settings
+
+Value = bool | int | float | str
+Candidate = tuple[Value, ...]
+"""One value of each dimension of a space, in its order."""
+
+OFFLOAD = "offload"
+OFFLOADS = ("optimizer", "gradients", "params")
+"""Joined by + they are a value of the dimension `offload`; the others stay on the device."""
+
+GROWING = ("generation_batch_size", "micro_batch_size")
+"""The sizes of batches."""
+
+OF_THE_RUN = (
+    *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
+    "timeout_seconds",
+)
+"""Settings that change neither the result of a step nor its speed or memory."""
+
+LADDER = (
+    *("zero_stage", OFFLOAD, "gradient_checkpointing", "checkpoint_every", "inference_tp_size"),
+    "offload_in_generation",
+    *GROWING,
+)
+"""The slowest-changing dimension first."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One thing to choose."""
+
+    name: str
+
+    values: tuple[Value, ...]
+    """In the order of the ladder."""
+
+    settings: tuple[str, ...]
+    """Dotted names of the step's settings that get the value; of `offload`, the sections."""
+
+    def assigned(self, value: Value) -> dict[str, Value]:
+        """The step's settings that a value stands for."""
+        if self.name != OFFLOAD:
+            return dict.fromkeys(self.settings, value)
+        away = str(value).split("+")
+        return {
+            f"{section}.{kind}": "cpu" if kind in away else "none"
+            for section in self.settings
+            for kind in OFFLOADS
+        }
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates for the settings of one step."""
+
+    base: StepConfig
+    dimensions: tuple[Dimension, ...]
+
+    candidates: tuple[Candidate, ...]
+    """In the order of the ladder."""
+
+    @cached_property
+    def start(self) -> Candidate | None:
+        """The settings as they are, where they are a candidate."""
+        return next((each for each in self.candidates if self.config(each) == self.base), None)
+
+    def config(self, candidate: Candidate) -> StepConfig:
+        """The step's settings with those of a candidate."""
+        return _configured(self.base, self.dimensions, candidate)
+
+    def named(self, candidate: Candidate) -> dict[str, Value]:
+        """The values by the names of their dimensions."""
+        return {each.name: value for each, value in zip(self.dimensions, candidate, strict=True)}
+
+    def candidate(self, named: Mapping[str, Value]) -> Candidate:
+        """The candidate of these values."""
+        return tuple(named[each.name] for each in self.dimensions)
+
+    def needs_as_much(self, candidate: Candidate, failed: Candidate) -> bool:
+        """Whether a candidate takes at least the memory of one for which there was too little.
+
+        That is where it is no rung above it on the ladder and its batches are no smaller.
+        """
+        return all(
+            _saves_no_more(each.name, ours, theirs)
+            for each, ours, theirs in zip(self.dimensions, candidate, failed, strict=True)
+        )
+
+
+def make_space(
+    config: StepConfig,
+    machine: Machine,
+    *,
+    fixed: Sequence[str] = (),
+    given: Mapping[str, str] | None = None,
+) -> Space:
+    """The candidates for a step.
+
+    Args:
+        config: its settings as they are.
+        machine: where it runs.
+        fixed: dotted names of settings that were said, which stay as they are.
+        given: values by the names of dimensions, or of settings, in place of the usual ones: 1,2,4.
+
+    Raises:
+        ConfigError: a value can't be used, or changes what a run results in.
+    """
+    usual, given = dict(_usual(config, machine)), given or {}
+    dimensions: list[Dimension] = []
+    for name in sorted(usual.keys() | given.keys(), key=_rung):
+        settings = _settings_of(config, name)
+        if name not in given:
+            settings = tuple(each for each in settings if not _is_said(each, fixed))
+        if settings:
+            said = _values(config, name, settings, given[name]) if name in given else usual[name]
+            dimensions.append(Dimension(name, tuple(dict.fromkeys(said)), settings))
+    return Space(config, tuple(dimensions), tuple(_possible(config, dimensions, machine)))
+
+
+def known_dimensions(config: StepConfig) -> list[str]:
+    """Names that `given` may have for a step."""
+    full = [name for name in flatten(plain(config)) if _is_tunable(name)]
+    short = [name.removeprefix(f"{role}.") for role in trained_models(config) for name in full]
+    return [OFFLOAD, *dict.fromkeys([*full, *short])]
+
+
+def _usual(config: StepConfig, machine: Machine) -> Iterator[tuple[str, tuple[Value, ...]]]:
+    """The dimensions that are tuned unless something else is said, with the present values."""
+    each = -(-config.batch_size // machine.world)
+    yield "micro_batch_size", _doubling(1, each, config.micro_batch_size)
+    yield "gradient_checkpointing", (False, True)
+    stages = (0, 1, 2, 3)
+    if machine.world == 1:  # nothing to share out; stage 3 alone can offload the weights
+        stages = (0, 3) if machine.has_gpu else ()
+    if stages:
+        yield "zero_stage", stages
+    if machine.has_gpu:
+        yield OFFLOAD, ("none", "optimizer+gradients", "optimizer+gradients+params")
+    prompts = getattr(config, "rollout_size", None)
+    if prompts is not None:
+        most = -(-prompts // machine.world)
+        present = getattr(config, "generation_batch_size", most)
+        yield "generation_batch_size", _doubling(max(1, most // 4), most, present)
+        if machine.processes > 1:
+            divided = [size for size in (1, 2, 4, 8) if machine.processes % size == 0]
+            yield "inference_tp_size", tuple(divided)
+        if machine.has_gpu:
+            yield "offload_in_generation", (False, True)
+
+
+def _doubling(least: int, most: int, present: int) -> tuple[int, ...]:
+    """`least`, twice that and so on up to `most`, and the present value among them.
+
+    From `most` on all sizes are the same, and the present one stands for them.
+    """
+    highest = most - 1 if present >= most else most
+    powers = itertools.takewhile(lambda size: size <= highest, (least << n for n in range(32)))
+    return tuple(sorted({*powers, present}))
+
+
+def _possible(
+    config: StepConfig, dimensions: Sequence[Dimension], machine: Machine
+) -> Iterator[Candidate]:
+    """The combinations that the settings allow and that are not the same as another one."""
+    refused: ConfigError | None = None
+    found = False
+    for candidate in itertools.product(*(each.values for each in dimensions)):
+        try:
+            made = _configured(config, dimensions, candidate)
+        except ConfigError as error:
+            refused = error
+            continue
+        if machine.world == 1 and made != config and _shards_in_vain(made):
+            continue
+        found = True
+        yield candidate
+    if not found and refused is not None:
+        raise refused
+
+
+def _shards_in_vain(config: StepConfig) -> bool:
+    """Whether one process is at a stage that gains nothing: its weights stay on the device."""
+    models = trained_models(config).values()
+    return any(model.zero_stage and model.zero.offload.params == "none" for model in models)
+
+
+def _configured(
+    config: StepConfig, dimensions: Sequence[Dimension], candidate: Candidate
+) -> StepConfig:
+    values: dict[str, Value] = {}
+    for each, value in zip(dimensions, candidate, strict=True):
+        values |= each.assigned(value)
+    return changed(config, values)
+
+
+def _saves_no_more(dimension: str, ours: Value, theirs: Value) -> bool:
+    """Whether a value leaves at least as much in the memory of the device as another one."""
+    if dimension == OFFLOAD:
+        return set(str(ours).split("+")) - {"none"} <= set(str(theirs).split("+"))
+    if dimension in (*GROWING, "checkpoint_every"):
+        return int(ours) >= int(theirs)
+    if dimension in LADDER:
+        return int(ours) <= int(theirs)
+    return ours == theirs
+
+
+def _settings_of(config: StepConfig, name: str) -> tuple[str, ...]:
+    """The step's settings that a dimension of this name changes; none where it has no such."""
+    settings = flatten(plain(config))
+    if name == OFFLOAD:
+        # What lies on a disk was put there by somebody who knows the disk.
+        sections = [f"{role}.zero.offload" for role in trained_models(config)]
+        return tuple(each for each in sections if "nvme" not in _places(settings, each))
+    if name in settings:
+        return (name,)
+    return tuple(full for role in trained_models(config) if (full := f"{role}.{name}") in settings)
+
+
+def _places(settings: Mapping[str, Any], section: str) -> set[str]:
+    return {settings[f"{section}.{kind}"] for kind in OFFLOADS}
+
+
+def _is_said(setting: str, fixed: Sequence[str]) -> bool:
+    """Whether a setting, or one inside of it, was said."""
+    return any(each == setting or each.startswith(f"{setting}.") for each in fixed)
+
+
+def _is_tunable(setting: str) -> bool:
+    return not binds(setting) and setting not in OF_THE_RUN
+
+
+def _values(config: StepConfig, name: str, settings: Sequence[str], text: str) -> tuple[Value, ...]:
+    """The values in `1,2,4`, of the type that the settings have."""
+    option = f"--autotune-space {name}"
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    require(bool(words), f"{option}={text} names no values; write {name}=1,2,4")
+    if name == OFFLOAD:
+        for part in (part for word in words for part in word.split("+")):
+            kinds = ", ".join(OFFLOADS)
+            require(
+                part in ("none", *OFFLOADS),
+                f"{option} takes none, or {kinds} joined by +, not {part}",
+            )
+        return tuple(words)
+    require(
+        all(_is_tunable(setting) for setting in settings),
+        f"{option} is none of memory and speed alone; tune settings such as micro_batch_size,"
+        " zero_stage or offload",
+    )
+    setting = settings[0]
+    try:
+        return tuple(typed_settings(type(config), [], [(setting, [w])])[setting] for w in words)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def _rung(name: str) -> tuple[int, str]:
+    """Settings that the ladder does not have come before the sizes of batches."""
+    order = (*LADDER[: -len(GROWING)], "", *GROWING)
+    return order.index(name if name in LADDER else ""), name

@@ -1,0 +1,65 @@
+"""Autotuning as `train.py --autotune` does it, step by step.
+
+OUT/autotune/trials.jsonl     every trial, as soon as it has ended
+OUT/autotune/logs/            what each of them wrote
+OUT/autotune/best.yaml        the best settings of the steps tuned so far
+"""
+
+import shutil
+from collections.abc import Mapping
+
+from pipeline.autotune.best import write_best
+from pipeline.autotune.rehearsal import rehearsals, rehearse
+from pipeline.autotune.space import Value, known_dimensions
+from pipeline.autotune.tuning import Tuning
+from pipeline.cli import say
+from pipeline.errors import ConfigError, suggestion
+from pipeline.plan.output import AUTOTUNE
+from pipeline.plan.plan import Plan
+
+
+def tune(plan: Plan) -> Plan:
+    """The plan with the best settings that trials found for each of its steps.
+
+    All machines of a job are taken to be like this one.
+
+    Raises:
+        ConfigError: `--autotune-space` can't be used, nothing fits, or a step finds its input
+            wrong.
+        SystemExit: no candidate of a step could be measured, or a scheduler stopped the trials.
+        KeyboardInterrupt: Ctrl-C did.
+    """
+    out = plan.request.output_dir / AUTOTUNE
+    _check_space(plan)
+    if plan.request.overwrite and out.is_dir():
+        shutil.rmtree(out)
+    stages = [stage for stage in plan.stages if stage.name not in plan.finished]
+    chosen: dict[str, Mapping[str, Value]] = {}
+    try:
+        for stage in stages:
+            tuning = Tuning(plan, stage)
+            best = tuning.best()
+            plan = tuning.plan_with(best)
+            chosen[stage.name] = tuning.settings(best)
+            write_best(out / BEST, plan.request, plan.all_stages, plan.configs, chosen)
+            if stage is not stages[-1]:
+                rehearse(plan, stage)
+    finally:
+        shutil.rmtree(rehearsals(plan), ignore_errors=True)
+    say(f"the best settings: {out / BEST}; `python train.py --config {out / BEST}` runs with them")
+    return plan
+
+
+BEST = "best.yaml"
+
+
+def _check_space(plan: Plan) -> None:
+    """Raise unless each name of `--autotune-space` is a setting of some step that is tuned."""
+    names = [known_dimensions(plan.configs[stage.name]) for stage in plan.stages]
+    known = dict.fromkeys(name for each in names for name in each)
+    for name in plan.request.autotune_space:
+        if name not in known:
+            raise ConfigError(
+                f"--autotune-space {name} is no setting of memory and speed;"
+                f" {suggestion(name, known)}"
+            )

@@ -1,0 +1,237 @@
+"""The tuning of one step: trials, until the strategy has enough."""
+
+import hashlib
+import json
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.autotune.points import Point, add_point, best_of, read_points
+from pipeline.autotune.rehearsal import on_rehearsals
+from pipeline.autotune.space import Candidate, Space, Value, make_space
+from pipeline.autotune.strategies import next_candidate, usual_trials
+from pipeline.autotune.trial import run_trial, trial_settings
+from pipeline.budget.fit import Shortage, shortage
+from pipeline.budget.ladder import changed
+from pipeline.cli import complain, say, write_config
+from pipeline.config import StepConfig
+from pipeline.errors import ConfigError
+from pipeline.launch.commands import step_command, step_environment
+from pipeline.launch.environment import PLANNED
+from pipeline.launch.local import count_gpus
+from pipeline.plan.output import AUTOTUNE, MARK
+from pipeline.plan.plan import Plan
+from pipeline.plan.request import Stage
+from pipeline.settings import plain, portable
+
+FAILED = 1
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The search for the fastest settings of one step."""
+
+    plan: Plan
+    stage: Stage
+
+    def best(self) -> Point:
+        """Make the trials that are still to be made; return the best of all.
+
+        Raises:
+            ConfigError: no candidate fits, or the step finds its input wrong at once.
+            SystemExit: nothing could be measured, or a scheduler stopped the trials.
+            KeyboardInterrupt: Ctrl-C did.
+        """
+        points = read_points(self.file, step=self.stage.name, key=self.key)
+        known = f", {len(points)} of them known" if points else ""
+        say(
+            f"step {self.stage.number}: {self.stage.name} is tuned; {len(self.space.candidates)}"
+            f" candidates, at most {self.trials} trials{known}"
+        )
+        while candidate := self._next(points):
+            point = self._try(candidate, number=len(points) + 1)
+            add_point(self.file, point)
+            points.append(point)
+            say(f"  trial {len(points)} of {self.trials}   {_described(point)}")
+            if len(points) == 1 and point.outcome == "refused":
+                raise ConfigError(point.said.removeprefix("error: "))
+        best = best_of(points)
+        if best is None:
+            raise self._nothing(points)
+        say(self._verdict(best, points))
+        return best
+
+    def settings(self, point: Point) -> dict[str, Value]:
+        """The step's settings that a point stands for, by their dotted names."""
+        values: dict[str, Value] = {}
+        for dimension in self.space.dimensions:
+            values |= dimension.assigned(point.settings[dimension.name])
+        return values
+
+    def plan_with(self, best: Point) -> Plan:
+        """The plan with the settings of a point."""
+        config = changed(self.config, self.settings(best))
+        return replace(self.plan, configs={**self.plan.configs, self.stage.name: config})
+
+    @property
+    def config(self) -> StepConfig:
+        """The step's settings as they are."""
+        return self.plan.configs[self.stage.name]
+
+    @cached_property
+    def space(self) -> Space:
+        """The candidates."""
+        return make_space(
+            self.config,
+            self.plan.machine,
+            fixed=sorted(self.plan.said[self.stage.name]),
+            given=self.plan.request.autotune_space,
+        )
+
+    @property
+    def trials(self) -> int:
+        """How many may be made."""
+        candidates, request = len(self.space.candidates), self.plan.request
+        usual = usual_trials(request.autotune_strategy, candidates)
+        return min(request.autotune_trials or usual, candidates)
+
+    @property
+    def file(self) -> Path:
+        """Of all trials."""
+        return self.plan.request.output_dir / AUTOTUNE / "trials.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """The directory of what trials write."""
+        return self.plan.request.output_dir / AUTOTUNE / "logs"
+
+    @cached_property
+    def key(self) -> str:
+        """The same for all trials that can be compared."""
+        config = trial_settings(
+            self.config,
+            self.config.output_dir,
+            steps=self.plan.request.autotune_steps,
+            world=self.plan.machine.world,
+        )
+        settings = portable(plain(config))
+        for dimension in self.space.dimensions:
+            for name in dimension.assigned(dimension.values[0]):
+                del settings[name]
+        where = [(host.name, host.slots) for host in self.plan.where.hosts]
+        known = json.dumps([settings, where, count_gpus(), platform.node()], sort_keys=True)
+        return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+    @cached_property
+    def _refused(self) -> dict[Candidate, Shortage]:
+        """Candidates that don't fit by the plan, as far as it was asked."""
+        return {}
+
+    def _next(self, points: Sequence[Point]) -> Candidate | None:
+        """What to try next, among those that fit by the plan."""
+        while candidate := next_candidate(
+            self.space,
+            points,
+            strategy=self.plan.request.autotune_strategy,
+            trials=self.trials,
+            seed=self.config.seed,
+            refused=list(self._refused),
+        ):
+            short = self._shortage(candidate)
+            if short is None:
+                return candidate
+            self._refused[candidate] = short
+        return None
+
+    def _shortage(self, candidate: Candidate) -> Shortage | None:
+        from pipeline.budget.step import step_memory
+
+        if self.plan.request.plan == "off":
+            return None
+        config = on_rehearsals(self.space.config(candidate), self.plan)
+        machine = self.plan.machine
+        return shortage(step_memory(config, section=self.stage.section, machine=machine), machine)
+
+    def _try(self, candidate: Candidate, *, number: int) -> Point:
+        request = self.plan.request
+        out = request.output_dir / AUTOTUNE / "trial" / self.stage.name
+        shutil.rmtree(out.parent, ignore_errors=True)
+        config = trial_settings(
+            on_rehearsals(self.space.config(candidate), self.plan),
+            out,
+            steps=request.autotune_steps,
+            world=self.plan.machine.world,
+        )
+        write_config(config, out / MARK)
+        try:
+            trial = run_trial(
+                step_command(self.stage.module, out / MARK, self.plan.where, request),
+                {**step_environment(self.plan.where, request), PLANNED: "1"},
+                metrics=out / "metrics.jsonl",
+                log=self.logs / f"{self.stage.name}-{number:03}.log",
+                steps=request.autotune_steps,
+                timeout_seconds=60 * request.autotune_minutes,
+            )
+        except (KeyboardInterrupt, SystemExit) as stop:
+            sentence = (
+                f"stopped while step {self.stage.number} was tuned; {self.file} keeps"
+                f" {number - 1} trials, and the same command goes on"
+            )
+            if isinstance(stop, KeyboardInterrupt):
+                raise KeyboardInterrupt(sentence) from None
+            complain(sentence)
+            raise
+        finally:
+            shutil.rmtree(out.parent, ignore_errors=True)
+        return Point(
+            step=self.stage.name,
+            key=self.key,
+            settings=self.space.named(candidate),
+            outcome=trial.outcome,
+            tokens_per_second=trial.tokens_per_second,
+            memory_gb=trial.memory_gb,
+            seconds=trial.seconds,
+            said=trial.said,
+        )
+
+    def _nothing(self, points: Sequence[Point]) -> BaseException:
+        """What to raise where nothing was measured."""
+        number = self.stage.number
+        if not points:
+            short = next(iter(self._refused.values()))
+            return ConfigError(f"step {number} {short}; of its candidates none takes less")
+        last = points[-1]
+        complain(
+            f"no settings of step {number} could be measured; the last of {len(points)} trials"
+            f" ended with: {last.said or last.outcome}. What they wrote is in {self.logs}"
+        )
+        return SystemExit(FAILED)
+
+    def _verdict(self, best: Point, points: Sequence[Point]) -> str:
+        start = self.space.start
+        before = [each.speed for each in points if self.space.candidate(each.settings) == start]
+        gain = ""
+        if before and before[0] and best.speed:
+            gain = f", {best.speed / before[0]:.2f} times as fast as before"
+        left_out = ""
+        if self._refused:
+            left_out = f"; {len(self._refused)} that don't fit by the plan were not tried"
+        return (
+            f"step {self.stage.number} is fastest with {_words(best.settings)}{gain}, of"
+            f" {len(points)} trials{left_out}"
+        )
+
+
+def _described(point: Point) -> str:
+    if point.speed is None:
+        why = f": {point.said}" if point.outcome in ("refused", "failed") and point.said else ""
+        return f"{_words(point.settings)}   {point.outcome}{why}"
+    return f"{_words(point.settings)}   {point.speed:,.0f} tokens/s, {point.memory_gb or 0:.2f} GB"
+
+
+def _words(settings: Mapping[str, Value]) -> str:
+    shown = {name: str(value).lower() for name, value in settings.items()}
+    return "  ".join(f"{name} {value}" for name, value in shown.items())

@@ -1,0 +1,193 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.autotune.space import known_dimensions, make_space
+from pipeline.budget.machine import GIB, Machine
+from pipeline.config import StepConfig, TrainedModelConfig
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.errors import ConfigError
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+
+CPU = Machine(1, 1, None, None)
+TWO_CPUS = Machine(2, 2, None, None)
+GPU = Machine(1, 1, 80 * GIB, None)
+TWO_GPUS = Machine(2, 2, 80 * GIB, None)
+
+
+def values(config: StepConfig, machine: Machine) -> dict[str, tuple[object, ...]]:
+    return {each.name: each.values for each in make_space(config, machine).dimensions}
+
+
+def test_the_candidates_stand_in_the_order_of_the_ladder() -> None:
+    space = make_space(SFTConfig(batch_size=4, micro_batch_size=2), TWO_GPUS)
+
+    names = [each.name for each in space.dimensions]
+    assert names == ["zero_stage", "offload", "gradient_checkpointing", "micro_batch_size"]
+    assert space.candidates[:4] == (
+        (0, "none", False, 1),
+        (0, "none", False, 2),
+        (0, "none", True, 1),
+        (0, "none", True, 2),
+    )
+    rungs = list(dict.fromkeys(each[:2] for each in space.candidates))
+    assert rungs == [
+        *((stage, offload) for stage in (0, 1, 2) for offload in ("none", "optimizer+gradients")),
+        *(
+            (3, offload)
+            for offload in ("none", "optimizer+gradients", "optimizer+gradients+params")
+        ),
+    ]
+    assert space.start == (0, "none", False, 2)
+
+
+def test_a_processor_has_nothing_to_offload_and_one_process_nothing_to_share_out() -> None:
+    config = SFTConfig(batch_size=32, micro_batch_size=8)
+
+    assert values(config, CPU) == {
+        "gradient_checkpointing": (False, True),
+        "micro_batch_size": (1, 2, 4, 8, 16, 32),
+    }
+    assert values(config, TWO_CPUS)["zero_stage"] == (0, 1, 2, 3)
+    assert values(config, TWO_CPUS)["micro_batch_size"] == (1, 2, 4, 8, 16)
+
+
+def test_sizes_that_hold_all_rows_of_a_process_are_one_candidate() -> None:
+    config = PPOConfig(rollout_size=16, batch_size=8, micro_batch_size=6, generation_batch_size=64)
+
+    found = values(config, TWO_CPUS)
+
+    assert found["micro_batch_size"] == (1, 2, 6)  # four rows of a minibatch on each
+    assert found["generation_batch_size"] == (2, 4, 64)  # eight prompts
+    assert make_space(config, TWO_CPUS).start is not None
+
+
+def test_one_gpu_shards_only_what_it_offloads() -> None:
+    space = make_space(SFTConfig(batch_size=1, micro_batch_size=1), GPU)
+
+    assert {each[:2] for each in space.candidates} == {
+        (0, "none"),
+        (0, "optimizer+gradients"),
+        (3, "optimizer+gradients+params"),
+    }
+
+
+def test_a_candidate_is_the_settings_of_all_models_that_learn() -> None:
+    config = PPOConfig(rollout_size=8, batch_size=8)
+    space = make_space(config, TWO_GPUS)
+    named = {
+        "zero_stage": 3,
+        "offload": "optimizer+gradients+params",
+        "gradient_checkpointing": True,
+        "generation_batch_size": 2,
+        "inference_tp_size": 2,
+        "offload_in_generation": True,
+        "micro_batch_size": 1,
+    }
+
+    made = space.config(space.candidate(named))
+
+    assert isinstance(made, PPOConfig)
+    for model in (made.actor, made.critic):
+        assert (model.zero_stage, model.gradient_checkpointing) == (3, True)
+        assert model.zero.offload == OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")
+    assert (made.generation_batch_size, made.inference_tp_size) == (2, 2)
+    assert made.actor.optim == config.actor.optim
+    assert made.micro_batch_size == 1
+
+
+def test_what_the_command_line_says_stays() -> None:
+    space = make_space(
+        PPOConfig(), TWO_GPUS, fixed=["actor.zero_stage", "actor.zero.offload.optimizer", "seed"]
+    )
+
+    (stage,) = (each for each in space.dimensions if each.name == "zero_stage")
+    (offload,) = (each for each in space.dimensions if each.name == "offload")
+    assert stage.settings == ("critic.zero_stage",)
+    assert offload.settings == ("critic.zero.offload",)
+
+
+def test_what_is_offloaded_to_a_disk_stays_there() -> None:
+    zero = ZeroConfig(offload=OffloadConfig(optimizer="nvme", nvme_path=Path("disk")))
+    config = SFTConfig(model=TrainedModelConfig(path="m", zero_stage=1, zero=zero))
+
+    space = make_space(config, TWO_GPUS)
+
+    assert "offload" not in [each.name for each in space.dimensions]
+    assert space.start == space.candidate(
+        {"zero_stage": 1, "gradient_checkpointing": False, "micro_batch_size": 8}
+    )
+
+
+def test_given_values_take_the_place_of_the_usual_ones() -> None:
+    given = {
+        "zero_stage": "0,2",
+        "micro_batch_size": "4",
+        "gradient_checkpointing": "false",
+        "model.zero.prefetch_units": "0,2",
+        "offload": "none",
+    }
+
+    space = make_space(SFTConfig(), CPU, fixed=["micro_batch_size"], given=given)
+
+    names = [each.name for each in space.dimensions]
+    assert names == [
+        *("zero_stage", "offload", "gradient_checkpointing"),
+        *("model.zero.prefetch_units", "micro_batch_size"),
+    ]
+    assert space.candidates == ((0, "none", False, 0, 4), (0, "none", False, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("zero_stage", "0,7", "--autotune-space zero_stage: model.zero_stage must be one of"),
+        ("micro_batch_size", "many", "--autotune-space micro_batch_size: micro_batch_size must be"),
+        ("micro_batch_size", "", "--autotune-space micro_batch_size= names no values; write"),
+        ("seed", "1,2", "--autotune-space seed is none of memory and speed alone; tune"),
+        ("keep_last", "1,2", "--autotune-space keep_last is none of memory and speed alone"),
+        ("offload", "disk", "--autotune-space offload takes none, or optimizer, gradients, params"),
+        ("offload", "params", "zero.offload.params cpu needs zero_stage 3, got 0"),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(name: str, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_space(SFTConfig(), CPU, fixed=["zero_stage"], given={name: text})
+
+    assert str(error.value).startswith(sentence)
+
+
+def test_names_that_a_space_may_have() -> None:
+    names = known_dimensions(SFTConfig())
+
+    assert {"offload", "zero_stage", "model.zero_stage", "micro_batch_size"} <= set(names)
+    assert not {"seed", "lr", "output_dir", "model.path"} & set(names)
+
+
+def test_what_lies_below_on_the_ladder_with_batches_as_large_needs_as_much() -> None:
+    space = make_space(SFTConfig(batch_size=8, micro_batch_size=1), TWO_GPUS)
+    failed = (2, "optimizer+gradients", False, 2)
+
+    for needs in (
+        failed,
+        (2, "optimizer+gradients", False, 4),
+        (0, "optimizer+gradients", False, 2),
+        (1, "none", False, 4),
+    ):
+        assert space.needs_as_much(needs, failed)
+    for saves in (
+        (2, "optimizer+gradients", False, 1),
+        (2, "optimizer+gradients", True, 2),
+        (3, "none", False, 2),
+        (2, "optimizer+gradients+params", False, 2),
+    ):
+        assert not space.needs_as_much(saves, failed)
+
+
+def test_a_setting_without_a_place_on_the_ladder_is_compared_with_none() -> None:
+    given = {"model.zero.prefetch_units": "0,1", "micro_batch_size": "1,2"}
+    space = make_space(SFTConfig(), CPU, given=given)
+
+    assert space.needs_as_much((False, 1, 2), (False, 1, 1))
+    assert not space.needs_as_much((False, 0, 2), (False, 1, 1))
