@@ -10,6 +10,7 @@ from pipeline.engine.deepspeed.read import notice_of
 from pipeline.errors import EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.commands import step_environment
+from pipeline.launch.environment import PLANNED
 from pipeline.launch.preflight import Check, insist, look
 from pipeline.plan.output import (
     REPORT,
@@ -40,7 +41,7 @@ def run_plan(plan: Plan) -> None:
         KeyboardInterrupt: the run was told to stop; its message says how to go on.
     """
     out = plan.request.output_dir
-    environment = step_environment(plan.where, plan.request)
+    environment = {**step_environment(plan.where, plan.request), PLANNED: "1"}
     for stage in plan.stages:
         if stage.name in plan.finished:
             say(f"step {stage.number} is finished, skipped")
@@ -71,7 +72,7 @@ def follow_plan(plan: Plan) -> None:
     Raises:
         SystemExit, KeyboardInterrupt: as `run_plan`.
     """
-    environment = step_environment(plan.where, plan.request)
+    environment = {**step_environment(plan.where, plan.request), PLANNED: "1"}
     for stage in plan.stages:
         if stage.name not in plan.finished:
             goes_on = plan.request.resume and can_go_on(plan.request.output_dir, stage.name)
@@ -85,7 +86,7 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     plan = make_plan(argv, stages)
     if plan.request.zero_config is not None and (notice := notice_of(plan.request.zero_config)):
         remark(notice)
-    if plan.request.dry_run:
+    if plan.request.dry_run or plan.request.plan_for is not None:
         from pipeline.plan.describe import describe_plan
 
         say(describe_plan(plan))
@@ -96,10 +97,24 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     elif plan.request.node_rank:
         follow_plan(plan)
     else:
+        if plan.request.plan != "off" and plan.request.autotune is None:
+            _insist_on_memory(plan)
         if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
             plan = plan.moved(insist(_look(plan)))
         with only_job(plan.request.output_dir):
-            run_plan(plan)
+            if plan.request.autotune is not None:
+                from pipeline.autotune.tune import tune
+
+                plan = tune(plan)
+            if plan.request.autotune != "tune":
+                run_plan(plan)
+
+
+def _insist_on_memory(plan: Plan) -> None:
+    from pipeline.plan.memory import chosen_settings, insist_on_memory, memory_lines
+
+    insist_on_memory(plan)
+    say("\n".join([*memory_lines(plan), *(chosen_settings(plan) if plan.chosen else ())]))
 
 
 def _look(plan: Plan) -> Check:

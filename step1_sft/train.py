@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.budget.start import check_memory
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches, num_steps
@@ -143,6 +144,7 @@ def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> fl
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(SFTConfig, argv)
+    check_memory(config, section="sft")
     with process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline.budget.start import check_memory
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.data.batches import RowStream, TokenBatch, collate, micro_batches, num_steps
@@ -212,6 +213,7 @@ def evaluate(
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(RewardConfig, argv)
+    check_memory(config, section="reward")
     with process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)

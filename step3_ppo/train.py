@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from inference.self_test import check_generation
+from pipeline.budget.start import check_memory
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.clock import Clock
@@ -191,6 +192,7 @@ def export_models(models: Models, ema: Ema | None, run: Run) -> None:
 def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(PPOConfig, argv)
+    check_memory(config, section="ppo")
     with process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)

@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import inference.settings
+import pipeline.autotune.options
 import pipeline.config
 import pipeline.engine.config
 import pipeline.launch.deployment
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo")
 CONFIG_MODULES = (
     inference.settings,
+    pipeline.autotune.options,
     pipeline.config,
     pipeline.engine.config,
     pipeline.launch.deployment,

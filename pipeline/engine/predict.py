@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.distributed import local_device
+from pipeline.engine.disk_weights import BUFFERS
 from pipeline.engine.flat import ParamSettings, Placement
 from pipeline.engine.layout import padded_size
 from pipeline.engine.optim import build_optimizer
@@ -28,7 +29,7 @@ KINDS = (*HELD, *IN_FLIGHT)
 
 
 @dataclass(frozen=True)
-class _Vector:
+class Vector:
     """A flat vector of the engine."""
 
     settings: ParamSettings
@@ -41,10 +42,12 @@ class _Vector:
 
     @property
     def num_bytes(self) -> int:
+        """Of the whole vector, as the model has its weights."""
         return self.numel * self.settings.dtype.itemsize
 
 
-_Unit = Sequence[_Vector]
+Unit = Sequence[Vector]
+"""The vectors of a unit, one for each kind of weights."""
 
 
 @dataclass(eq=False)
@@ -93,11 +96,7 @@ def predict(
         of them to generate.
     """
     placement = placement_of(config, local_device() if device is None else device)
-    places = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    units = [
-        _vectors(unit, config, world, places)
-        for unit in find_units(model, config.zero.unit_classes)
-    ]
+    units = unit_vectors(model, config, world=world)
     vectors = [vector for unit in units for vector in unit]
     trained = [vector for vector in vectors if vector.settings.trained]
     in_weights = world if placement.shard_params else 1
@@ -116,6 +115,15 @@ def predict(
     }
 
 
+def unit_vectors(model: nn.Module, config: TrainedModelConfig, *, world: int) -> list[Unit]:
+    """The flat vectors of each unit, the root's last."""
+    places = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    return [
+        _vectors(unit, config, world, places)
+        for unit in find_units(model, config.zero.unit_classes)
+    ]
+
+
 def offloaded(config: TrainedModelConfig, device: torch.device) -> dict[str, str]:
     """Of the kinds that don't lie on `device` the place, "cpu" or "nvme"."""
     offload = config.zero.offload
@@ -126,6 +134,28 @@ def offloaded(config: TrainedModelConfig, device: torch.device) -> dict[str, str
         "moments": offload.optimizer,
     }
     return {kind: place for kind, place in places.items() if place not in ("none", device.type)}
+
+
+def streamed(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int:
+    """Bytes of main memory through which what lies on a disk comes and goes, on each process.
+
+    Two sets of masters and moments of the largest vector, and for each size of a piece of the
+    weights as many buffers as `pipeline.engine.disk_weights` makes.
+    """
+    vectors = [vector for unit in unit_vectors(model, config, world=world) for vector in unit]
+    num_bytes = 0
+    if config.zero.offload.optimizer == "nvme":
+        in_optimizer = world if config.zero_stage >= 1 else 1
+        trained = [vector.numel for vector in vectors if vector.settings.trained]
+        largest = max(trained, default=0)
+        num_bytes += 2 * 3 * 4 * (largest // in_optimizer)
+    if config.zero.offload.params == "nvme":
+        pieces = Counter((vector.numel // world, vector.settings.dtype) for vector in vectors)
+        num_bytes += sum(
+            min(count + 1, BUFFERS) * numel * dtype.itemsize
+            for (numel, dtype), count in pieces.items()
+        )
+    return num_bytes
 
 
 def state_vectors(optim: OptimConfig) -> int:
@@ -144,7 +174,7 @@ def state_vectors(optim: OptimConfig) -> int:
 
 def _vectors(
     unit: UnitParams, config: TrainedModelConfig, world: int, places: Counter[int]
-) -> _Unit:
+) -> Unit:
     sizes = Counter[ParamSettings]()
     tied: set[ParamSettings] = set()
     for name, param in unit.params.items():
@@ -153,12 +183,12 @@ def _vectors(
         if places[id(param)] > 1:
             tied.add(settings)
     return [
-        _Vector(settings, padded_size(numel, world), settings in tied)
+        Vector(settings, padded_size(numel, world), settings in tied)
         for settings, numel in sizes.items()
     ]
 
 
-def _has_master(vector: _Vector, placement: Placement) -> bool:
+def _has_master(vector: Vector, placement: Placement) -> bool:
     """Whether the optimizer updates a copy rather than the weights themselves."""
     where = placement.param_device if placement.shard_params else placement.device
     elsewhere = placement.optimizer_on_disk or where != placement.optimizer_device
@@ -166,7 +196,7 @@ def _has_master(vector: _Vector, placement: Placement) -> bool:
 
 
 def _gradient_buffers(
-    units: Sequence[_Unit],
+    units: Sequence[Unit],
     config: TrainedModelConfig,
     placement: Placement,
     world: int,
@@ -177,23 +207,24 @@ def _gradient_buffers(
     if world == 1 and micro_batches == 1 and computes_sums:
         return 0  # autograd writes into the sums themselves
     trained = [[vector for vector in unit if vector.settings.trained] for unit in units]
-    through_a_group = _through_a_group(config, placement, world)
-    meets = world > 1 and not through_a_group
+    through_group = through_a_group(config, placement.device, world)
+    meets = world > 1 and not through_group
     # At stage 3 processes meet before each block, to gather its weights.
     apart = meets and not placement.shard_params
     num_bytes = sum(each.used for each in _buffers_of_pass(trained, narrow=meets, apart=apart))
     # gloo, and NCCL where the order of addition is fixed, receive pieces beside those they send.
     on_cpu = placement.device.type == "cpu"
-    exchanges = through_a_group and (on_cpu or placement.deterministic)
+    exchanges = through_group and (on_cpu or placement.deterministic)
     return 2 * num_bytes if exchanges else num_bytes
 
 
-def _gradient_bytes(vector: _Vector, *, narrow: bool) -> int:
+def gradient_bytes(vector: Vector, *, narrow: bool) -> int:
+    """Of a vector's gradients on their way, where they may or may not be of its own type."""
     itemsize = vector.settings.dtype.itemsize if narrow and not vector.tied else 4
     return min(itemsize, 4) * vector.numel
 
 
-def _buffers_of_pass(units: Sequence[_Unit], *, narrow: bool, apart: bool) -> list[_Buffer]:
+def _buffers_of_pass(units: Sequence[Unit], *, narrow: bool, apart: bool) -> list[_Buffer]:
     """Go through a backward pass as the engine's pool does.
 
     Args:
@@ -202,7 +233,7 @@ def _buffers_of_pass(units: Sequence[_Unit], *, narrow: bool, apart: bool) -> li
         apart: whether a buffer has been read only when all have come to the next reduction.
     """
     *blocks, root = units
-    made = [_Buffer(each.numel, _gradient_bytes(each, narrow=narrow)) for each in root]
+    made = [_Buffer(each.numel, gradient_bytes(each, narrow=narrow)) for each in root]
     free: list[_Buffer] = []
     reducing: list[_Buffer] = []
     for block in reversed(blocks):
@@ -219,7 +250,7 @@ def _buffers_of_pass(units: Sequence[_Unit], *, narrow: bool, apart: bool) -> li
                 made.append(buffer)
             else:
                 free.remove(buffer)
-            buffer.used = max(buffer.used, _gradient_bytes(vector, narrow=narrow))
+            buffer.used = max(buffer.used, gradient_bytes(vector, narrow=narrow))
             borrowed.append(buffer)
         if reducing:
             for each in free:
@@ -232,7 +263,7 @@ def _buffers_of_pass(units: Sequence[_Unit], *, narrow: bool, apart: bool) -> li
 
 
 def _gathered(
-    units: Sequence[_Unit],
+    units: Sequence[Unit],
     config: TrainedModelConfig,
     placement: Placement,
     world: int,
@@ -244,12 +275,12 @@ def _gathered(
     *blocks, root = (sum(vector.num_bytes for vector in unit) for unit in units)
     if generates:
         return root + sum(blocks)
-    overlaps = _through_a_group(config, placement, world)
+    overlaps = through_a_group(config, placement.device, world)
     at_once = 1 + (config.zero.prefetch_units if overlaps else 0)
     windows = (sum(blocks[first : first + at_once]) for first in range(len(blocks)))
     return root + max(windows, default=0)
 
 
-def _through_a_group(config: TrainedModelConfig, placement: Placement, world: int) -> bool:
+def through_a_group(config: TrainedModelConfig, device: torch.device, world: int) -> bool:
     """Whether collectives run beside the computation, not through one machine's own memory."""
-    return world > 1 and not (placement.device.type == "cpu" and config.zero.shared_memory)
+    return world > 1 and not (device.type == "cpu" and config.zero.shared_memory)

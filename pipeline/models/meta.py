@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,14 +17,16 @@ from transformers.utils import logging
 from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
 from pipeline.errors import ModelError
 from pipeline.models.embedded import build_model, build_tokenizer
-from pipeline.models.load import weight_dtype
+from pipeline.models.known import KNOWN
+from pipeline.models.load import switch_off_dropout, weight_dtype
 from pipeline.models.lora import Task, add_lora
 
 
 def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
     """The model as a step holds it on `device`, with its adapters, but on the meta device.
 
-    Only its configuration is read. Rows that a chat format adds to the embeddings are not there.
+    Only its configuration is read; for names in `KNOWN` it is the one that is written there. Rows
+    that a chat format adds to the embeddings are not there, nor is dropout.
 
     Raises:
         ModelError: there is no configuration, or none of a model of that kind.
@@ -34,6 +37,7 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
     try:
         with _errors_only(), torch.device("meta"):
             settings = _settings(path, trust_remote_code=trust)
+            switch_off_dropout(settings)
             settings.num_labels = 1
             dtype = weight_dtype(config.precision, device)
             model = auto.from_config(settings, dtype=dtype, trust_remote_code=trust)
@@ -59,4 +63,6 @@ def _errors_only() -> Iterator[None]:
 def _settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     if path == EMBEDDED:
         return build_model(vocab_size=len(build_tokenizer()), seed=0).config
+    if path in KNOWN and not Path(path).exists():
+        return AutoConfig.for_model(**KNOWN[path])
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -33,8 +33,8 @@ def trained_causal_lm(
     model = load_causal_lm(config, device=device, seed=seed, defer=_is_sharded(config))
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
-        return _prepared(model, config)
-    return _prepared(add_lora(model, config.lora, task="causal", seed=seed), config)
+        return prepared(model, config)
+    return prepared(add_lora(model, config.lora, task="causal", seed=seed), config)
 
 
 def trained_classifier(
@@ -51,8 +51,8 @@ def trained_classifier(
     model = load_classifier(config, device=device, seed=seed, defer=_is_sharded(config))
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
-        return _prepared(model, config)
-    return _prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
+        return prepared(model, config)
+    return prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
 
 
 def within_context(config: StepT, model: nn.Module) -> StepT:
@@ -85,7 +85,8 @@ def _give_rows(
     add_tokens(model, tokenizer, seed=seed)
 
 
-def _prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
+def prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
+    """The model in training mode, recomputing the activations of the blocks that it is told to."""
     plain: PreTrainedModel = base_model(model)
     if config.gradient_checkpointing:
         # Its name before transformers 5.23 was gradient_checkpointing_enable.

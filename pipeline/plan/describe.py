@@ -1,20 +1,16 @@
 """The plan of a run in words: commands, inputs, outputs, settings, memory."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 
+from pipeline.budget.text import table
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.launch.commands import node_command, step_words
-from pipeline.launch.local import count_gpus
-from pipeline.launch.memory_table import Row, memory_rows
 from pipeline.plan.inputs import model_paths
+from pipeline.plan.memory import chosen_settings, memory_of, refusals
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
-
-ROW = "{:<10} {:<28} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}"
-WORKING = ("gradient_buffers", "gathered")
-UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def describe_plan(plan: Plan) -> str:
@@ -26,45 +22,24 @@ def describe_plan(plan: Plan) -> str:
     ]
     for stage in plan.stages:
         lines += ["", *_step(plan, stage)]
-    return "\n".join([*lines, "", *_memory(plan)])
+    lines += ["", *chosen_settings(plan)] if plan.chosen else []
+    lines += ["", *_memory(plan)]
+    if plan.request.plan != "off":
+        lines += [f"\nThis would be refused: {sentence}" for sentence in refusals(plan)]
+    return "\n".join(lines)
 
 
 def describe_memory(plan: Plan) -> str:
-    """The table of what the models take."""
+    """The table of what the steps take."""
     return "\n".join(_memory(plan))
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    gpus, origins = count_gpus(), _origins(plan)
-    tables = {
-        stage.name: memory_rows(
-            plan.configs[stage.name],
-            origins,
-            section=stage.section,
-            world=plan.processes or 1,
-            gpus=gpus,
-        )
-        for stage in plan.stages
-    }
-    rows = [row for table in tables.values() for row in table]
-    largest = max((max(row.on_device, row.offloaded) for row in rows), default=0)
-    unit = "GiB" if largest >= UNITS["GiB"] else "MiB"
-    offload = any(row.offloaded for row in rows)
-    yield f"Memory on each process in {unit}, without activations and KV cache"
-    yield ""
-    names = ("weights", "masters", "gradients", "moments", "buffers")
-    head = ROW.format("role", "model", "parameters", *names, "total")
-    yield head + f" {'offloaded':>9}" if offload else head
-    for name, table in tables.items():
-        yield name
-        yield from (_row(row, unit, offload=offload) for row in table)
-        if all(row.parameters is not None for row in table):
-            sizes = [sum(row.on_device for row in table)]
-            sizes += [sum(row.offloaded for row in table)] if offload else []
-            together = " ".join(f"{size / UNITS[unit]:>9.1f}" for size in sizes)
-            yield f"{'':<10} {'together':<88} {together}"
-    yield ""
-    yield "buffers: gradients on their way, and at stage 3 the weights gathered at a time"
+    yield "Memory of each process, the largest micro-batch counted"
+    for stage in plan.stages:
+        yield ""
+        yield stage.name
+        yield from table(memory_of(plan, stage), plan.machine)
 
 
 def _step(plan: Plan, stage: Stage) -> Iterator[str]:
@@ -124,21 +99,3 @@ def _length(config: StepConfig) -> int:
 
 def _split(config: StepConfig) -> str:
     return ",".join(f"{part:g}" for part in config.data.split)
-
-
-def _origins(plan: Plan) -> Mapping[str, str]:
-    """For each step's output the model it starts from."""
-    configs = plan.configs.values()
-    paths = {str(config.output_dir): dict(model_paths(config)) for config in configs}
-    return {out: models["model.path"] for out, models in paths.items() if "model.path" in models}
-
-
-def _row(row: Row, unit: str, *, offload: bool) -> str:
-    path = row.path if len(row.path) <= 28 else "..." + row.path[-25:]
-    if row.parameters is None:
-        return f"{row.role:<10} {path:<28} unknown (not downloaded)"
-    kinds = (("weights",), ("masters",), ("gradients",), ("moments",), WORKING)
-    sizes = [*(row.sum(*each) for each in kinds), row.on_device]
-    cells = [f"{size / UNITS[unit]:.1f}" for size in sizes]
-    line = ROW.format(row.role, path, f"{row.parameters / 1e6:,.1f}M", *cells)
-    return line + f" {row.offloaded / UNITS[unit]:>9.1f}" if offload else line

@@ -28,6 +28,8 @@ LOCK = ".lock"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FILES = "run.json"
+AUTOTUNE = "autotune"
+"""Directory of the trials that looked for the fastest settings, and of what they found."""
 
 MADE = (
     *(MARK, "metrics.jsonl", "result.json*", "samples.json"),
@@ -178,7 +180,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Names in the output directory that no run makes; hidden files don't count."""
-    ours = {SUMMARY, REPORT, FILES, *(stage.name for stage in stages)}
+    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, *(stage.name for stage in stages)}
     if not out.is_dir():
         return []
     # A run that was cut off while it wrote one of them leaves it under a temporary name.

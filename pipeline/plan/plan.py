@@ -4,13 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.budget.ladder import Settings, nested
+from pipeline.budget.machine import Machine, parse_machine, this_machine
 from pipeline.config import StepConfig
 from pipeline.launch.commands import step_command
+from pipeline.launch.hosts import Host
 from pipeline.launch.layout import Layout, layout
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, finished_steps
 from pipeline.plan.request import Request, Stage, parse_request
-from pipeline.plan.resolve import step_configs
+from pipeline.plan.resolve import said_settings, step_configs
+from pipeline.settings import Layer
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,18 @@ class Plan:
 
     where: Layout
     """Where the processes of each step run."""
+
+    machine: Machine
+    """What one of their machines has."""
+
+    chosen: Mapping[str, Settings]
+    """What `--plan auto` chose, by section."""
+
+    all_stages: tuple[Stage, ...]
+    """Every step there is."""
+
+    said: Mapping[str, frozenset[str]]
+    """Dotted names of the settings that the command line says, by the name of the step."""
 
     @property
     def processes(self) -> int | None:
@@ -60,9 +76,48 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     """
     said = parse_request(argv, stages)
     request = said.request
-    where = layout(request)
-    configs = step_configs(said, stages, world=where.processes or 1)
+    if request.plan_for is not None:
+        machine = parse_machine(request.plan_for)
+        where = _imagined(machine)
+    else:
+        where = layout(request)
+        machine = _machine(where)
+    chosen: Mapping[str, Settings] = {}
+    if request.plan == "auto":
+        from pipeline.plan.auto import choose
+
+        chosen = choose(said, stages, machine)
+    layers = {name: Layer(nested(each), "--plan auto") for name, each in chosen.items()}
+    configs = step_configs(said, stages, world=machine.world, chosen=layers)
     finished = finished_steps(request, stages, configs)
     check_inputs(request, stages, configs)
-    chosen = tuple(stage for stage in stages if stage.number in request.step)
-    return Plan(request, chosen, configs, frozenset(finished), where)
+    asked = tuple(stage for stage in stages if stage.number in request.step)
+    return Plan(
+        request=request,
+        stages=asked,
+        configs=configs,
+        finished=frozenset(finished),
+        where=where,
+        machine=machine,
+        chosen=chosen,
+        all_stages=tuple(stages),
+        said={stage.name: said_settings(said, stage) for stage in stages},
+    )
+
+
+def _machine(where: Layout) -> Machine:
+    """The machines are taken to be like this one."""
+    each = max((len(host.slots) for host in where.hosts), default=1)
+    return this_machine(processes=each, world=where.processes or 1)
+
+
+def _imagined(machine: Machine) -> Layout:
+    """Processes on machines that are not there."""
+    slots = tuple(range(machine.processes))
+    if machine.world == 1:
+        return Layout("process")
+    if machine.world == machine.processes:
+        return Layout("node", (Host("localhost", slots),))
+    count = machine.world // machine.processes
+    hosts = tuple(Host(f"machine {number}", slots) for number in range(count))
+    return Layout("hand", hosts, count)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from pipeline.autotune.options import Autotuning
 from pipeline.cli import help_entry, read_layers, say, settings_help, split_options
 from pipeline.config import StepConfig, require
 from pipeline.errors import ConfigError
@@ -37,7 +38,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Deployment):
+class Request(Deployment, Autotuning):
     """The options of `train.py`."""
 
     step: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
@@ -87,6 +88,16 @@ class Request(Deployment):
     dry_run: bool = False
     """Print the plan, the launch commands and the memory table; run nothing."""
 
+    plan: Literal["check", "auto", "off"] = "check"
+    """Before anything is loaded: check counts what each step takes, and refuses what can't fit this
+    machine; auto also chooses micro-batch, ZeRO stage, offload, recomputation, and in step 3 the
+    answers at once and the processes that generate together, as far as you do not set them; off
+    does neither."""
+
+    plan_for: str | None = None
+    """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB with two
+    machines, 8xA100-80GB+1024GB with its main memory."""
+
     check: bool = False
     """Look at the machines that the run would use - versions, devices, disk, clock, the way between
     them - and say what stands in the way; run nothing. multi_node does so by itself."""
@@ -102,12 +113,22 @@ class Request(Deployment):
     """Steps between checkpoints, or a time as 15m; without it every 15 minutes."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        Deployment.__post_init__(self)
+        Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 1 2 3")
         require(
             not (self.check and (self.dry_run or self.no_check)),
             "--check looks at the machines; leave"
             f" {'--dry-run' if self.dry_run else '--no-check'} away",
+        )
+        require(
+            not (self.check and self.plan_for),
+            "--check looks at the machines there are; leave --plan-for away",
+        )
+        require(
+            self.autotune is None or not (self.check or self.dry_run or self.node_rank is not None),
+            "--autotune makes trials, on machines that this command reaches; leave"
+            f" {'--dry-run' if self.dry_run else '--check' if self.check else '--node-rank'} away",
         )
         require(
             not (self.resume and self.overwrite),
@@ -210,6 +231,7 @@ def _help(stages: Sequence[Stage]) -> str:
     """The `--help` text of train.py."""
     settings = list(list_settings(Request))
     places = {each.name for each in fields(Deployment)}
+    trials = {each.name for each in fields(Autotuning)}
     lines = [
         "usage: python train.py [OPTION ...]",
         "         [--sft.SETTING VALUE ...] [--reward.SETTING VALUE ...] [--ppo.SETTING VALUE ...]",
@@ -217,7 +239,9 @@ def _help(stages: Sequence[Stage]) -> str:
         "From a base language model to a chat model in three steps. Without options it trains the",
         "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
         "",
-        *settings_help([each for each in settings if each.name not in places], dashes=True),
+        *settings_help(
+            [each for each in settings if each.name not in places | trials], dashes=True
+        ),
         *help_entry(
             "--config FILE ...",
             "YAML files with these options and sections sft:, reward:, ppo:; later files win, and"
@@ -227,6 +251,9 @@ def _help(stages: Sequence[Stage]) -> str:
         "Where it runs",
         *settings_help([each for each in settings if each.name in places], dashes=True),
         "",
+        "Autotuning",
+        *settings_help([each for each in settings if each.name in trials], dashes=True),
+        "",
         "Settings of the steps, such as --sft.max_steps 100 --ppo.kl_coef 0.05, are listed by",
         *(f"  python -m {stage.module} --help" for stage in stages),
         "",
@@ -234,8 +261,10 @@ def _help(stages: Sequence[Stage]) -> str:
         "  python train.py",
         "  python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m",
         "  python train.py --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
+        "  python train.py --actor-model facebook/opt-6.7b --plan auto --plan-for 8xA100-40GB",
         "  python train.py --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
         "  python train.py --deployment-type single_node --zero-config ds_config.json",
+        "  python train.py --deployment-type single_node --autotune run",
         "  python train.py --output-dir out --resume",
     ]
     return "\n".join(lines)

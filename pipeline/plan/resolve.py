@@ -1,9 +1,9 @@
 """The settings of the three steps, from what the user said and what one step hands the next.
 
 Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
-before; `configs/embedded.yaml` where the actor is the embedded model; each `--config` in order;
-the DeepSpeed file of `--zero-config`; train.py's own options such as `--actor-model`; dotted
-options such as `--ppo.kl_coef`.
+before; `configs/embedded.yaml` where the actor is the embedded model; what `--plan auto` chose;
+each `--config` in order; the DeepSpeed file of `--zero-config`; train.py's own options such as
+`--actor-model`; dotted options such as `--ppo.kl_coef`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig, require
 from pipeline.engine.deepspeed.layer import deepspeed_layer
 from pipeline.plan.request import CommandLine, Request, Stage
-from pipeline.settings import Layer, build_config
+from pipeline.settings import Layer, build_config, flatten
 
 DEFAULT_DATA = "Dahoas/rm-static"
 """Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""
@@ -22,31 +22,65 @@ DEFAULT_DATA = "Dahoas/rm-static"
 ROOT = Path(__file__).resolve().parent.parent.parent
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
+NOTHING = Layer({}, "nothing")
+
 
 def step_configs(
-    said: CommandLine, stages: Sequence[Stage], *, world: int = 1
+    said: CommandLine,
+    stages: Sequence[Stage],
+    *,
+    world: int = 1,
+    chosen: Mapping[str, Layer] | None = None,
 ) -> dict[str, StepConfig]:
     """The settings of all steps by name, whether they are to run, in `world` processes, or not.
+
+    `chosen` has settings by section that give way to all that the user said.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
     """
-    if _actor(said) == EMBEDDED:
-        base = read_layers([str(EMBEDDED_PRESET)])[0]
-    else:
-        data = {"data": {"path": [DEFAULT_DATA]}}
-        base = Layer({stage.section: data for stage in stages}, "train.py")
-    return {stage.name: _step_config(stage, said, base, stages, world) for stage in stages}
+    layers = chosen or {}
+    return {
+        stage.name: step_config(
+            stage, said, stages, world=world, chosen=layers.get(stage.section, NOTHING)
+        )
+        for stage in stages
+    }
 
 
-def _step_config(
-    stage: Stage, said: CommandLine, base: Layer, stages: Sequence[Stage], world: int
+def said_settings(said: CommandLine, stage: Stage) -> frozenset[str]:
+    """Dotted names of the settings of a step that the command line says.
+
+    An option of train.py says those that it stands for; what files say is not among them.
+    """
+    dotted = {name for name, _ in said.overrides[stage.section]}
+    return frozenset(dotted | flatten(_options(stage, said.request).settings).keys())
+
+
+def step_config(
+    stage: Stage,
+    said: CommandLine,
+    stages: Sequence[Stage],
+    *,
+    world: int = 1,
+    chosen: Layer | None = None,
 ) -> StepConfig:
+    """The settings of one of the steps.
+
+    Raises:
+        ConfigError: as `step_configs`.
+    """
+    if _actor(said) == EMBEDDED:
+        base = _section(read_layers([str(EMBEDDED_PRESET)])[0], stage)
+    else:
+        base = Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
     out = said.request.output_dir / stage.name
     overrides = said.overrides[stage.section]
     below = [
         _handed_over(stage, said, stages),
-        *(_section(layer, stage) for layer in (base, *said.files)),
+        base,
+        chosen or NOTHING,
+        *(_section(layer, stage) for layer in said.files),
     ]
     require(
         not any("output_dir" in layer.settings for layer in below)

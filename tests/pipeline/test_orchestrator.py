@@ -126,9 +126,10 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     assert not out.exists()
     assert said.startswith(f"The plan: 3 steps, 1 process each, into {out}. Nothing is run.")
     assert f"-m tests.pipeline.toy_step --config {out}/step2_reward/config.yaml" in said
-    assert "model      embedded" in said
-    assert "Memory on each process in MiB" in said
-    assert "model      embedded                           0.9M       3.5" in said
+    assert "model.path embedded" in said
+    assert "Memory of each process" in said
+    assert "model              0.9M parameters" in said
+    assert "weights                  3.5" in said
 
 
 def test_a_dry_run_shows_stages_and_offload(
@@ -189,5 +190,5 @@ def test_where_one_sequence_is_too_much_the_run_says_what_saves_memory(
 
     said = capfd.readouterr().err
     assert end.value.code == 1
-    assert "Memory on each process in MiB" in said
+    assert "Memory of each process" in said
     assert "try --sft.model.gradient_checkpointing, --sft.model.zero.offload.optimizer cpu" in said

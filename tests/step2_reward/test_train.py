@@ -21,7 +21,7 @@ from pipeline.data.stages import load_examples
 from pipeline.distributed import barrier
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
-from pipeline.models.forward import Scorer
+from pipeline.models.forward import Scorer, score_head
 from pipeline.models.load import load_classifier
 from step2_reward.config import RewardConfig
 from step2_reward.normalization import mean_and_std
@@ -120,7 +120,7 @@ def test_pairs_stay_together_in_micro_batches(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_accuracy_counts_ties_half(tmp_path: Path) -> None:
+def test_accuracy_is_the_share_of_pairs_in_order(tmp_path: Path) -> None:
     config = small_task(tmp_path)
     model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU)
     one, two = random_rows((4, 6))
@@ -132,17 +132,25 @@ def test_accuracy_counts_ties_half(tmp_path: Path) -> None:
 
     said = evaluate(
         Scorer(model),
-        [
-            EncodedPair(*p, 0.0)
-            for p in ((better, worse), (better, worse), (worse, better), (one, one))
-        ],
+        [EncodedPair(*p, 0.0) for p in ((better, worse), (better, worse), (worse, better))],
         config,
     )
 
-    assert said["accuracy"] == (2 + 0.5) / 4
-    same = scores[0].item()
-    assert said["mean_chosen"] == pytest.approx((2 * high + low + same) / 4, rel=1e-5)
-    assert said["mean_rejected"] == pytest.approx((2 * low + high + same) / 4, rel=1e-5)
+    assert said["accuracy"] == 2 / 3
+    assert said["mean_chosen"] == pytest.approx((2 * high + low) / 3, rel=1e-5)
+    assert said["mean_rejected"] == pytest.approx((2 * low + high) / 3, rel=1e-5)
+
+
+@torch.no_grad()
+def test_accuracy_counts_ties_half(tmp_path: Path) -> None:
+    config = small_task(tmp_path)
+    model = load_classifier(FrozenModelConfig(path=config.model.path), device=CPU)
+    score_head(model).weight.zero_()
+    one, two = random_rows((4, 6))
+
+    said = evaluate(Scorer(model), [EncodedPair(one, two, 0.0), EncodedPair(two, one, 0.0)], config)
+
+    assert said["accuracy"] == 0.5
 
 
 def test_mean_and_standard_deviation_by_hand() -> None:

@@ -14,7 +14,7 @@ from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
-from pipeline.engine.predict import HELD, KINDS, offloaded, predict, state_vectors
+from pipeline.engine.predict import HELD, KINDS, offloaded, predict, state_vectors, streamed
 from pipeline.engine.trained import TrainedParams
 from pipeline.models.lora import add_lora
 from tests.distributed import run_ranks
@@ -255,6 +255,21 @@ def test_on_a_disk_are_masters_of_fp32_weights_too(tmp_path: Path) -> None:
 
     assert predict(Blocks(), config, world=2, device=CPU)["masters"] == 4 * 1664
     assert offloaded(config, CPU) == {"masters": "nvme", "moments": "nvme"}
+
+
+def test_what_lies_on_a_disk_passes_through_buffers_of_the_largest_vector(tmp_path: Path) -> None:
+    optimizer = OffloadConfig(optimizer="nvme", nvme_path=tmp_path)
+    weights = OffloadConfig(params="nvme", nvme_path=tmp_path)
+
+    def passing(stage: int, offload: OffloadConfig) -> int:
+        return streamed(Blocks(), settings(stage, zero=ZeroConfig(offload=offload)), world=2)
+
+    # Masters and two moments of the block of 2048, of one vector and of the next.
+    assert passing(0, optimizer) == 2 * 3 * 4 * 2048
+    assert passing(1, optimizer) == 2 * 3 * 4 * 1024
+    # Halves of 1024, 2048 and 256 weights in fp32, two buffers of each.
+    assert passing(3, weights) == 2 * 4 * (512 + 1024 + 128)
+    assert passing(3, OffloadConfig()) == 0
 
 
 def test_frozen_weights_take_their_own_bytes_alone() -> None:

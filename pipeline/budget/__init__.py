@@ -1,0 +1,1 @@
+"""What a step takes on a machine, counted before anything is loaded."""

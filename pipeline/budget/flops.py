@@ -1,0 +1,68 @@
+"""Floating-point operations of a model, by the shapes of its matrices.
+
+A product of matrices takes two operations for each weight and token; attention takes four for each
+token, each token before it and each number of a head's width (Chowdhery et al. 2022, appendix B,
+which like this counts what a causal mask leaves out). Norms, activations and look-ups are left out.
+Logits are counted for every token: where only some are trained, the last matrix does less.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.models.forward import base_model
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What one model takes for each token."""
+
+    weights: int
+    """In matrices that tokens are multiplied with, the output layer included."""
+
+    trained: int
+    """Of these, those that learn."""
+
+    layers: int
+
+    width: int
+    """Numbers in the queries of one token and layer: heads times their width."""
+
+    def forward(self, length: int) -> int:
+        """Operations for each token of sequences of `length` tokens."""
+        return 2 * self.weights + 4 * self.layers * self.width * length
+
+    def train(self, length: int, *, recomputes: bool = False) -> int:
+        """Operations for each token of a forward and a backward pass.
+
+        The gradient of a product's input takes as much as the product, that of its weights too;
+        weights that are frozen have none. Recomputation is one more forward pass.
+        """
+        backward = self.forward(length) + 4 * self.layers * self.width * length + 2 * self.trained
+        return self.forward(length) * (2 if recomputes else 1) + backward
+
+
+def model_flops(model: nn.Module) -> ModelFlops:
+    """Of a causal language model or a classifier; it may be on the meta device."""
+    config = base_model(model).config
+    matrices = list(_matrices(model))
+    return ModelFlops(
+        weights=sum(weight.numel() for weight in matrices),
+        trained=sum(weight.numel() for weight in matrices if weight.requires_grad),
+        layers=config.num_hidden_layers,
+        width=config.num_attention_heads * _head_width(config),
+    )
+
+
+def _matrices(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            yield module.weight
+
+
+def _head_width(config: PreTrainedConfig) -> int:
+    width = getattr(config, "head_dim", None)
+    return width or config.hidden_size // config.num_attention_heads

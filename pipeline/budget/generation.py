@@ -1,0 +1,77 @@
+"""What answering prompts takes: the replica, the keys and values, prompts that are read."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from pipeline.budget.models import CountedModel
+from pipeline.budget.shape import Shape
+from pipeline.engine.units import ROOT
+from pipeline.models.forward import context_length
+from pipeline.models.kv import kv_bytes_per_token, num_key_heads
+
+PREFILL = 2048
+"""Prompt tokens of a pass, as `inference.batching` reads them."""
+
+SLOT_BLOCK = 32
+"""A slot has whole blocks of so many tokens, and one more, as `inference.slots` makes them."""
+
+SAMPLED = 4 * 4
+"""Bytes of each logit while a token is drawn: logits, log-probabilities, probabilities and their
+blocks, in fp32."""
+
+
+def slot_bytes(actor: CountedModel, shape: Shape) -> int:
+    """Keys and values of one sequence, of a process."""
+    longest = min(shape.prompt_length + shape.new_tokens, context_length(actor.plain))
+    width = -(-longest // SLOT_BLOCK) * SLOT_BLOCK + SLOT_BLOCK
+    heads = max(1, num_key_heads(actor.plain) // shape.tensor_parallel)
+    return width * kv_bytes_per_token(actor.plain, key_heads=heads)
+
+
+def sampling_bytes(actor: CountedModel) -> int:
+    """Of drawing the next token of one sequence."""
+    table = actor.plain.get_input_embeddings().weight
+    assert isinstance(table, Tensor)
+    return SAMPLED * table.shape[0]
+
+
+def replica_bytes(actor: CountedModel, shape: Shape) -> int:
+    """Copies of the weights to generate with: of what is sharded, merged or divided.
+
+    Matrices of the blocks are divided among the processes that generate together.
+    """
+    if actor.engine is None:
+        return 0
+    merged = {id(weight) for weight in _adapted(actor)}
+    total = 0
+    for unit in actor.units():
+        for name, param in unit.params.items():
+            divided = unit.name != ROOT and param.ndim == 2 and shape.tensor_parallel > 1
+            if ".lora_" not in name and (actor.is_sharded or id(param) in merged or divided):
+                total += param.nbytes // (shape.tensor_parallel if divided else 1)
+    return total
+
+
+def turn_bytes(actor: CountedModel) -> int:
+    """Most that making the replica takes for a while.
+
+    A matrix with its adapter is added up in fp32: both, their sum and a factor. At stage 3 a unit
+    and the next one are gathered.
+    """
+    merging = 4 * 4 * max((weight.numel() for weight in _adapted(actor)), default=0)
+    if not actor.is_sharded:
+        return merging
+    sizes = [sum(each.nbytes for each in unit.params.values()) for unit in actor.units()]
+    return merging + max((one + other for one, other in pairwise(sizes)), default=sizes[0])
+
+
+def _adapted(actor: CountedModel) -> Iterator[Tensor]:
+    """The matrices that have an adapter."""
+    for layer in actor.present.modules():
+        if isinstance(layer, LoraLayer):
+            weight = layer.get_base_layer().weight
+            assert isinstance(weight, Tensor)
+            yield weight

@@ -1,0 +1,175 @@
+"""A machine as the plan sees it: its processes, their devices, its main memory."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipeline.errors import ConfigError
+from pipeline.launch.local import count_gpus
+
+MIB, GIB = 2**20, 2**30
+
+CARDS: Mapping[str, int] = {
+    "V100-16GB": 16384,
+    "V100-32GB": 32768,
+    "T4-16GB": 15360,
+    "P100-16GB": 16384,
+    "A100-40GB": 40960,
+    "A100-80GB": 81920,
+    "A800-80GB": 81920,
+    "A10-24GB": 23028,
+    "A30-24GB": 24576,
+    "A40-48GB": 46068,
+    "A6000-48GB": 49140,
+    "L4-24GB": 23034,
+    "L40-48GB": 46068,
+    "L40S-48GB": 46068,
+    "H100-80GB": 81559,
+    "H100-94GB": 95830,
+    "H20-96GB": 97871,
+    "H200-141GB": 143771,
+    "B200-180GB": 183359,
+    "RTX3090-24GB": 24576,
+    "RTX4090-24GB": 24564,
+    "RTX5090-32GB": 32607,
+}
+"""MiB of well-known GPUs, as nvidia-smi reports them."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine of a job; all of a job are alike."""
+
+    processes: int
+    """Of a step on it, one for each GPU; on the fullest one."""
+
+    world: int
+    """Of a step on all machines."""
+
+    gpu_bytes: int | None
+    """Memory of each GPU; None computes on the processor, in main memory."""
+
+    host_bytes: int | None
+    """Main memory for all processes; None is not known."""
+
+    name: str = "this machine"
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether models compute on GPUs."""
+        return self.gpu_bytes is not None
+
+
+def this_machine(*, processes: int, world: int) -> Machine:
+    """The machine that this runs on, as it is now, for so many processes of a step on it."""
+    free = free_gpu_bytes()
+    count = count_gpus()
+    gpu = min(free, default=None) if count else None
+    return Machine(processes, world, gpu, available_bytes())
+
+
+def parse_machine(text: str) -> Machine:
+    """Of `8xA100-80GB`, `4x24GB` or, with machines and main memory, `2x8xH100-80GB+1024GB`.
+
+    Raises:
+        ConfigError: it is none of them, or no card of that name is known.
+    """
+    said = re.fullmatch(
+        r"(?:(\d+)x)??(\d+)x(?:([A-Za-z][\w]*)-)?(\d+)-?GB(?:\+(\d+)GB)?", text, re.IGNORECASE
+    )
+    if said is None:
+        raise ConfigError(
+            f"--plan-for {text} is no machine; write GPUs and their memory, as 8xA100-80GB or"
+            " 4x24GB, with main memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
+        )
+    nodes, gpus, card, size, host = said.groups()
+    count = int(gpus)
+    if not count or not int(size) or not int(nodes or 1):
+        raise ConfigError(f"--plan-for {text} has no GPU or no memory; numbers are above 0")
+    gpu_bytes = int(size) * GIB if card is None else _card(f"{card}-{size}GB", text) * MIB
+    host_bytes = int(host) * GIB if host else None
+    return Machine(count, count * int(nodes or 1), gpu_bytes, host_bytes, name=text)
+
+
+def _card(name: str, text: str) -> int:
+    by_name = {known.lower(): size for known, size in CARDS.items()}
+    if name.lower() in by_name:
+        return by_name[name.lower()]
+    raise ConfigError(
+        f"--plan-for {text}: {name} is none of the cards {', '.join(CARDS)}; give memory alone, as"
+        f" {text.partition('x')[0]}x{name.rpartition('-')[2]}"
+    )
+
+
+def free_gpu_bytes() -> list[int]:
+    """Of each GPU of this machine what is free now, by nvidia-smi: no process touches them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    return [int(line) * MIB for line in listing.split() if line.isdigit()]
+
+
+def available_bytes(groups: Sequence[Path] | None = None) -> int:
+    """Main memory that may be taken now: what the system has, within the limits of containers.
+
+    Args:
+        groups: directories of the control groups that may limit this process; by default its own
+            and those around it.
+    """
+    rooms = [_room_in(group) for group in (own_groups() if groups is None else groups)]
+    limited = [room for room in rooms if room is not None]
+    return min([psutil.virtual_memory().available, *limited])
+
+
+def own_groups(
+    said: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[Path]:
+    """The control groups of this process, from its own outwards, in versions 1 and 2."""
+    try:
+        lines = said.read_text().splitlines()
+    except OSError:
+        return []
+    groups: list[Path] = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds in ("", "memory"):
+            top = root / kinds
+            own = top / path.lstrip("/")
+            groups += [each for each in (own, *own.parents) if each.is_relative_to(top)]
+    return groups
+
+
+def _room_in(group: Path) -> int | None:
+    """What a control group's limit leaves; None where it has none."""
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, usage = _number(group / most), _number(group / used)
+        if limit is not None and usage is not None:
+            # Pages of files are given back as soon as memory is asked for.
+            return max(0, limit - usage + _inactive_file(group / "memory.stat"))
+    return None
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _inactive_file(stat: Path) -> int:
+    try:
+        lines = stat.read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(values.get("total_inactive_file", values.get("inactive_file", "0")))

@@ -1,0 +1,215 @@
+"""The models of a step, without memory for their weights."""
+
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.config import (
+    EMBEDDED,
+    FrozenModelConfig,
+    LoraConfig,
+    Precision,
+    StepConfig,
+    TrainedModelConfig,
+)
+from pipeline.errors import ModelError
+from pipeline.models.known import KNOWN
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from pipeline.engine.units import UnitParams
+
+SCORERS: Mapping[str, Collection[str]] = {"reward": ("model",), "ppo": ("critic", "reward")}
+"""By the step's section the models that score; the others are language models."""
+
+SHARDED_LIKE = {"reference": "actor", "reward": "critic"}
+"""In step 3 the frozen models that are sharded as a trained one is."""
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """A model of a step."""
+
+    role: str
+
+    path: str
+    """As the settings have it."""
+
+    settings: FrozenModelConfig
+    """With the place of its configuration, and no `auto` precision."""
+
+    module: "nn.Module | None"
+    """On the meta device, with its adapters; None where its configuration is not here."""
+
+    scores: bool
+    """Whether it is a classifier rather than a language model."""
+
+    sharded_like: TrainedModelConfig | None
+    """The trained model whose sharding a frozen one shares; below stage 3 it stays whole."""
+
+    @property
+    def trained(self) -> TrainedModelConfig | None:
+        """Its settings, if it learns."""
+        return self.settings if isinstance(self.settings, TrainedModelConfig) else None
+
+    @property
+    def engine(self) -> TrainedModelConfig | None:
+        """The settings by which an engine lays it out; None leaves it as it is loaded."""
+        return self.trained or self.sharded_like
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process has a piece of its weights alone."""
+        return self.engine is not None and self.engine.zero_stage == 3
+
+    @property
+    def present(self) -> "nn.Module":
+        """The module, where there is one."""
+        assert self.module is not None
+        return self.module
+
+    @property
+    def plain(self) -> "PreTrainedModel":
+        """The model inside of its adapters."""
+        from pipeline.models.forward import base_model
+
+        return base_model(self.present)
+
+    @property
+    def parameters(self) -> int:
+        """Adapters included."""
+        return sum(param.numel() for param in self.present.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, as they are loaded."""
+        return sum(param.nbytes for param in self.present.parameters())
+
+    def units(self) -> "list[UnitParams]":
+        """What is gathered together, the root last."""
+        from pipeline.engine.units import find_units
+
+        return find_units(self.present, self.engine.zero.unit_classes if self.engine else ())
+
+
+def models_of(
+    config: StepConfig, origins: Mapping[str, str], *, section: str, has_gpu: bool
+) -> list[CountedModel]:
+    """The models that a step loads, in the order in which it does.
+
+    Args:
+        config: the step's settings.
+        origins: for a directory that an earlier step has yet to fill, the model it starts from.
+        section: the step's name in files of settings: sft, reward or ppo.
+        has_gpu: `auto` precision is bf16 then.
+    """
+    return [
+        _counted(config, role, settings, origins, section=section, has_gpu=has_gpu)
+        for role, settings in _settings_of(config)
+    ]
+
+
+def _settings_of(config: StepConfig) -> Iterator[tuple[str, FrozenModelConfig]]:
+    for field in fields(config):
+        model = getattr(config, field.name)
+        if isinstance(model, FrozenModelConfig):
+            model = model if model.path is not None else _stands_in(config, field.name)
+            if model is not None:
+                yield field.name, model
+
+
+def _counted(
+    config: StepConfig,
+    role: str,
+    settings: FrozenModelConfig,
+    origins: Mapping[str, str],
+    *,
+    section: str,
+    has_gpu: bool,
+) -> CountedModel:
+    scores = role in SCORERS.get(section, ())
+    like = SHARDED_LIKE.get(role) if section == "ppo" else None
+    sharded: TrainedModelConfig | None = getattr(config, like) if like else None
+    path = str(settings.path)
+    source = _source(path, origins)
+    precision: Precision = "bf16" if has_gpu else "fp32"
+    precision = precision if settings.precision == "auto" else settings.precision
+    settings = replace(settings, path=source or path, precision=precision)
+    return CountedModel(
+        role,
+        path,
+        settings,
+        None if source is None else _module(settings, scores=scores),
+        scores,
+        sharded if sharded is not None and sharded.zero_stage == 3 else None,
+    )
+
+
+def _stands_in(config: StepConfig, role: str) -> FrozenModelConfig | None:
+    """The reference is a copy of the actor, except where the actor trains adapters only."""
+    actor = getattr(config, "actor", None)
+    if role != "reference" or not isinstance(actor, TrainedModelConfig) or actor.lora:
+        return None
+    if actor.path is None:
+        return None
+    shared = {field.name: getattr(actor, field.name) for field in fields(FrozenModelConfig)}
+    return FrozenModelConfig(**shared)
+
+
+def _module(settings: FrozenModelConfig, *, scores: bool) -> "nn.Module | None":
+    try:
+        return _on_meta(
+            str(settings.path),
+            settings.precision,
+            "classifier" if scores else "causal",
+            settings.lora if isinstance(settings, TrainedModelConfig) else None,
+            trains=isinstance(settings, TrainedModelConfig),
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except ModelError:
+        return None
+
+
+@functools.lru_cache(maxsize=16)
+def _on_meta(
+    path: str,
+    precision: Precision,
+    task: Literal["causal", "classifier"],
+    lora: LoraConfig | None,
+    *,
+    trains: bool,
+    trust_remote_code: bool,
+) -> "nn.Module":
+    import torch
+
+    from pipeline.models.meta import model_on_meta
+
+    frozen = FrozenModelConfig(path=path, precision=precision, trust_remote_code=trust_remote_code)
+    shared = {field.name: getattr(frozen, field.name) for field in fields(FrozenModelConfig)}
+    settings = TrainedModelConfig(**shared, lora=lora) if trains else frozen
+    return model_on_meta(settings, task=task, device=torch.device("cpu"))
+
+
+def _source(path: str, origins: Mapping[str, str]) -> str | None:
+    """Where the model's configuration is; None where only its name is known."""
+    if path == EMBEDDED or (Path(path).expanduser() / "config.json").is_file():
+        return path
+    if path in origins:
+        return _source(origins[path], origins)
+    return _cached(path) or (path if path in KNOWN else None)
+
+
+def _cached(name: str) -> str | None:
+    """The directory of a Hub model that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return str(Path(config).parent) if isinstance(config, str) else None

@@ -1,0 +1,38 @@
+"""The look at memory of a step that is started by itself, not by `train.py`."""
+
+import os
+
+from pipeline.budget.fit import shortage
+from pipeline.budget.machine import Machine, this_machine
+from pipeline.budget.mend import mend, refusal
+from pipeline.budget.table import StepMemory
+from pipeline.cli import say
+from pipeline.config import StepConfig
+from pipeline.errors import ConfigError
+from pipeline.launch.environment import PLANNED
+
+
+def check_memory(config: StepConfig, *, section: str) -> None:
+    """Say what the step takes, on the first process, and refuse what can't fit.
+
+    `train.py` has done so for all steps, or was told not to; then it does nothing.
+
+    Raises:
+        ConfigError: it names what the step takes, what there is, and the cheapest change.
+    """
+    if os.environ.get("RANK", "0") != "0" or PLANNED in os.environ:
+        return
+    from pipeline.budget.step import step_memory
+    from pipeline.budget.text import line, there
+
+    def count(config: StepConfig, machine: Machine) -> StepMemory:
+        return step_memory(config, section=section, machine=machine)
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    machine = this_machine(processes=processes, world=world)
+    memory = count(config, machine)
+    short = shortage(memory, machine)
+    if short is not None:
+        raise ConfigError(refusal("this step", "", short, mend(config, machine, count)))
+    say(f"memory: {there(machine)}; this step takes {line(memory, machine)}")

@@ -1,0 +1,74 @@
+"""What lies there through a whole phase: weights, masters, moments and copies of them."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from pipeline.budget.machine import Machine
+from pipeline.budget.models import CountedModel
+from pipeline.budget.shape import Shape
+from pipeline.budget.table import Item, Place
+from pipeline.engine.predict import KINDS, offloaded, predict, state_vectors, streamed
+
+PLACES: Mapping[str, Place] = {"cpu": "host", "nvme": "disk"}
+
+
+def device_of(machine: Machine) -> torch.device:
+    """What models compute on there."""
+    return torch.device("cuda" if machine.has_gpu else "cpu")
+
+
+def engine_bytes(model: CountedModel, shape: Shape, machine: Machine) -> Mapping[str, int]:
+    """Bytes of a process by the kinds of `pipeline.engine.predict`."""
+    if model.engine is None:
+        return dict.fromkeys(KINDS, 0) | {"weights": model.weight_bytes}
+    sizes = predict(
+        model.present,
+        model.engine,
+        world=shape.world,
+        device=device_of(machine),
+        micro_batches=shape.micro_batches,
+    )
+    kept = KINDS if model.trained is not None else ("weights", "gathered")
+    return dict.fromkeys(KINDS, 0) | {kind: sizes[kind] for kind in kept}
+
+
+def places_of(model: CountedModel, machine: Machine) -> Mapping[str, Place]:
+    """Of the kinds that do not lie where the model computes: the place."""
+    if model.engine is None:
+        return {}
+    away = offloaded(model.engine, device_of(machine))
+    return {kind: PLACES[place] for kind, place in away.items()}
+
+
+def held(
+    model: CountedModel,
+    sizes: Mapping[str, int],
+    shape: Shape,
+    machine: Machine,
+    *,
+    kinds: tuple[str, ...] = ("weights", "masters", "moments"),
+    napping: frozenset[str] = frozenset(),
+) -> Iterator[Item]:
+    """Items of a model that stay; those of the `napping` kinds in main memory for a while.
+
+    `sizes` are its `engine_bytes`.
+    """
+    places = places_of(model, machine)
+    for kind in kinds:
+        place = places.get(kind, "device")
+        asleep = kind in napping and place == "device" and machine.has_gpu
+        yield Item(kind, model.role, sizes[kind], "host" if asleep else place)
+    beside: Place = "host" if machine.has_gpu else "device"
+    if model.engine is not None:
+        passing = streamed(model.present, model.engine, world=shape.world)
+        yield Item("streaming", model.role, passing, beside)
+    if model.trained is None or "moments" not in kinds:
+        return
+    vectors = state_vectors(model.trained.optim)
+    own = sizes["moments"] // vectors if vectors else sizes["masters"]
+    if shape.averages and model.role == "actor":
+        place = places.get("masters", "device")
+        yield Item("ema", model.role, own, "host" if place == "disk" else place)
+    if shape.section == "sft":
+        yield Item("best", model.role, own, beside)

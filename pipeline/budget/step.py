@@ -1,0 +1,262 @@
+"""What a step takes on each of its processes, phase by phase.
+
+The engine's vectors are counted by its own layout (`pipeline.engine.predict`), passes by the
+models' own code (`pipeline.budget.meter`), generation by the shapes of its cache and replica.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from pipeline.budget.generation import (
+    PREFILL,
+    replica_bytes,
+    sampling_bytes,
+    slot_bytes,
+    turn_bytes,
+)
+from pipeline.budget.machine import Machine
+from pipeline.budget.meter import PassBytes
+from pipeline.budget.models import CountedModel, models_of
+from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
+from pipeline.budget.shape import Shape
+from pipeline.budget.states import engine_bytes, held, places_of
+from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
+from pipeline.config import StepConfig
+
+RUNTIME_CPU = 400 * 2**20
+"""Of a process before it loads a model: Python, PyTorch and transformers."""
+
+RUNTIME_GPU = 768 * 2**20
+"""Of a GPU before it holds a tensor: CUDA's context, the libraries' kernels and workspaces."""
+
+LATE = {"reward": ("actor",), "ppo": ("base",)}
+"""By the step's section the models that are there only while they answer."""
+
+
+def step_memory(
+    config: StepConfig, *, section: str, machine: Machine, origins: Mapping[str, str] | None = None
+) -> StepMemory:
+    """The bytes of a step on such machines; nothing is allocated.
+
+    Args:
+        config: the step's settings.
+        section: the step's name in files of settings: sft, reward or ppo.
+        machine: what it runs on.
+        origins: for a directory that an earlier step has yet to fill, the model it starts from.
+    """
+    models = models_of(config, origins or {}, section=section, has_gpu=machine.has_gpu)
+    counted = tuple(model for model in models if model.module is not None)
+    shape = Shape(config, section, machine.world)
+    sizes = {model.role: engine_bytes(model, shape, machine) for model in counted}
+    step = _Step(shape, machine, counted, sizes)
+    phases = tuple(Phase(name, (*step.runtime(), *items)) for name, items in step.phases().items())
+    missing = tuple(
+        f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"
+        " that can be read"
+        for model in models
+        if model.module is None
+    )
+    unknown = (*missing, *dict.fromkeys(step.unknown))
+    return StepMemory(phases, unknown, {model.role: model.parameters for model in counted})
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose phases are being put together."""
+
+    shape: Shape
+    machine: Machine
+    models: tuple[CountedModel, ...]
+    sizes: Mapping[str, Mapping[str, int]]
+    """Of the engine's vectors, by role and kind."""
+
+    unknown: list[str] = field(default_factory=list[str])
+
+    def phases(self) -> dict[PhaseName, list[Item]]:
+        """In the order in which they come first."""
+        phases: dict[PhaseName, list[Item]] = {"load": list(self.load())}
+        if self.shape.section == "ppo":
+            phases["generate"] = list(self.generate("actor"))
+        phases["score"] = list(self.score())
+        phases["train"] = list(self.train())
+        if self.shape.section == "reward" and any(model.role == "actor" for model in self.models):
+            phases["generate"] = list(self.generate("actor"))
+        return phases
+
+    def runtime(self) -> Iterator[Item]:
+        """What a process takes for itself."""
+        if self.machine.has_gpu:
+            yield Item("runtime", "", RUNTIME_GPU)
+        yield Item("runtime", "", RUNTIME_CPU, "host" if self.machine.has_gpu else "device")
+
+    @property
+    def present(self) -> list[CountedModel]:
+        """The models that are there all the time."""
+        late = LATE.get(self.shape.section, ())
+        return [model for model in self.models if model.role not in late]
+
+    def load(self) -> Iterator[Item]:
+        """Each model is read in main memory first, and laid out unit by unit in flat vectors."""
+        for model in self.present:
+            alone = frozenset({model.role})
+            yield from held(
+                model,
+                self.sizes[model.role],
+                self.shape,
+                self.machine,
+                kinds=("weights", "masters"),
+            )
+            if self.machine.has_gpu and not model.is_sharded:
+                yield Item("weights", model.role, model.weight_bytes, "host", alone)
+            if model.engine is not None:
+                sizes = (sum(each.nbytes for each in u.params.values()) for u in model.units())
+                yield Item("gathered", model.role, max(sizes), moments=alone)
+
+    def train(self) -> Iterator[Item]:
+        """The models that learn take their turns in each micro-batch, and are updated together."""
+        for model in self.present:
+            yield from held(model, self.sizes[model.role], self.shape, self.machine)
+        if self.shape.keeps_replica:
+            yield from self.replica()
+        after = frozenset({"update"})
+        for model in reversed([model for model in self.present if model.trained is not None]):
+            yield from self.gradients(model, after)
+            after |= {f"{model.role} {moment}" for moment in ("blocks", "head", "backward")}
+
+    def gradients(self, model: CountedModel, after: frozenset[str]) -> Iterator[Item]:
+        """What comes and goes while one model finds its gradients, and what stays `after` that."""
+        sizes = self.sizes[model.role]
+        place = places_of(model, self.machine).get("gradients", "device")
+        on_the_way = frozenset({f"{model.role} blocks", f"{model.role} head"})
+        backward = frozenset({f"{model.role} backward"})
+        accumulates = self.shape.micro_batches > 1
+        from_then = after | backward | (on_the_way if accumulates else frozenset())
+        yield Item("gradients", model.role, sizes["gradients"], place, from_then)
+        buffers = after | on_the_way | backward
+        yield Item("gradient_buffers", model.role, sizes["gradient_buffers"], moments=buffers)
+        yield from self.passing(model, self.training(model), backward=not accumulates)
+        if not accumulates:  # sums grow as activations go: the highest moment is at either end
+            root = 4 * sum(each.numel() for each in _trained_root(model)) // self.shape.world
+            yield Item("gradients", model.role, root, place, on_the_way)
+
+    def passing(self, model: CountedModel, how: Pass, *, backward: bool = False) -> Iterator[Item]:
+        """What comes and goes in a pass: activations, logits, and at stage 3 gathered weights."""
+        moments = [f"{model.role} blocks", f"{model.role} head", f"{model.role} backward"]
+        blocks, head, last = (frozenset({moment}) for moment in moments)
+        gathered = self.sizes[model.role]["gathered"]
+        root = _whole_root(model) if gathered else 0
+        yield Item("gathered", model.role, gathered, moments=blocks | last)
+        yield Item("gathered", model.role, root, moments=head)
+        taken = self.measured(model, how)
+        if taken is None:
+            return
+        yield Item("activations", model.role, taken.blocks, moments=blocks)
+        yield Item("activations", model.role, taken.kept, moments=head)
+        yield Item("logits", model.role, taken.head - taken.kept, moments=head)
+        if backward:
+            yield Item("activations", model.role, taken.tail, moments=last)
+
+    def score(self) -> Iterator[Item]:
+        """Questions without gradients: evaluation, and in step 3 experience."""
+        for model in self.present:
+            yield from held(model, self.sizes[model.role], self.shape, self.machine)
+            yield from self.passing(model, self.asking(model))
+        if self.shape.keeps_replica:
+            yield from self.replica()
+
+    def generate(self, role: str) -> Iterator[Item]:
+        """Answers of the actor: what it needs beside all that stays."""
+        for model in self.models:
+            if model.role == "base":
+                continue
+            kinds = frozenset({"masters", "moments"})
+            if model.role != role or model.is_sharded:  # else the replica reads them where they are
+                kinds |= {"weights"}
+            napping = kinds if self.shape.naps and model.trained is not None else frozenset()
+            yield from held(
+                model, self.sizes[model.role], self.shape, self.machine, napping=napping
+            )
+        actor = next((model for model in self.models if model.role == role), None)
+        if actor is None:
+            return
+        answering = frozenset({"answers"})
+        yield from self.replica()
+        yield Item("gathered", role, turn_bytes(actor), moments=frozenset({"replica"}))
+        for kind, each in (
+            ("kv_cache", slot_bytes(actor, self.shape)),
+            ("logits", sampling_bytes(actor)),
+        ):
+            yield Item(kind, role, self.shape.slots * each, moments=answering, least=each)
+        length = min(self.shape.prompt_length, PREFILL)
+        count = max(1, min(PREFILL // length, self.shape.slots))
+        taken = self.measured(actor, Pass(Rows(count, length, 0), "read"))
+        if taken is not None:
+            yield Item("activations", role, taken.peak, moments=answering)
+
+    def replica(self) -> Iterator[Item]:
+        """The copy of the actor that generates."""
+        for model in self.models:
+            if model.role == "actor":
+                yield Item("replica", model.role, replica_bytes(model, self.shape))
+
+    def measured(self, model: CountedModel, how: Pass) -> PassBytes | None:
+        """What a pass takes; None where the model's code can't be followed."""
+        rows = replace(how.rows, length=longest(model.present, how.rows.length))
+        try:
+            return pass_bytes(model.present, replace(how, rows=rows))
+        except UnknownPassError as error:
+            reason = str(error).strip().split("\n")[0]
+            self.unknown.append(
+                f"activations of {model.plain.config.model_type} are not counted: its code can't be"
+                f" followed without numbers ({reason})"
+            )
+            return None
+
+    def micro_batch(self) -> Rows:
+        """The largest that the step makes."""
+        return Rows(self.shape.sequences, self.shape.length, self.shape.targets)
+
+    def training(self, model: CountedModel) -> Pass:
+        """How a model that learns is run."""
+        engine = model.trained
+        assert engine is not None
+        shared = not self.machine.has_gpu and engine.zero.shared_memory
+        return Pass(
+            self.micro_batch(),
+            "train",
+            scores=model.scores,
+            gpu=self.machine.has_gpu,
+            kernels=engine.kernels,
+            uniform=self.shape.section == "sft",
+            entropy=self.shape.counts_entropy,
+            temperature=self.shape.temperature,
+            checkpoint_every=engine.checkpoint_every if engine.gradient_checkpointing else None,
+            narrow=self.shape.world > 1 and shared,
+        )
+
+    def asking(self, model: CountedModel) -> Pass:
+        """How a model is asked without gradients."""
+        like = next((each.trained for each in self.models if each.trained is not None), None)
+        return Pass(
+            self.micro_batch(),
+            "ask",
+            scores=model.scores,
+            gpu=self.machine.has_gpu,
+            kernels="auto" if like is None else like.kernels,
+            entropy=(self.shape.section, model.role) == ("ppo", "actor"),
+            temperature=self.shape.temperature,
+        )
+
+
+def _trained_root(model: CountedModel) -> Iterator[Tensor]:
+    """What lies outside of the blocks and learns."""
+    *_, root = model.units()
+    return (each for each in root.params.values() if each.requires_grad)
+
+
+def _whole_root(model: CountedModel) -> int:
+    """Bytes of what lies outside of the blocks."""
+    *_, root = model.units()
+    return sum(each.nbytes for each in root.params.values())

@@ -1,0 +1,91 @@
+"""Shapes of the models that presets name, so that they can be planned before a download.
+
+As their authors' config.json files have them; a file on this machine comes first.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def _opt(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
+    """Zhang et al. 2022, table 1."""
+    sizes = {
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+    }
+    return {"model_type": "opt", **sizes, **changes}
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
+    """Touvron et al. 2023; Grattafiori et al. 2024, table 3."""
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    }
+    return {"model_type": "llama", **sizes, **changes}
+
+
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
+    """Yang et al. 2024, table 1."""
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+    }
+    return {"model_type": "qwen2", **sizes, **changes}
+
+
+_LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
+_SMALL = {"vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+
+KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "facebook/opt-125m": _opt(768, 12, 12),
+    "facebook/opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+    "facebook/opt-1.3b": _opt(2048, 24, 32),
+    "facebook/opt-2.7b": _opt(2560, 32, 32),
+    "facebook/opt-6.7b": _opt(4096, 32, 32),
+    "facebook/opt-13b": _opt(5120, 40, 40),
+    "facebook/opt-30b": _opt(7168, 48, 56),
+    "facebook/opt-66b": _opt(9216, 64, 72),
+    "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, num_key_value_heads=32, **_LLAMA_2),
+    "meta-llama/Llama-2-13b-hf": _llama(5120, 13824, 40, 40, num_key_value_heads=40, **_LLAMA_2),
+    "meta-llama/Llama-2-70b-hf": _llama(8192, 28672, 80, 64, **_LLAMA_2),
+    "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, tie_word_embeddings=True),
+    "meta-llama/Llama-3.1-8B": _llama(4096, 14336, 32, 32),
+    "meta-llama/Llama-3.1-70B": _llama(8192, 28672, 80, 64),
+    "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, num_key_value_heads=2, **_SMALL),
+    "Qwen/Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, num_key_value_heads=2, **_SMALL),
+    "Qwen/Qwen2.5-3B": _qwen2(2048, 11008, 36, 16, num_key_value_heads=2, **_SMALL),
+    "Qwen/Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, num_key_value_heads=4),
+    "Qwen/Qwen2.5-14B": _qwen2(5120, 13824, 48, 40, num_key_value_heads=8),
+    "Qwen/Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, num_key_value_heads=8),
+    "bigscience/bloom-1b1": {
+        "model_type": "bloom",
+        "hidden_size": 1536,
+        "n_layer": 24,
+        "n_head": 16,
+        "vocab_size": 250880,
+    },
+    "ai-forever/mGPT": {
+        "model_type": "gpt2",
+        "n_embd": 2048,
+        "n_layer": 24,
+        "n_head": 16,
+        "vocab_size": 100000,
+        "n_positions": 2048,
+    },
+}
+"""Settings by name on the Hub, with the model's type; what is left out is the type's default."""

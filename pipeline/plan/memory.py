@@ -1,0 +1,76 @@
+"""Whether the steps of a plan fit the machine, before anything is loaded."""
+
+from collections.abc import Iterator, Mapping
+
+import yaml
+
+from pipeline.budget.fit import shortage
+from pipeline.budget.ladder import nested
+from pipeline.budget.machine import Machine
+from pipeline.budget.mend import Count, mend, refusal
+from pipeline.budget.step import step_memory
+from pipeline.budget.table import StepMemory
+from pipeline.budget.text import line, there
+from pipeline.config import StepConfig
+from pipeline.errors import ConfigError
+from pipeline.plan.inputs import model_paths
+from pipeline.plan.plan import Plan
+from pipeline.plan.request import Stage
+
+
+def memory_of(plan: Plan, stage: Stage) -> StepMemory:
+    """What a step of the plan takes on its machine."""
+    return _count(plan, stage)(plan.configs[stage.name], plan.machine)
+
+
+def insist_on_memory(plan: Plan) -> None:
+    """Refuse a plan of which a step, not finished yet, can't fit its machine.
+
+    Raises:
+        ConfigError: it names the step, what it takes, what there is, and the cheapest change.
+    """
+    for sentence in refusals(plan):
+        raise ConfigError(sentence)
+
+
+def refusals(plan: Plan) -> Iterator[str]:
+    """A sentence for each step that can't fit."""
+    for stage in plan.stages:
+        if stage.name in plan.finished:
+            continue
+        short = shortage(memory_of(plan, stage), plan.machine)
+        if short is not None:
+            config = plan.configs[stage.name]
+            mended = mend(config, plan.machine, _count(plan, stage))
+            yield refusal(f"step {stage.number}", stage.section, short, mended)
+
+
+def memory_lines(plan: Plan) -> Iterator[str]:
+    """What each step takes, in a line each, under what there is."""
+    yield f"memory: {there(plan.machine)}"
+    for stage in plan.stages:
+        if stage.name not in plan.finished:
+            yield f"  step {stage.number} takes {line(memory_of(plan, stage), plan.machine)}"
+
+
+def chosen_settings(plan: Plan) -> Iterator[str]:
+    """What `--plan auto` chose, as a file of settings."""
+    yield "chosen by --plan auto; as a file for --config:"
+    settings = {section: nested(each) for section, each in plan.chosen.items()}
+    yield from (f"  {each}" for each in yaml.safe_dump(settings, sort_keys=False).splitlines())
+
+
+def origins_of(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
+    """For each step's output the model it starts from."""
+    paths = {str(config.output_dir): dict(model_paths(config)) for config in configs.values()}
+    return {out: models["model.path"] for out, models in paths.items() if "model.path" in models}
+
+
+def _count(plan: Plan, stage: Stage) -> Count:
+    """What a step takes with any settings, on any machine."""
+    origins = origins_of(plan.configs)
+
+    def count(config: StepConfig, machine: Machine) -> StepMemory:
+        return step_memory(config, section=stage.section, machine=machine, origins=origins)
+
+    return count

@@ -1,0 +1,101 @@
+"""What a machine has, as it is written and as it is found."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.budget.machine import (
+    CARDS,
+    GIB,
+    MIB,
+    Machine,
+    available_bytes,
+    own_groups,
+    parse_machine,
+    this_machine,
+)
+from pipeline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "world", "gpu", "host"),
+    [
+        ("8xA100-80GB", 8, 8, 80 * GIB, None),
+        ("1xa100-40gb", 1, 1, 40 * GIB, None),
+        ("8xH100-80GB", 8, 8, 81559 * MIB, None),
+        ("2x8xA100-80GB+1024GB", 8, 16, 80 * GIB, 1024 * GIB),
+        ("4x24GB", 4, 4, 24 * GIB, None),
+        ("4x24-GB+64GB", 4, 4, 24 * GIB, 64 * GIB),
+        ("1xRTX4090-24GB", 1, 1, 24564 * MIB, None),
+    ],
+)
+def test_a_machine_is_written_in_a_word(
+    text: str, processes: int, world: int, gpu: int, host: int | None
+) -> None:
+    assert parse_machine(text) == Machine(processes, world, gpu, host, name=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("A100", "--plan-for A100 is no machine; write GPUs and their memory, as 8xA100-80GB"),
+        ("8xA100", "--plan-for 8xA100 is no machine"),
+        ("0xA100-80GB", "has no GPU or no memory; numbers are above 0"),
+        ("8x0GB", "has no GPU or no memory; numbers are above 0"),
+        ("8xA100-60GB", "A100-60GB is none of the cards V100-16GB, .* as 8x60GB"),
+    ],
+)
+def test_what_is_no_machine_is_said(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_machine(text)
+
+
+def test_every_card_can_be_written_with_its_name() -> None:
+    machines = {name: parse_machine(f"1x{name}") for name in CARDS}
+
+    assert all(machine.gpu_bytes == CARDS[name] * MIB for name, machine in machines.items())
+    # The name says what the card is sold with; it reports at most that.
+    assert all(size <= int(name.rpartition("-")[2][:-2]) * 1024 for name, size in CARDS.items())
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 200000\nfile 400000\n")
+
+    assert available_bytes([tmp_path]) == 1000000 - 700000 + 200000
+
+
+def test_an_older_container_has_so_too(tmp_path: Path) -> None:
+    (tmp_path / "memory.limit_in_bytes").write_text("1000000\n")
+    (tmp_path / "memory.usage_in_bytes").write_text("1100000\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50000\n")
+
+    assert available_bytes([tmp_path]) == 0
+
+
+def test_without_a_limit_it_is_what_the_system_has(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+
+    assert available_bytes([tmp_path, tmp_path / "missing"]) > 2**20
+
+
+def test_the_groups_around_its_own_limit_a_process_too(tmp_path: Path) -> None:
+    said = tmp_path / "cgroup"
+    said.write_text("0::/user/job\n")
+    assert own_groups(said, tmp_path) == [tmp_path / "user/job", tmp_path / "user", tmp_path]
+
+    said.write_text("5:cpu:/a\n4:memory:/jobs/7\n")
+    memory = tmp_path / "memory"
+    assert own_groups(said, tmp_path) == [memory / "jobs/7", memory / "jobs", memory]
+
+    assert own_groups(tmp_path / "missing", tmp_path) == []
+
+
+def test_this_machine_is_measured() -> None:
+    machine = this_machine(processes=2, world=4)
+
+    assert (machine.processes, machine.world) == (2, 4)
+    assert machine.host_bytes is not None
+    assert machine.host_bytes > 2**20

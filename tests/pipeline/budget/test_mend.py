@@ -1,0 +1,155 @@
+"""The cheapest change that makes a step fit is found and spelled."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.budget.fit import Shortage, shortage
+from pipeline.budget.ladder import changed, micro_batches, nested, rungs
+from pipeline.budget.machine import GIB, Machine
+from pipeline.budget.mend import mend, refusal
+from pipeline.budget.step import step_memory
+from pipeline.budget.table import Item, Phase, StepMemory
+from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
+from step1_sft.config import SFTConfig
+
+
+def config(**settings: Any) -> SFTConfig:
+    model = TrainedModelConfig(path="embedded", **settings.pop("model", {}))
+    return SFTConfig(model=model, batch_size=32, **settings)
+
+
+RECOMPUTED = {"micro_batch_size": 1, "model.gradient_checkpointing": True}
+OFFLOADED = {"model.zero.offload.optimizer": "cpu", "model.zero.offload.gradients": "cpu"}
+
+
+def toy(config: StepConfig, machine: Machine) -> StepMemory:
+    """100 for the model's state, shared out from stage 2 on; 10 for each row, or 2 recomputed."""
+    model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
+    state = 100 if model.lora is None else 5
+    if model.zero_stage >= 2:
+        state //= machine.world
+    if model.zero.offload.optimizer == "cpu":
+        state //= 4
+    rows = config.micro_batch_size * (2 if model.gradient_checkpointing else 10)
+    return StepMemory((Phase("train", (Item("weights", "model", state + rows),)),))
+
+
+def gpus(count: int, size: int) -> Machine:
+    return Machine(count, count, size, None)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "settings"),
+    [
+        (1, 140, {"micro_batch_size": 4}),  # 100 + 40
+        (1, 117, {"micro_batch_size": 1}),
+        (1, 109, {"micro_batch_size": 1, "model.gradient_checkpointing": True}),
+        (4, 105, {"micro_batch_size": 1, "model.gradient_checkpointing": True}),
+        (4, 46, {"micro_batch_size": 1, "model.zero_stage": 2}),  # 25 + 10
+        (1, 27, {**RECOMPUTED, "model.zero.offload.optimizer": "cpu"}),
+        (
+            2,
+            9,
+            {"micro_batch_size": 1, "model.gradient_checkpointing": True, "model.lora.rank": 16},
+        ),
+        (1, 2, None),
+    ],
+)
+def test_one_change_alone_is_tried_first_and_then_all_up_to_one(
+    count: int, size: int, settings: Any
+) -> None:
+    machine = gpus(count, size)
+    start = config(micro_batch_size=8)
+    found = mend(start, machine, toy)
+
+    assert found == settings
+
+
+def test_what_is_in_use_is_not_proposed() -> None:
+    there = config(micro_batch_size=1, model={"gradient_checkpointing": True, "zero_stage": 3})
+
+    assert mend(there, gpus(1, 30), toy) == OFFLOADED
+
+
+def test_more_gpus_come_last() -> None:
+    start = config(micro_batch_size=1, model={"gradient_checkpointing": True, "zero_stage": 3})
+
+    def heavy(_: StepConfig, machine: Machine) -> StepMemory:
+        item = Item("weights", "model", 1000 // machine.world)
+        return StepMemory((Phase("train", (item,)),))
+
+    assert mend(start, gpus(2, 100), heavy) == 16
+    assert mend(start, replace(gpus(2, 100), gpu_bytes=None, host_bytes=100), heavy) is None
+
+
+SHORT = Shortage(Phase("train", ()), "each GPU", needed=31 * GIB, there=24 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("mended", "end"),
+    [
+        (
+            {"micro_batch_size": 2, "model.gradient_checkpointing": True},
+            "; it fits with --sft.micro_batch_size 2 --sft.model.gradient_checkpointing true",
+        ),
+        (16, "; no setting makes it fit: it does on 16 such GPUs at ZeRO stage 3"),
+        (
+            None,
+            "; no setting makes it fit: take a smaller model, shorter sequences or a machine with"
+            " more memory",
+        ),
+    ],
+)
+def test_a_refusal_is_one_sentence(mended: Any, end: str) -> None:
+    start = "step 1 takes 31.0 GiB on each GPU to train, and there are 24.0 GiB"
+
+    assert refusal("step 1", "sft", SHORT, mended) == start + end
+
+
+def test_settings_are_changed_by_their_dotted_names() -> None:
+    start = config(micro_batch_size=8)
+
+    found = changed(
+        start,
+        {"micro_batch_size": 2, "model.zero.offload.optimizer": "cpu", "model.lora.rank": 4},
+    )
+
+    assert found.micro_batch_size == 2
+    assert found.model.zero.offload.optimizer == "cpu"
+    assert found.model.lora == LoraConfig(rank=4)
+    assert found.model.path == "embedded"
+    assert start.model.lora is None
+    assert nested({"a.b.c": 1, "a.d": 2, "e": 3}) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
+
+
+def test_sizes_go_down_by_powers_of_two() -> None:
+    assert micro_batches(12) == [12, 8, 4, 2, 1]
+    assert micro_batches(8) == [8, 4, 2, 1]
+    assert micro_batches(1) == [1]
+
+
+def test_each_rung_takes_less_memory_than_the_one_before() -> None:
+    start = config(micro_batch_size=8, model={"precision": "bf16"})
+    machine = gpus(4, 80 * GIB)
+
+    sizes = [
+        step_memory(
+            changed(start, {f"model.{name}": value for name, value in rung.items()}),
+            section="sft",
+            machine=machine,
+        ).peak("device")
+        for rung in rungs(world=4, has_gpu=True)
+    ]
+
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert min(sizes) == sizes[-1]
+
+
+def test_what_is_not_known_is_never_refused() -> None:
+    unknown = replace(config(), model=TrainedModelConfig(path="someone/unknown"))
+    memory = step_memory(unknown, section="sft", machine=gpus(1, GIB))
+
+    assert memory.unknown
+    assert shortage(memory, gpus(1, GIB)) is None

@@ -1,0 +1,33 @@
+"""The plan is within 5 % of what real steps take, by kind; `benchmarks/plan.py` has all cases."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_worker import KINDS, compare
+from tests.distributed import run_ranks
+
+CASES = (
+    *(("opt", 0, "none"), ("opt", 3, "nvme")),
+    *(("gpt2", 1, "cpu"), ("gpt2", 3, "none")),
+    *(("llama", 2, "nvme"), ("llama", 3, "cpu")),
+    *(("qwen3", 0, "cpu"), ("qwen3", 2, "none")),
+)
+"""Families, ZeRO stages, and what is offloaded."""
+
+
+def far_off(directory: Path) -> list[str]:
+    """Kinds of which a process takes another number of bytes."""
+    wrong: list[str] = []
+    for family, stage, offload in CASES:
+        found = compare(family, stage, offload, "bf16", directory)
+        for kind in KINDS:
+            predicted, measured = found["predicted"][kind], found["measured"][kind]
+            if predicted != pytest.approx(measured, rel=0.05):
+                case = f"{family} stage {stage}, offload {offload}: {kind}"
+                wrong.append(f"{case} {measured:,.0f}, not {predicted:,.0f}")
+    return wrong
+
+
+def test_two_processes_take_what_was_planned(tmp_path: Path) -> None:
+    assert run_ranks(far_off, tmp_path, world_size=2) == [[], []]
