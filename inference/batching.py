@@ -69,7 +69,7 @@ class Slots:
             lambda inputs, layout: self._run(inputs, layout, reads_slots=True, keep=0),
             dtype=plain.dtype,
             device=self.device,
-            tapes=peers_of(plain).size == 1 and not has_hooks(model),
+            repeats=peers_of(plain).size == 1 and not has_hooks(model),
         )
         # transformers hands a 4-D mask through untouched; the layouts need none.
         self._no_mask = torch.ones(1, 1, 1, 1, device=self.device)

@@ -1,23 +1,22 @@
-"""Decoding passes: through the model's modules, and on the CPU soon from a tape of what they do.
+"""Decoding passes: through the model's modules, and soon from what was kept of what they do.
 
-A pass on the CPU has more rows than it needs, so that few tapes serve all batches; what a row says
-does not depend on the others. Each tape is proved before it is trusted: it has to repeat the
-modules' next pass to the bit.
+A pass has more rows than it needs, so that few tapes or graphs serve all batches; what a row says
+does not depend on the others.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from enum import Enum, auto
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from inference.graphs import Capture, CudaCapture, GraphedRows
+from inference.passes import Column, Pass, Repeated, RepeatError
 from inference.slots import NextToken
-from inference.tape import Call, Repeat, Tape, TapeError, Writer
-from pipeline.kernels.choice import chosen
-from pipeline.kernels.cpu.linear import Linear, is_built, prepare
-from pipeline.models.attention import Layout, round_up
+from inference.taped import TapedRows
+from pipeline.kernels.cpu.linear import is_built
+from pipeline.models.attention import round_up
 
 logger = logging.getLogger(__name__)
 
@@ -25,123 +24,12 @@ FEWEST = 4
 """Rows of a pass on the CPU. Products of fewer are rounded otherwise than those of training, which
 have many; where a kernel of ours has the same bits, it computes no more rows than are asked for."""
 
-Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
-"""A forward pass of the modules over tokens, their positions and their places in the cache."""
+MANY = 64
+"""From so many rows on a GPU computes a multiple of it, below the next power of two."""
 
-
-class Stage(Enum):
-    """What the next pass of so many rows does."""
-
-    MODULES = auto()
-    """Whoever decodes a token or two needs no tape."""
-
-    WRITE = auto()
-    PROVE = auto()
-    REPEAT = auto()
-
-
-class Asked:
-    """The layout that modules are given: asks the one of the pass at hand, on and off a tape."""
-
-    def __init__(self) -> None:
-        self.layout: NextToken | None = None
-        self.writer: Writer | None = None
-
-    def attend(
-        self,
-        query: Float[Tensor, "1 H N D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M E"],
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "1 N H E"]:
-        """Attention as the layout of the pass has it."""
-
-        def compute(out: Tensor | None) -> Tensor:
-            assert self.layout is not None
-            return self.layout.attend(
-                query,
-                key,
-                value,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                dropout=dropout,
-                out=out,
-            )
-
-        if self.writer is None:
-            return compute(None)
-        return self.writer.outside(compute, [query, key, value])
-
-
-class Rows:
-    """Passes of one number of rows, and their tape."""
-
-    def __init__(self, num_rows: int, asked: Asked) -> None:
-        self.inputs: Int[Tensor, "3 N"] = torch.zeros(3, num_rows, dtype=torch.long)
-        self.stage = Stage.MODULES
-        self._asked = asked
-        self._calls: list[Call] = []
-        self._result: Float[Tensor, "N V"] | None = None
-        self._products: list[Linear] = []
-        self._tape: Tape | None = None
-
-    def run(self, modules: Pass, num_live: int) -> Float[Tensor, "N V"]:
-        """The logits of what `inputs` holds; those of the first `num_live` rows count.
-
-        Raises:
-            TapeError: the modules do what can't be repeated.
-        """
-        if self.stage is Stage.MODULES:
-            self.stage = Stage.WRITE
-            return modules(self.inputs, self._asked)
-        if self.stage is Stage.WRITE:
-            return self._write(modules)
-        if self.stage is Stage.PROVE:
-            return self._prove(modules)
-        assert self._tape is not None
-        for product in self._products:
-            product.take(num_live)
-        return self._tape.replay()
-
-    def _write(self, modules: Pass) -> Float[Tensor, "N V"]:
-        writer = self._asked.writer = Writer()
-        try:
-            with writer:
-                self._result = modules(self.inputs, self._asked)
-        finally:
-            self._asked.writer = None
-        self._calls = writer.calls
-        self.stage = Stage.PROVE
-        return self._result.clone()  # what comes next makes use of its memory
-
-    def _prove(self, modules: Pass) -> Float[Tensor, "N V"]:
-        """Repeat by the modules' own operators, then give products to the kernel."""
-        assert self._result is not None
-        expected = modules(self.inputs, self._asked)
-        if not torch.equal(Tape(self._calls, [self.inputs], self._result).replay(), expected):
-            raise TapeError("its modules do not do the same in each pass")
-        self._tape = Tape(self._calls, [self.inputs], self._result, substitute=self._product)
-        self._calls = []
-        self.stage = Stage.REPEAT
-        return expected
-
-    def _product(self, call: Call) -> Repeat | None:
-        """A product of few rows by the kernel, if it has the bits that products of many have."""
-        if chosen() == "off" or len(call.made) != 1 or call.kwargs:
-            return None
-        linear = None
-        if call.name == "linear":
-            x, weight, *bias = call.args
-            linear = prepare(x, weight, bias[0] if bias else None, call.made[0])
-        elif call.name == "addmm":  # transformers' Conv1D, of GPT-2
-            bias, x, weight = call.args
-            linear = prepare(x, weight.mT, bias, call.made[0])
-        if linear is not None:
-            self._products.append(linear)
-        return linear
+LONG = 1024
+"""Tokens from which on lengths have graphs of their own, by powers of two: work is divided among a
+GPU's processors by the longest length that a graph may meet."""
 
 
 class Decoder:
@@ -151,22 +39,31 @@ class Decoder:
         modules: a pass through the model.
         dtype: of the model.
         device: of the model.
-        tapes: whether they may be written, on a CPU: modules whose Python does more than compute,
-            with other processes or for somebody who watches, must run each time.
+        repeats: whether passes may be repeated without the modules: those whose Python does more
+            than compute, with other processes or for somebody who watches, must run each time.
+        capture: what keeps passes; None is CUDA graphs on a GPU, tapes on a CPU.
     """
 
     def __init__(
-        self, modules: Pass, *, dtype: torch.dtype, device: torch.device, tapes: bool
+        self,
+        modules: Pass,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        repeats: bool,
+        capture: Capture | None = None,
     ) -> None:
         self._modules = modules
         self._dtype = dtype
         self._device = device
-        self._tapes = tapes and device.type == "cpu"
-        self._asked = Asked()
-        self._rows: dict[int, Rows] = {}
+        self._repeats = repeats
+        if capture is None and repeats and device.type == "cuda":
+            capture = CudaCapture(device)
+        self._capture = capture
+        self._kept: dict[tuple[int, int], Repeated] = {}
 
     def __call__(
-        self, columns: Sequence[tuple[int, int, int]], layout: NextToken, *, spare: int
+        self, columns: Sequence[Column], layout: NextToken, *, spare: int
     ) -> Float[Tensor, "B V"]:
         """The logits after each token.
 
@@ -176,28 +73,49 @@ class Decoder:
             spare: a place in the cache that nobody reads.
         """
         count = len(columns)
-        num_rows = self._num_rows(count)
-        padded = [*columns, *[(columns[-1][0], 0, spare)] * (num_rows - count)]
-        inputs = torch.tensor(padded).T
-        if not self._tapes:
-            return self._modules(inputs.contiguous().to(self._device), layout)[:count]
-        rows = self._rows.get(num_rows)
+        padding = [(columns[-1][0], 0, spare)] * (self._num_rows(count) - count)
+        padded = [*columns, *padding]
+        if self._repeats:
+            try:
+                return self._rows(len(padded), layout).run(padded, layout)[:count]
+            except RepeatError as reason:
+                logger.info("decoding goes through the model's modules each time: %s", reason)
+                self._repeats = False
+                self._kept.clear()
+        inputs = torch.tensor(padded).T.contiguous()
+        return self._modules(inputs.to(self._device), layout)[:count]
+
+    def _rows(self, num_rows: int, layout: NextToken) -> Repeated:
+        longest = 0
+        if self._capture is not None:
+            longest = max(LONG, power_of_two(max(layout.lengths)))
+        rows = self._kept.get((num_rows, longest))
         if rows is None:
-            rows = self._rows[num_rows] = Rows(num_rows, self._asked)
-        rows.inputs.copy_(inputs)
-        self._asked.layout = layout
-        try:
-            return rows.run(self._modules, count)[:count]
-        except TapeError as reason:
-            logger.info("decoding goes through the model's modules each time: %s", reason)
-            self._tapes = False
-            self._rows.clear()
-            return self._modules(rows.inputs, layout)[:count]
+            rows = self._kept[num_rows, longest] = self._new_rows(num_rows, longest)
+        return rows
+
+    def _new_rows(self, num_rows: int, longest: int) -> Repeated:
+        if self._capture is None:
+            return TapedRows(self._modules, num_rows)
+        return GraphedRows(
+            self._modules,
+            num_rows,
+            longest=longest,
+            device=self._device,
+            capture=self._capture,
+        )
 
     def _num_rows(self, count: int) -> int:
-        if self._device.type != "cpu":
+        if self._device.type == "cpu":
+            if not self._repeats:
+                return 1 if count == 1 else round_up(count, FEWEST)
+            fewest = FEWEST if count > 1 or is_built(self._dtype) else 1
+            return max(fewest, power_of_two(count))
+        if not self._repeats:
             return count
-        if not self._tapes:
-            return 1 if count == 1 else round_up(count, FEWEST)
-        fewest = FEWEST if count > 1 or is_built(self._dtype) else 1
-        return max(fewest, 1 << (count - 1).bit_length())
+        return power_of_two(count) if count < MANY else round_up(count, MANY)
+
+
+def power_of_two(count: int) -> int:
+    """The first one that is not below."""
+    return 1 << (count - 1).bit_length()

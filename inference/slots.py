@@ -192,26 +192,20 @@ class NextToken:
         sliding_window: int | None,
         out: Float[Tensor, "N H D"] | None,
     ) -> Float[Tensor, "N H D"]:
-        # There may be more rows than slots: padding, which sees nothing.
-        count = min(len(query), len(key))
         if self._ends is None:
+            count = min(len(query), len(key))
             ends = [*self.lengths, *[0] * (count - len(self.lengths))]
             self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
-        if out is None:
-            out = query.new_zeros(query.shape)
-        decode_attention(
-            query[:count],
-            key[:count],
-            value[:count],
-            Scores(
-                lengths=self._ends,
-                scaling=query.shape[2] ** -0.5 if scaling is None else scaling,
-                sliding_window=sliding_window,
-            ),
+        return attend_by_kernel(
+            query,
+            key,
+            value,
+            self._ends,
+            scaling=scaling,
+            sliding_window=sliding_window,
             longest=max(self.lengths),
-            out=out[:count],
+            out=out,
         )
-        return out
 
     def _read(
         self, part: Span, sliding_window: int | None, dtype: torch.dtype
@@ -229,6 +223,39 @@ class NextToken:
         hidden = (keys >= ends) | (keys < ends - reach)
         bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return start, stop, bias.masked_fill_(hidden, -math.inf)[:, None, None, :]
+
+
+def attend_by_kernel(
+    query: Float[Tensor, "N H D"],
+    key: Float[Tensor, "S G M D"],
+    value: Float[Tensor, "S G M D"],
+    ends: Int[Tensor, " K"],
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    longest: int,
+    out: Float[Tensor, "N H D"] | None = None,
+) -> Float[Tensor, "N H D"]:
+    """Attention of each row to the keys of the slot of its number, before the end of its own.
+
+    There may be more rows than slots: padding, which sees nothing, and is 0 if `out` is not given.
+    """
+    count = min(len(query), len(key))
+    if out is None:
+        out = query.new_zeros(query.shape)
+    decode_attention(
+        query[:count],
+        key[:count],
+        value[:count],
+        Scores(
+            lengths=ends[:count],
+            scaling=query.shape[2] ** -0.5 if scaling is None else scaling,
+            sliding_window=sliding_window,
+        ),
+        longest=longest,
+        out=out[:count],
+    )
+    return out
 
 
 class Continuation:

@@ -15,6 +15,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inference.passes import RepeatError
+
 Repeat = Callable[[], object]
 """Does a call again, on what its memory holds now."""
 
@@ -22,10 +24,6 @@ COPIES = {"_to_copy", "clone", "contiguous", "to"}
 """Operators whose new tensor is the old one, perhaps in another format."""
 
 UNREPEATABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
-
-
-class TapeError(Exception):
-    """The computation can't be written down; the message is a clause that says why."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +117,18 @@ def require_repeatable(call: Call, result: object) -> None:
     """Refuse a call whose repetition would not do what the modules' Python does.
 
     Raises:
-        TapeError: it draws random numbers, or Python or a shape depends on the numbers it read.
+        RepeatError: it draws random numbers, or Python or a shape depends on the numbers it read.
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
-        raise TapeError(f"{call.name} hands a number to Python")
+        raise RepeatError(f"{call.name} hands a number to Python")
     if any(tag in call.operator.tags for tag in UNREPEATABLE) and not is_view(call):
-        raise TapeError(
+        raise RepeatError(
             f"{call.name} gives what can't be repeated"
         )  # but dropout that drops nothing
     if torch.Tag.dynamic_output_shape in call.operator.tags and (
         call.name != "index" or any(index.dtype == torch.bool for index in call.read())
     ):
-        raise TapeError(f"the size of what {call.name} gives depends on numbers")
+        raise RepeatError(f"the size of what {call.name} gives depends on numbers")
 
 
 class Tape:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inference.tape import Tape, TapeError, Writer
+from inference.passes import RepeatError
+from inference.tape import Tape, Writer
 
 
 def written(compute: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> Tape:
@@ -138,5 +139,5 @@ def test_what_can_not_be_repeated_is_refused(
 ) -> None:
     x = torch.ones(3)
 
-    with pytest.raises(TapeError, match=reason):
+    with pytest.raises(RepeatError, match=reason):
         written(lambda: compute(x), x)
