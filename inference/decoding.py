@@ -6,6 +6,7 @@ does not depend on the others.
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from inference.graphs import Capture, CudaCapture, GraphedRows
 from inference.passes import Column, Pass, Repeated, RepeatError
 from inference.slots import NextToken
 from inference.taped import TapedRows
+from pipeline.kernels.choice import chosen
 from pipeline.kernels.cpu.linear import is_built
 from pipeline.models.attention import round_up
 
@@ -25,11 +27,15 @@ FEWEST = 4
 have many; where a kernel of ours has the same bits, it computes no more rows than are asked for."""
 
 MANY = 64
-"""From so many rows on a GPU computes a multiple of it, below the next power of two."""
+"""Up to so many rows there are passes of powers of two; beyond it more padding would cost more than
+more tapes or graphs."""
 
-LONG = 1024
-"""Tokens from which on lengths have graphs of their own, by powers of two: work is divided among a
-GPU's processors by the longest length that a graph may meet."""
+STEP = 32
+"""Passes of more rows are multiples of this."""
+
+SHORT = 256
+"""Up to so many tokens lengths share a graph; longer ones have graphs by powers of two. Work is
+divided among the processors of a GPU by the longest length that a graph may meet."""
 
 
 class Decoder:
@@ -79,7 +85,7 @@ class Decoder:
             try:
                 return self._rows(len(padded), layout).run(padded, layout)[:count]
             except RepeatError as reason:
-                logger.info("decoding goes through the model's modules each time: %s", reason)
+                _say_once(str(reason))
                 self._repeats = False
                 self._kept.clear()
         inputs = torch.tensor(padded).T.contiguous()
@@ -88,7 +94,7 @@ class Decoder:
     def _rows(self, num_rows: int, layout: NextToken) -> Repeated:
         longest = 0
         if self._capture is not None:
-            longest = max(LONG, power_of_two(max(layout.lengths)))
+            longest = max(SHORT, power_of_two(max(layout.lengths)))
         rows = self._kept.get((num_rows, longest))
         if rows is None:
             rows = self._kept[num_rows, longest] = self._new_rows(num_rows, longest)
@@ -106,14 +112,24 @@ class Decoder:
         )
 
     def _num_rows(self, count: int) -> int:
-        if self._device.type == "cpu":
-            if not self._repeats:
-                return 1 if count == 1 else round_up(count, FEWEST)
-            fewest = FEWEST if count > 1 or is_built(self._dtype) else 1
-            return max(fewest, power_of_two(count))
-        if not self._repeats:
-            return count
-        return power_of_two(count) if count < MANY else round_up(count, MANY)
+        if self._repeats:
+            rows = power_of_two(count) if count <= MANY else round_up(count, STEP)
+        else:
+            rows = count
+        if self._device.type != "cpu":
+            return rows
+        if count == 1 and (not self._repeats or not self._few_rows_are_equal()):
+            return 1
+        return round_up(rows, FEWEST)
+
+    def _few_rows_are_equal(self) -> bool:
+        """Whether a kernel rounds products of one row like those of many."""
+        return chosen() != "off" and is_built(self._dtype)
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.info("decoding goes through the model's modules each time: %s", reason)
 
 
 def power_of_two(count: int) -> int:

@@ -123,11 +123,23 @@ def test_a_call_may_be_done_another_way() -> None:
     assert repeated(tape).tolist() == [11]
 
 
+def test_results_are_written_where_the_modules_have_them_written() -> None:
+    x, into = torch.tensor([3.0]), torch.zeros(1)
+
+    tape = written(lambda: torch.add(x, 1, out=into) * 2, x)
+
+    x.fill_(5)
+    assert repeated(tape).tolist() == [12]
+    assert into.tolist() == [6]
+
+
 @pytest.mark.parametrize(
     ("compute", "reason"),
     [
         (lambda x: x * x.max().item(), "hands a number to Python"),
         (lambda x: x + 1 if x.sum() > 0 else x, "hands a number to Python"),
+        (lambda x: x * x.tolist()[0], "tolist hands numbers to Python"),
+        (lambda x: x * float(x.numpy()[0]), "numpy hands numbers to Python"),
         (lambda x: x + torch.rand_like(x), "rand_like gives what can't be repeated"),
         (lambda x: F.dropout(x, training=True), "gives what can't be repeated"),
         (lambda x: x[x > 0], "the size of what index gives depends on numbers"),
