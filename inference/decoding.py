@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from inference.graphs import Capture, CudaCapture, GraphedRows
-from inference.passes import Column, Pass, Repeated, RepeatError
+from inference.passes import Column, Pass, Repeated, RepeatError, Stage
 from inference.slots import NextToken
 from inference.taped import TapedRows
 from pipeline.kernels.choice import chosen
@@ -32,6 +32,10 @@ more tapes or graphs."""
 
 STEP = 32
 """Passes of more rows are multiples of this."""
+
+WIDER = 4
+"""Passes of up to so many times as many rows serve fewer once they are proved: rows that nobody
+asks for cost less than the modules' Python does three more times."""
 
 SHORT = 256
 """Up to so many tokens lengths share a graph; longer ones have graphs by powers of two. Work is
@@ -79,26 +83,43 @@ class Decoder:
             spare: a place in the cache that nobody reads.
         """
         count = len(columns)
-        padding = [(columns[-1][0], 0, spare)] * (self._num_rows(count) - count)
-        padded = [*columns, *padding]
+        # Padding is a token at the beginning of its own, which nobody reads.
+        padding = (columns[-1][0], 0, spare)
         if self._repeats:
+            rows = self._rows(count, max(layout.lengths))
             try:
-                return self._rows(len(padded), layout).run(padded, layout)[:count]
+                return rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
             except RepeatError as reason:
                 _say_once(str(reason))
                 self._repeats = False
                 self._kept.clear()
+        padded = [*columns, *[padding] * (self._num_rows(count) - count)]
         inputs = torch.tensor(padded).T.contiguous()
         return self._modules(inputs.to(self._device), layout)[:count]
 
-    def _rows(self, num_rows: int, layout: NextToken) -> Repeated:
-        longest = 0
-        if self._capture is not None:
-            longest = max(SHORT, power_of_two(max(layout.lengths)))
+    def _rows(self, count: int, longest: int) -> Repeated:
+        """The passes for so many sequences, the longest of so many tokens."""
+        num_rows = self._num_rows(count)
+        longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
         rows = self._kept.get((num_rows, longest))
+        if rows is None:
+            rows = self._wider(num_rows, longest)
         if rows is None:
             rows = self._kept[num_rows, longest] = self._new_rows(num_rows, longest)
         return rows
+
+    def _wider(self, num_rows: int, longest: int) -> Repeated | None:
+        """Passes of not too many more rows that are proved already, the fewest."""
+        if self._device.type == "cpu" and not self._few_rows_are_equal():
+            return None  # all rows are multiplied
+        found = [
+            rows
+            for (wide, length), rows in self._kept.items()
+            if num_rows < wide <= WIDER * num_rows
+            and length == longest
+            and rows.stage is Stage.REPEAT
+        ]
+        return min(found, key=lambda rows: rows.num_rows, default=None)
 
     def _new_rows(self, num_rows: int, longest: int) -> Repeated:
         if self._capture is None:

@@ -73,7 +73,7 @@ class GraphedRows(Repeated):
         device: torch.device,
         capture: Capture,
     ) -> None:
-        super().__init__()
+        super().__init__(num_rows)
         self._modules = modules
         # Of each row token, position, place in the cache and length of the sequence.
         self._said: Int[Tensor, "4 N"] = torch.zeros(

@@ -35,7 +35,8 @@ class Stage(Enum):
 class Repeated(ABC):
     """Passes of one number of rows: what the modules do is written down, proved, and repeated."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
         self.stage = Stage.MODULES
 
     def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:

@@ -169,25 +169,23 @@ class Tape:
         inputs: tensors whose numbers will be others; all others that the calls read but neither
             make nor change are constants.
         result: what the computation is for.
-        substitute: other ways to do calls.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        inputs: Sequence[Tensor],
-        result: Tensor,
-        *,
-        substitute: Substitute = lambda call: None,  # noqa: ARG005
-    ) -> None:
+    def __init__(self, calls: Sequence[Call], inputs: Sequence[Tensor], result: Tensor) -> None:
         self.result: Shaped[Tensor, "..."] = result
         # Each call leads to memory that it holds.
         self._kept = needed(varying(calls, inputs), result)
-        self._repeats = [substitute(call) or repeat_of(call) for call in self._kept]
+        self._repeats = [repeat_of(call) for call in self._kept]
 
     def __len__(self) -> int:
         """Calls that a repetition makes."""
         return len(self._repeats)
+
+    def substitute(self, other: Substitute) -> None:
+        """Have calls done in other ways, where there are."""
+        self._repeats = [
+            other(call) or repeat for call, repeat in zip(self._kept, self._repeats, strict=True)
+        ]
 
     def replay(self) -> Tensor:
         """Compute again, from what the inputs hold; the result lies where it always does."""

@@ -58,7 +58,7 @@ class TapedRows(Repeated):
     """Passes of one number of rows from a tape, products of few rows by a kernel of ours."""
 
     def __init__(self, modules: Pass, num_rows: int) -> None:
-        super().__init__()
+        super().__init__(num_rows)
         self._modules = modules
         self._inputs: Int[Tensor, "3 N"] = torch.zeros(3, num_rows, dtype=torch.long)
         self._asked = Asked()
@@ -88,10 +88,11 @@ class TapedRows(Repeated):
         """Repeat by the modules' own operators, then give products to the kernel."""
         assert self._result is not None
         expected = self._by_modules()
-        if not torch.equal(Tape(self._calls, [self._inputs], self._result).replay(), expected):
-            raise RepeatError("its modules do not do the same in each pass")
-        self._tape = Tape(self._calls, [self._inputs], self._result, substitute=self._product)
+        self._tape = Tape(self._calls, [self._inputs], self._result)
         self._calls = []
+        if not torch.equal(self._tape.replay(), expected):
+            raise RepeatError("its modules do not do the same in each pass")
+        self._tape.substitute(self._product)
         live = slice(self._num_live)
         if not nearly_equal(self._repeat()[live], expected[live]):
             raise RepeatError("a kernel's products are not those of its modules")

@@ -113,12 +113,8 @@ def test_a_call_may_be_done_another_way() -> None:
     with torch.inference_mode(), Writer() as writer:
         result = (x * 2) + 1
     made = writer.calls[0].made[0]
-    tape = Tape(
-        writer.calls,
-        [x],
-        result,
-        substitute=lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None,
-    )
+    tape = Tape(writer.calls, [x], result)
+    tape.substitute(lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None)
 
     assert repeated(tape).tolist() == [11]
 
