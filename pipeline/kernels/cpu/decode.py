@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, build
 from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
 from pipeline.kernels.cpu.threads import parallel
 
@@ -94,7 +94,7 @@ def kernel(dtype: torch.dtype, size: int) -> Built | str:
     Asked of PyTorch itself, on sequences whose products come out otherwise in every other order.
     """
     try:
-        built = build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS)
+        built = build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS, optional=bf16_flags())
     except NotBuiltError as error:
         return str(error)
     query, key, value = (tensor.to(dtype) for tensor in probe(size))

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -83,20 +84,26 @@ struct BFloat16 {
 using Number = NUMBER;
 using Stored = Number::Stored;
 
+// Two vectors shuffled like cards, from card `from` of each: their first halves, or their second ones.
+template <int from, int... lane>
+inline Bits shuffled(Bits a, Bits b, std::integer_sequence<int, lane...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, (from + lane / 2 + lane % 2 * LANES)...);
+#else
+    return __builtin_shuffle(a, b, Bits{(from + lane / 2 + lane % 2 * LANES)...});
+#endif
+}
+
 // Number i of vector j becomes number j of vector i.
 inline void turn(Bits (&tile)[LANES]) {
-    Bits low, high;  // the first halves of two vectors shuffled like cards, and the second halves
-    for (int lane = 0; lane < LANES; lane++) {
-        low[lane] = lane / 2 + lane % 2 * LANES;
-        high[lane] = low[lane] + LANES / 2;
-    }
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>();
     for (int width = 1; width < LANES; width *= 2) {
-        Bits shuffled[LANES];
+        Bits turned[LANES];
         for (int i = 0; i < LANES / 2; i++) {
-            shuffled[2 * i] = __builtin_shuffle(tile[i], tile[i + LANES / 2], low);
-            shuffled[2 * i + 1] = __builtin_shuffle(tile[i], tile[i + LANES / 2], high);
+            turned[2 * i] = shuffled<0>(tile[i], tile[i + LANES / 2], lanes);
+            turned[2 * i + 1] = shuffled<LANES / 2>(tile[i], tile[i + LANES / 2], lanes);
         }
-        for (int i = 0; i < LANES; i++) tile[i] = shuffled[i];
+        for (int i = 0; i < LANES; i++) tile[i] = turned[i];
     }
 }
 
