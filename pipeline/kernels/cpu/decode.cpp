@@ -24,7 +24,7 @@ struct Attention {  // mirrored in pipeline/kernels/cpu/decode.py
     const void* key;         // (slots, kv_heads, width, size), the first slots being the rows'
     const void* value;
     void* out;               // (rows, heads, size)
-    const int32_t* lengths;  // of each row: one past the last key that it sees
+    const int32_t* lengths;  // of each row: one past the last key that it sees; beyond width is width
     int64_t rows;
     int64_t heads;
     int64_t kv_heads;
@@ -210,8 +210,9 @@ struct Room {
 
 void attend(const Attention& by, int64_t row, int64_t kv_head, Room& room) {
     const int64_t group = by.heads / by.kv_heads;
-    const int64_t length = by.lengths[row];
-    const int64_t start = by.window > 0 && length > by.window ? length - by.window : 0;
+    const int64_t said = by.lengths[row], live = said < by.width ? said : by.width;
+    const int64_t start = by.window > 0 && said > by.window ? said - by.window : 0;
+    const int64_t length = start < live ? live : 0;  // no key is seen: nothing is read
     const int64_t place = (row * by.kv_heads + kv_head) * by.width * by.size;
     const auto* key = static_cast<const Stored*>(by.key) + place;
     const auto* value = static_cast<const Stored*>(by.value) + place;
