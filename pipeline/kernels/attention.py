@@ -27,13 +27,14 @@ def decode_attention(
     """Attention of the last token of each sequence, as the definition has it.
 
     `longest` is a number that no length is above: the kernel divides its work by it, and looks at
-    no length on the host. The result is written into `out` if that is given: contiguous memory.
+    no length on the host; one beyond the cache sees what the cache holds. The result is written
+    into `out` if that is given: contiguous memory.
 
     Raises:
         ValueError: the tensors don't fit one another; the sentence names one.
         KernelError: kernels are required, and there is none for these.
     """
-    check(query, key, value, scores, longest=longest)
+    check(query, key, value, scores, longest=longest, out=out)
     if query.numel() == 0:
         return torch.empty_like(query) if out is None else out
     kernel = kernel_for(query, key, value)
@@ -51,6 +52,9 @@ def decode_attention(
             out=out,
         )
     else:
+        if kernel is not None:
+            reason = "it is not written for left padding and ALiBi on CPUs"
+            choice.settle("attention", reason, choice.chosen())
         result = decode_reference.decode_attention(query, key, value, scores)
     return result if out is None else out.copy_(result)
 
@@ -83,7 +87,7 @@ def _on_cpu(
     kernels = choice.chosen()
     if kernels == "off":
         return None
-    found = cpu.refusal(query, key, value) or cpu.kernel(query.dtype, query.shape[2])
+    found = next(cpu.refusals(query, key, value), None) or cpu.kernel(query.dtype, query.shape[2])
     if isinstance(found, Built):
         return found
     choice.settle("attention", found, kernels)
@@ -97,6 +101,7 @@ def check(
     scores: Scores,
     *,
     longest: int,
+    out: Float[Tensor, "B H D"] | None = None,
 ) -> None:
     """Raise unless the tensors fit one another.
 
@@ -108,6 +113,14 @@ def check(
         raise ValueError(f"a sliding window has a token at least, not {scores.sliding_window}")
     if longest > key.shape[2]:
         raise ValueError(f"the cache holds {key.shape[2]} tokens of a sequence, not {longest}")
+    if out is not None:
+        shape, found = (*query.shape[:2], value.shape[3]), (out.dtype, out.device)
+        if out.shape != shape or found != (query.dtype, query.device) or not out.is_contiguous():
+            raise ValueError(
+                f"out must be {query.dtype} on {query.device} of shape {shape}, side by side, and"
+                f" is {out.dtype} on {out.device} of shape {tuple(out.shape)} and stride"
+                f" {out.stride()}"
+            )
     small = {"lengths": scores.lengths, "starts": scores.starts, "slopes": scores.slopes}
     for name, tensor in ({"key": key, "value": value} | small).items():
         if tensor is not None and tensor.device != query.device:

@@ -25,8 +25,9 @@ from pipeline.errors import KernelError, require
 from pipeline.kernels.cpu.build import (
     NotBuiltError,
     cache_directory,
-    find_compiler,
+    compilers,
     instruction_flags,
+    version_of,
 )
 from pipeline.kernels.cuda.nvrtc import find_nvrtc
 from pipeline.launch.environment import PASSED_ON
@@ -152,7 +153,7 @@ def _gpus() -> Section:
 def _kernels() -> Section:
     """What compiles this repository's kernels here, or why PyTorch does their work."""
     try:
-        on_cpus = f"{find_compiler()[1]}, {' '.join(instruction_flags())}"
+        on_cpus = f"{version_of(compilers()[0][0])}, {' '.join(instruction_flags())}"
     except NotBuiltError as reason:
         on_cpus = f"none: {reason}"
     try:

@@ -55,6 +55,10 @@ class NotBuiltError(Exception):
     """A kernel can't be had on this machine; the message is a clause that says why."""
 
 
+class CompilerError(NotBuiltError):
+    """It can't be had by this compiler: another, or fewer flags, may do."""
+
+
 @dataclass(frozen=True)
 class Built:
     """A loaded library, and how it came about."""
@@ -75,21 +79,36 @@ def build(
     source: Path,
     defines: Mapping[str, str | int],
     flags: Sequence[str] = ("-ffp-contract=off",),
+    *,
+    optional: Sequence[str] = (),
 ) -> Built:
     """The library of a source with these macros, from the cache if it is there.
 
-    The usual flags have it round as it says; those given are besides FLAGS.
+    By the first compiler that doesn't fail.
+
+    Args:
+        source: C++.
+        defines: its macros.
+        flags: besides FLAGS; the usual ones have it round as it says.
+        optional: flags that the source can do without; old compilers don't know all.
 
     Raises:
-        NotBuiltError: there is no compiler, or it fails, or the system can't load what it makes.
+        NotBuiltError: there is no compiler, or all fail, or the system can't load what they make.
     """
-    compiler, version = find_compiler()
-    words = [
-        *FLAGS,
-        *flags,
-        *instruction_flags(),
-        *(f"-D{name}={value}" for name, value in defines.items()),
-    ]
+    words = [*FLAGS, *flags, *instruction_flags()]
+    words += [f"-D{name}={value}" for name, value in defines.items()]
+    failures: list[CompilerError] = []
+    for compiler in compilers():
+        for more in dict.fromkeys([tuple(optional), ()]):
+            try:
+                return _build(compiler, source, [*words, *more])
+            except CompilerError as failure:
+                failures.append(failure)
+    raise failures[0]
+
+
+def _build(compiler: Sequence[str], source: Path, words: Sequence[str]) -> Built:
+    version = version_of(compiler[0])
     identity = "\0".join([version, platform.machine(), *words]).encode() + source.read_bytes()
     identity += b"".join(each.read_bytes() for each in sorted(source.parent.glob("*.h")))
     name = f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:24]}.so"
@@ -140,17 +159,20 @@ def _home() -> Path:
         return Path(os.devnull)
 
 
-def find_compiler() -> tuple[list[str], str]:
-    """The words that call the system's C++ compiler, and its version.
+def compilers() -> list[list[str]]:
+    """The words that call each of the system's C++ compilers; one at least.
 
     Raises:
         NotBuiltError: there is none.
     """
     chosen = shlex.split(os.environ.get("CXX", ""))
-    for words in [chosen] if chosen else [[name] for name in COMPILERS]:
-        found = shutil.which(words[0])
-        if found is not None:
-            return [found, *words[1:]], version_of(found)
+    found = [
+        [path, *words[1:]]
+        for words in ([chosen] if chosen else [[name] for name in COMPILERS])
+        if (path := shutil.which(words[0])) is not None
+    ]
+    if found:
+        return found
     if chosen:
         raise NotBuiltError(f"the compiler that CXX names, {chosen[0]}, was not found")
     raise NotBuiltError(f"no C++ compiler was found ({', '.join(COMPILERS)}; CXX may name one)")
@@ -166,18 +188,21 @@ def run_compiler(command: list[str]) -> str:
     """What the compiler prints.
 
     Raises:
-        NotBuiltError: it fails, in its own words.
+        CompilerError: it fails, in its own words.
+        NotBuiltError: it doesn't end.
     """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotBuiltError(f"the compiler {command[0]} can't be run: {error}") from error
+    except OSError as error:
+        raise CompilerError(f"the compiler {command[0]} can't be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NotBuiltError(f"the compiler {command[0]} doesn't end: {error}") from error
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         told = [line for line in lines if "error" in line.lower()] or lines or ["nothing"]
-        raise NotBuiltError(
+        raise CompilerError(
             f"the compiler {command[0]} ended with code {done.returncode} and said: {told[0]}"
         )
     return done.stdout
@@ -192,14 +217,21 @@ def instruction_flags() -> tuple[str, ...]:
     if platform.machine() in ("aarch64", "arm64"):
         return ()
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001
-        return (*INSTRUCTIONS[capability], "-mavx512bf16")
     if capability not in INSTRUCTIONS:
         raise NotBuiltError(
             f"the processor ({platform.machine()}, {capability}) is not one they are written for:"
             " x86 with AVX2 or AVX-512, or ARM with 64 bits"
         )
     return INSTRUCTIONS[capability]
+
+
+def bf16_flags() -> tuple[str, ...]:
+    """What products of bf16 numbers gain from, and the compiler may use on this machine."""
+    # PyTorch doesn't promise its question; unasked the answer is no.
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" and supported():
+        return ("-mavx512bf16",)
+    return ()
 
 
 def seal(library: Path) -> None:

@@ -24,7 +24,7 @@ struct Attention {  // mirrored in pipeline/kernels/cpu/decode.py
     const void* key;         // (slots, kv_heads, width, size), the first slots being the rows'
     const void* value;
     void* out;               // (rows, heads, size)
-    const int32_t* lengths;  // of each row: one past the last key that it sees
+    const int32_t* lengths;  // of each row: one past the last key that it sees; beyond width is width
     int64_t rows;
     int64_t heads;
     int64_t kv_heads;
@@ -224,26 +224,31 @@ struct Room {
     float weights[BLOCK];
 };
 
-// The first key that a row sees.
-int64_t start_of(const Attention& by, int64_t row) {
-    const int64_t length = by.lengths[row];
-    return by.window > 0 && length > by.window ? length - by.window : 0;
+// The keys that a row sees: from the first one to one past the last.
+struct Seen {
+    int64_t start;
+    int64_t end;
+};
+
+Seen seen_by(const Attention& by, int64_t row) {
+    const int64_t said = by.lengths[row], live = said < by.width ? said : by.width;
+    const int64_t start = by.window > 0 && said > by.window ? said - by.window : 0;
+    return start < live ? Seen{start, live} : Seen{0, 0};  // no key is seen: nothing is read
 }
 
 // The keys of an item, a head of keys of a row, as far as they are seen.
 Ahead keys_of(const Attention& by, int64_t item) {
-    const int64_t row = item / by.kv_heads, place = item * by.width;
-    const auto* key = static_cast<const Stored*>(by.key);
-    return {reinterpret_cast<const char*>(key + (place + start_of(by, row)) * by.size),
-            reinterpret_cast<const char*>(key + (place + by.lengths[row]) * by.size)};
+    const Seen seen = seen_by(by, item / by.kv_heads);
+    const auto* key = static_cast<const char*>(by.key);
+    const int64_t bytes = by.size * int64_t(sizeof(Stored)), place = item * by.width;
+    return {key + (place + seen.start) * bytes, key + (place + seen.end) * bytes};
 }
 
 // `ahead` is memory that the next call will read.
 void attend(const Attention& by, int64_t item, Ahead ahead, Room& room) {
     const int64_t row = item / by.kv_heads, kv_head = item % by.kv_heads;
     const int64_t group = by.heads / by.kv_heads;
-    const int64_t length = by.lengths[row];
-    const int64_t start = start_of(by, row);
+    const auto [start, length] = seen_by(by, row);
     const int64_t place = item * by.width * by.size;
     const auto* key = static_cast<const Stored*>(by.key) + place;
     const auto* value = static_cast<const Stored*>(by.value) + place;

@@ -2,13 +2,14 @@
 
 import ctypes
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, build
 from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
 from pipeline.kernels.cpu.threads import parallel
 
@@ -29,22 +30,23 @@ class Attention(ctypes.Structure):
     ]
 
 
-def refusal(
+def refusals(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
-) -> str | None:
-    """Why the kernel doesn't take these tensors, in a clause; None where it does."""
+) -> Iterator[str]:
+    """Why the kernel doesn't take these tensors, in clauses; nothing where it does."""
     size = query.shape[2]
     if query.dtype not in FORMATS:
-        return f"it is written for fp32 and bf16, not {query.dtype}"
+        yield f"it is written for fp32 and bf16, not {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
-        return f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
+        yield f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if size != value.shape[3] or size != key.shape[3]:
-        return f"keys have heads of {key.shape[3]} numbers and values of {value.shape[3]}"
-    if not 0 < size <= MOST_SIZE or size % (4 // query.element_size()):
-        return f"a head has {size} numbers"
+        yield f"keys have heads of {key.shape[3]} numbers and values of {value.shape[3]}"
+    if not 0 < size <= MOST_SIZE or size % (4 // query.element_size() or 1):
+        yield f"a head has {size} numbers"
     if not key.is_contiguous() or not value.is_contiguous() or query.stride(2) != 1:
-        return "the numbers of a head don't lie side by side"
-    return None
+        yield "the numbers of a head don't lie side by side"
+    if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
+        yield "a tensor begins between the places of two numbers in memory"
 
 
 def decode_attention(
@@ -94,7 +96,7 @@ def kernel(dtype: torch.dtype, size: int) -> Built | str:
     Asked of PyTorch itself, on sequences whose products come out otherwise in every other order.
     """
     try:
-        built = build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS)
+        built = build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS, optional=bf16_flags())
     except NotBuiltError as error:
         return str(error)
     query, key, value = (tensor.to(dtype) for tensor in probe(size))

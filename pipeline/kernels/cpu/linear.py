@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels import choice
+from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, build
 from pipeline.kernels.cpu.threads import parallel
 
 HERE = Path(__file__).parent
@@ -57,11 +57,20 @@ class Linear:
 
     built: Built
     product: Product
+    rows: int
+    """Of x and of the result: so many there are."""
+
     tensors: tuple[Tensor, ...]
     """They keep the memory that `product` points to."""
 
     def take(self, rows: int) -> None:
-        """Compute only the first `rows` rows from now on."""
+        """Compute only the first `rows` rows from now on.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if not 0 <= rows <= self.rows:
+            raise ValueError(f"this linear layer was made for {self.rows} rows, not {rows}")
         self.product.rows = rows
 
     def __call__(self) -> None:
@@ -71,38 +80,74 @@ class Linear:
         )
 
 
-def prepare(
-    x: Float[Tensor, "*B K"],
-    weight: Float[Tensor, "N K"],
-    bias: Float[Tensor, " N"] | None,
-    out: Float[Tensor, "*B N"],
-) -> Linear | None:
+def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
     """What writes x w^T + bias into `out`, with the bits that PyTorch has for many rows.
 
-    `weight` may also be the transpose of a contiguous (K, N). None where the kernel can't be had or
-    doesn't take the tensors, and where PyTorch's order isn't known.
+    Made for x (*B, K), weight (N, K) or the transpose of a contiguous (K, N), bias (N) and out
+    (*B, N), side by side; any others may be asked for. None where PyTorch is to do the work: of
+    what is no linear layer of few rows on the CPU without a word, else the log says why.
+
+    Raises:
+        KernelError: kernels are required, and there is none for these.
+    """
+    kernels = choice.chosen()
+    if kernels == "off" or not is_of_few_rows(x, weight, bias, out):
+        return None
+    found = next(refusals(x, weight, bias, out), None) or kernel(x.dtype, x.shape[-1])
+    if isinstance(found, str):
+        choice.settle("linear layers", found, kernels)
+        return None
+    return make(*found, x, weight, bias, out)
+
+
+def is_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+    """Whether these are a linear layer of few rows on the CPU, for which there is a kernel at all.
+
+    A sum of a product and a matrix, which may look like one, is none.
     """
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
-    turned = not weight.is_contiguous()
-    rows, inputs = x.numel() // max(1, x.shape[-1]), x.shape[-1]
-    fits = (
-        x.dtype in FORMATS
-        and all(tensor.dtype == x.dtype and tensor.device.type == "cpu" for tensor in tensors)
-        and all(tensor.is_contiguous() for tensor in tensors if tensor is not weight)
-        and weight.mT.is_contiguous() == turned
-        and 0 < rows <= MOST_ROWS
-        and out.numel() == rows * weight.shape[0]
-        and weight.shape[0] >= FEWEST_OUTPUTS
-        and inputs == weight.shape[1]
-        and inputs > 0
-        and inputs % (4 // x.element_size()) == 0
+    if any(tensor.device.type != "cpu" for tensor in tensors) or x.ndim < 2 or weight.ndim != 2:
+        return False
+    outputs, inputs = weight.shape
+    return (
+        x.shape[-1] == inputs
+        and out.shape == (*x.shape[:-1], outputs)
+        and (bias is None or bias.shape == (outputs,))
+        and 0 < x.numel() <= MOST_ROWS * inputs
     )
-    if not fits:
-        return None
-    built, order = library(x.dtype), order_of(x.dtype, inputs)
-    if isinstance(built, NotBuiltError) or order is None:
-        return None
-    return make(built, order, x, weight, bias, out)
+
+
+def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[str]:
+    """Why the kernel doesn't take a linear layer of few rows, in clauses; nothing where it does."""
+    if x.dtype not in FORMATS:
+        yield f"it is written for fp32 and bf16, not {x.dtype}"
+    named = {"x": x, "the weight": weight, "the bias": bias, "the result": out}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            yield f"{name} is {tensor.dtype}, x {x.dtype}"
+        if tensor.data_ptr() % tensor.element_size():
+            yield f"{name} begins between the places of two numbers in memory"
+        if not (tensor.is_contiguous() or (tensor is weight and weight.mT.is_contiguous())):
+            yield f"the numbers of {name} don't lie side by side"
+    if weight.shape[0] < FEWEST_OUTPUTS:
+        yield f"it is written for {FEWEST_OUTPUTS} outputs and more, not {weight.shape[0]}"
+    if x.shape[-1] % (4 // x.element_size() or 1):
+        yield f"it is written for an even number of inputs, not {x.shape[-1]}"
+
+
+def kernel(dtype: torch.dtype, inputs: int) -> tuple[Built, Order] | str:
+    """The kernel for products of so many inputs and PyTorch's order of them, or why there is none.
+
+    The reason is a clause.
+    """
+    built, order = library(dtype), order_of(dtype, inputs)
+    if isinstance(built, NotBuiltError):
+        return str(built)
+    if order is None:
+        return f"PyTorch adds up {inputs} products in another order on this machine"
+    return built, order
 
 
 def make(
@@ -114,12 +159,13 @@ def make(
     out: Tensor,
 ) -> Linear:
     """The call in this order, without a look at the tensors."""
+    rows = x.numel() // x.shape[-1]
     product = Product(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
-        rows=x.numel() // x.shape[-1],
+        rows=rows,
         inputs=x.shape[-1],
         outputs=weight.shape[0],
         block=order.block,
@@ -127,14 +173,14 @@ def make(
         bias_first=order.bias_first,
     )
     kept = (x, weight, out) if bias is None else (x, weight, out, bias)
-    return Linear(built, product, kept)
+    return Linear(built, product, rows, kept)
 
 
 @functools.cache
 def library(dtype: torch.dtype) -> Built | NotBuiltError:
     """The kernel for this number format, or why it can't be had; found out once in a process."""
     try:
-        return build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS)
+        return build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS, optional=bf16_flags())
     except NotBuiltError as reason:
         return reason
 

@@ -72,9 +72,9 @@ struct Keys {
   int first, end;
 };
 DEVICE Keys keys_of_block(const DecodeParams& p, int sequence) {
-  const int end = min(load_int(p.lengths + sequence), p.capacity);
+  const int length = load_int(p.lengths + sequence), end = min(length, p.capacity);
   int first = p.starts ? max(load_int(p.starts + sequence), 0) : 0;
-  if (p.window > 0) first = max(first, end - p.window);
+  if (p.window > 0 && length > p.window) first = max(first, length - p.window);
   int count = (end - first + p.num_splits - 1) / p.num_splits;
   count = (count + KEYS - 1) / KEYS * KEYS;
   first += static_cast<int>(blockIdx.x) * count;

@@ -1,7 +1,8 @@
 """`python -m tests.pipeline.kernels.bad_input DIRECTORY`: what every operator makes of bad input.
 
 A process of its own, in which no annotation is checked, as users have it; the GPU is the emulated
-one, which tells of any memory touched beside the tensors. It prints a JSON object of outcomes:
+one, which tells of any memory touched beside the tensors, and operators with a kernel for the CPU
+are asked as on a GPU and as on a CPU. It prints a JSON object of outcomes:
 `refused: ...`, or by what the right result came about.
 """
 
@@ -10,11 +11,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels import (
@@ -28,6 +30,8 @@ from pipeline.kernels import (
     sampling,
     sampling_reference,
 )
+from pipeline.kernels.cpu import decode as cpu_decode
+from pipeline.kernels.cpu import linear
 from pipeline.kernels.cuda import adam as cuda_adam
 from pipeline.kernels.cuda.cache import CubinCache
 from pipeline.kernels.cuda.driver import Driver
@@ -72,6 +76,9 @@ class Operator:
     call: Callable[[Inputs], Any]
     definition: Callable[[Inputs], Any]
     changes: Mapping[str, Callable[[Inputs], Inputs]]
+
+    on_gpu: bool = True
+    """Whether its tensors are taken for those of a GPU."""
 
 
 def random(*shape: int) -> Tensor:
@@ -165,7 +172,9 @@ def attend(inputs: Inputs, by: Callable[..., Tensor], **settings: Any) -> Tensor
 
 ATTENTION = Operator(
     queries,
-    lambda inputs: attend(inputs, attention.decode_attention, longest=inputs["longest"]),
+    lambda inputs: attend(
+        inputs, attention.decode_attention, longest=inputs["longest"], out=inputs.get("out")
+    ),
     lambda inputs: attend(inputs, decode_reference.decode_attention),
     {
         "good": lambda _: {},
@@ -174,7 +183,8 @@ ATTENTION = Operator(
         "whole numbers": lambda given: {"key": given["key"].int()},
         "device": lambda given: {"value": given["value"].to(META)},
         "stride": lambda given: {"key": strided(given["key"])},
-        "address": lambda given: {"query": shifted(given["query"])},
+        "address": lambda given: {"key": odd(given["key"])},
+        "another address": lambda given: {"query": shifted(given["query"])},
         "empty": lambda _: {
             "query": random(0, 4, 64),
             **dict.fromkeys(("key", "value"), random(0, 2, 9, 64)),
@@ -188,13 +198,80 @@ ATTENTION = Operator(
         "no heads": lambda _: dict.fromkeys(("key", "value"), random(2, 0, 9, 64)),
         "length": lambda _: {"longest": 10},
         "lengths beyond the cache": lambda _: {"lengths": ints(12, 2**31 - 1)},
+        "lengths and a window beyond the cache": lambda _: {"lengths": ints(12, 15), "window": 5},
         "lengths below 0": lambda _: {"lengths": ints(-4, -(2**31))},
         "starts beyond the cache": lambda _: {"starts": ints(2**31 - 1, -7)},
         "no window": lambda _: {"window": 0},
         "fewer sequences": lambda given: {"key": given["key"][:1], "value": given["value"][:1]},
         "shorter values": lambda given: {"value": given["value"][:, :, :4].contiguous()},
         "another head size": lambda _: {"query": random(2, 4, 32)},
+        "a place for the result": lambda _: {"out": random(2, 4, 64)},
+        "a place for another result": lambda _: {"out": random(2, 4, 32)},
     },
+)
+
+
+ATTENTION_ON_CPU = replace(ATTENTION, on_gpu=False)
+
+
+def layer() -> Inputs:
+    return {
+        "x": random(3, 48),
+        "weight": random(32, 48),
+        "bias": random(32),
+        "out": torch.full((3, 32), torch.nan),
+        "rows": 3,
+    }
+
+
+def multiply(inputs: Inputs) -> Tensor:
+    rows = inputs.pop("rows")
+    found = linear.prepare(**inputs)
+    if found is None:
+        return multiplied(inputs)
+    found.take(rows)
+    found()
+    return inputs["out"]
+
+
+def multiplied(inputs: Inputs) -> Tensor:
+    # The sum of a product and a matrix is what such a "bias" may come from.
+    product = F.linear(inputs["x"], inputs["weight"])
+    return product if inputs["bias"] is None else product + inputs["bias"]
+
+
+LINEAR = Operator(
+    layer,
+    multiply,
+    multiplied,
+    {
+        "good": lambda _: {},
+        "no bias": lambda _: {"bias": None},
+        "dtype": lambda _: {
+            name: each.double() for name, each in layer().items() if name != "rows"
+        },
+        "another dtype": lambda given: {"out": given["out"].to(BF16)},
+        "device": lambda given: {"out": given["out"].to(META)},
+        "stride": lambda given: {"x": strided(given["x"])},
+        "stride of the bias": lambda given: {"bias": strided(given["bias"])},
+        "stride of the weight": lambda given: {"weight": strided(given["weight"])},
+        "address": lambda given: {"weight": odd(given["weight"])},
+        "another address": lambda given: {"bias": shifted(given["bias"])},
+        "empty": lambda _: {"x": random(0, 48), "out": random(0, 32)},
+        "no inputs": lambda _: {"x": random(3, 0), "weight": random(32, 0)},
+        "a vector": lambda _: {"x": random(48), "out": random(32)},
+        "a weight that is a vector": lambda _: {
+            "weight": random(48),
+            "bias": random(1),
+            "out": random(3),
+        },
+        "a bias for each row": lambda _: {"bias": random(3, 32)},
+        "a bias of one number": lambda _: {"bias": random(1)},
+        "a result of another shape": lambda _: {"out": random(96)},
+        "rows that there are not": lambda _: {"rows": 4},
+        "rows below 0": lambda _: {"rows": -1},
+    },
+    on_gpu=False,
 )
 
 
@@ -282,13 +359,15 @@ OPERATORS = {
     "adamw": ADAMW,
     "logprobs": LOGPROBS,
     "attention": ATTENTION,
+    "attention on a CPU": ATTENTION_ON_CPU,
+    "linear": LINEAR,
     "append": APPEND,
     "sample": SAMPLE,
 }
 
 
 class Machine:
-    """A process that takes its tensors for those of a GPU."""
+    """A process that can take its tensors for those of a GPU."""
 
     def __init__(self, emulator: Emulator, **settings: Any) -> None:
         self.emulator, self.settings = emulator, settings
@@ -315,10 +394,19 @@ class Machine:
             kind = cuda_adam.kind_of(weights, gradient)
             return adam._on_gpu(gradient.device, kind, stochastic=False)
 
+        def on_cpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(kernel)
+            def counted_too(*args: Any, **kwargs: Any) -> Any:
+                self.launches += 1
+                return kernel(*args, **kwargs)
+
+            return counted_too
+
         find = adam._find
         adam._find, Driver.launch = on_gpu, counted
+        cpu_decode.decode_attention = on_cpu(cpu_decode.decode_attention)
+        linear.Linear.__call__ = on_cpu(linear.Linear.__call__)
         adam.gpu_of = choice.gpu_of = gpu_of  # pyright: ignore[reportAttributeAccessIssue]
-        choice.wanted = lambda *_: True
         choice._compiled.cache_clear()
         adam._on_gpu.cache_clear()
 
@@ -326,15 +414,22 @@ class Machine:
         """What comes of a call."""
         inputs = operator.inputs()
         inputs |= operator.changes[change](inputs)
-        tensors = [each for each in inputs.values() if isinstance(each, Tensor)]
+        choice.wanted = lambda *_: operator.on_gpu
+        good = operator.inputs()
+        with self.emulator.memory(*tensors_of(good)):
+            operator.call(good)  # what a kernel is asked before it is trusted is no answer
         before = self.launches
         try:
-            with self.emulator.memory(*tensors):
+            with self.emulator.memory(*tensors_of(inputs)):
                 ours = operator.call(inputs)
         except ValueError as error:
             return f"refused: {error}"
         by = "the kernel" if self.launches > before else "PyTorch"
         return f"right by {by}" if alike(ours, operator.definition(inputs)) else f"wrong by {by}"
+
+
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    return [each for each in inputs.values() if isinstance(each, Tensor)]
 
 
 def alike(ours: Any, theirs: Any) -> bool:
@@ -365,7 +460,7 @@ def main(directory: Path) -> None:
         choice._compiled.cache_clear()
         adam._on_gpu.cache_clear()
         for name, operator in OPERATORS.items():
-            if name != "logprobs":
+            if operator.on_gpu and operator is not LOGPROBS:
                 outcomes[f"{name}: {what}"] = machine.outcome(operator, "good")
     sys.stdout.write(json.dumps(outcomes))
 

@@ -79,6 +79,15 @@ def test_tensors_that_dont_fit_are_refused(message: str, change: dict[str, objec
         decode_attention(*tensors(), Scores(**settings), longest=longest)
 
 
+@pytest.mark.parametrize(
+    "out",
+    [torch.empty(2, 4, 64).double(), torch.empty(2, 64, 4).mT],
+)
+def test_memory_that_doesnt_take_the_result_is_refused(out: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"out must be torch.float32 on cpu of shape \(2, 4, 64"):
+        decode_attention(*tensors(), Scores(lengths=ints(9, 5), scaling=1.0), longest=9, out=out)
+
+
 def test_heads_that_cannot_share_keys_are_refused() -> None:
     scores = Scores(lengths=ints(9, 5), scaling=1.0)
 

@@ -65,11 +65,13 @@ EXPECTED = {
     "attention: device": "refused: value is on meta, the query on cpu",
     "attention: stride": "right by PyTorch",
     "attention: address": "right by PyTorch",
+    "attention: another address": "right by PyTorch",
     "attention: empty": "right by PyTorch",
     "attention: no tokens": "right by the kernel",
     "attention: no heads": "refused: 4 query heads can't share 0 heads of keys",
     "attention: length": "refused: the cache holds 9 tokens of a sequence, not 10",
     "attention: lengths beyond the cache": "right by the kernel",
+    "attention: lengths and a window beyond the cache": "right by the kernel",
     "attention: lengths below 0": "right by the kernel",
     "attention: starts beyond the cache": "right by the kernel",
     "attention: no window": "refused: a sliding window has a token at least, not 0",
@@ -82,9 +84,69 @@ EXPECTED = {
         " shapes (2, 2, 9, 64) and (2, 2, 4, 64)"
     ),
     "attention: another head size": "refused: keys have 64 numbers a head, the query 32",
+    "attention: a place for the result": "right by the kernel",
+    "attention: a place for another result": (
+        "refused: out must be torch.float32 on cpu of shape (2, 4, 64), side by side, and is"
+        " torch.float32 on cpu of shape (2, 4, 32) and stride (128, 32, 1)"
+    ),
     "attention: a GPU that is too old": "right by PyTorch",
     "attention: a GPU that nobody knows yet": "right by the kernel",
     "attention: a cache that can't be written": "right by the kernel",
+    "attention on a CPU: good": "right by the kernel",
+    "attention on a CPU: dtype": (
+        "refused: lengths must be torch.int32, 2 of them side by side, and is torch.int64 of"
+        " shape (2,) and stride (1,)"
+    ),
+    "attention on a CPU: another dtype": "right by PyTorch",
+    "attention on a CPU: whole numbers": (
+        "refused: key must be numbers in 4 dimensions, and is torch.int32 of shape (2, 2, 9, 64)"
+    ),
+    "attention on a CPU: device": "refused: value is on meta, the query on cpu",
+    "attention on a CPU: stride": "right by PyTorch",
+    "attention on a CPU: address": "right by PyTorch",
+    "attention on a CPU: another address": "right by the kernel",
+    "attention on a CPU: empty": "right by PyTorch",
+    "attention on a CPU: no tokens": "right by the kernel",
+    "attention on a CPU: no heads": "refused: 4 query heads can't share 0 heads of keys",
+    "attention on a CPU: length": "refused: the cache holds 9 tokens of a sequence, not 10",
+    "attention on a CPU: lengths beyond the cache": "right by the kernel",
+    "attention on a CPU: lengths and a window beyond the cache": "right by the kernel",
+    "attention on a CPU: lengths below 0": "right by the kernel",
+    "attention on a CPU: starts beyond the cache": "right by PyTorch",
+    "attention on a CPU: no window": "refused: a sliding window has a token at least, not 0",
+    "attention on a CPU: fewer sequences": (
+        "refused: keys and values must be of the same 2 sequences as the query, and have"
+        " shapes (1, 2, 9, 64) and (1, 2, 9, 64)"
+    ),
+    "attention on a CPU: shorter values": (
+        "refused: keys and values must be of the same 2 sequences as the query, and have"
+        " shapes (2, 2, 9, 64) and (2, 2, 4, 64)"
+    ),
+    "attention on a CPU: another head size": "refused: keys have 64 numbers a head, the query 32",
+    "attention on a CPU: a place for the result": "right by the kernel",
+    "attention on a CPU: a place for another result": (
+        "refused: out must be torch.float32 on cpu of shape (2, 4, 64), side by side, and is"
+        " torch.float32 on cpu of shape (2, 4, 32) and stride (128, 32, 1)"
+    ),
+    "linear: good": "right by the kernel",
+    "linear: no bias": "right by the kernel",
+    "linear: dtype": "right by PyTorch",
+    "linear: another dtype": "right by PyTorch",
+    "linear: device": "right by PyTorch",
+    "linear: stride": "right by PyTorch",
+    "linear: stride of the bias": "right by PyTorch",
+    "linear: stride of the weight": "right by PyTorch",
+    "linear: address": "right by PyTorch",
+    "linear: another address": "right by the kernel",
+    "linear: empty": "right by PyTorch",
+    "linear: no inputs": "right by PyTorch",
+    "linear: a vector": "right by PyTorch",
+    "linear: a weight that is a vector": "right by PyTorch",
+    "linear: a bias for each row": "right by PyTorch",
+    "linear: a bias of one number": "right by PyTorch",
+    "linear: a result of another shape": "right by PyTorch",
+    "linear: rows that there are not": ("refused: this linear layer was made for 3 rows, not 4"),
+    "linear: rows below 0": "refused: this linear layer was made for 3 rows, not -1",
     "append: good": "right by the kernel",
     "append: dtype": "refused: the cache has keys of torch.float32, new ones are torch.bfloat16",
     "append: another dtype": (
@@ -151,6 +213,9 @@ EXPECTED = {
 }
 """By operator and what is bad of its input."""
 
+ON_CPU = ("attention on a CPU", "linear")
+"""Whose kernels are used where they have PyTorch's bits, which is not everywhere."""
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -172,6 +237,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_bad_input_is_refused_in_a_sentence_or_left_to_pytorch(
     what: str, outcomes: dict[str, str]
 ) -> None:
+    operator = what.partition(":")[0]
+    if operator in ON_CPU and outcomes[f"{operator}: good"] == "right by PyTorch":
+        pytest.skip("there is no kernel that adds up as PyTorch does")
+
     assert outcomes[what] == EXPECTED[what]
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pipeline.errors import KernelError
 from pipeline.kernels.adam import adamw_
 from pipeline.kernels.choice import _say_once
 from pipeline.kernels.cpu import build as module
+from pipeline.kernels.cpu import decode, linear
 from pipeline.kernels.cpu.adam import Numbers, Vectors, library
-from pipeline.kernels.cpu.build import CACHE, NotBuiltError, build, cache_directory, is_whole
+from pipeline.kernels.cpu.build import (
+    CACHE,
+    Built,
+    NotBuiltError,
+    bf16_flags,
+    build,
+    cache_directory,
+    is_whole,
+)
 from pipeline.kernels.reference import AdamW, Weights
 from tests.pipeline.kernels.test_adam import STEP
 
@@ -129,6 +140,73 @@ def test_the_compilers_own_words_are_handed_on(cache: Path, source: Path) -> Non
     assert list(cache.iterdir()) == []
 
 
+def compiler_of_its_own(directory: Path, name: str, script: str) -> None:
+    path = directory / name
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo own {name} && exit\n{script}\n')
+    path.chmod(0o755)
+
+
+@pytest.mark.usefixtures("cache")
+def test_where_one_compiler_fails_the_next_is_tried(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = shutil.which("c++")
+    compiler_of_its_own(tmp_path, "c++", "echo error: no >&2; exit 1")
+    compiler_of_its_own(tmp_path, "g++", f'exec {working} "$@"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    assert build(source, {"ANSWER": 42}).compiler == "own g++"
+
+    # Where all fail the first one's words are told.
+    compiler_of_its_own(tmp_path, "g++", "echo error: nor I >&2; exit 1")
+    compiler_of_its_own(tmp_path, "clang++", "echo error: nor I >&2; exit 1")
+    with pytest.raises(NotBuiltError, match=r"ended with code 1 and said: error: no$"):
+        build(source, {"ANSWER": 43})
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_flag_that_the_source_can_do_without_may_be_unknown(source: Path) -> None:
+    known = build(source, {"ANSWER": 42}, optional=("-DANSWER=43", "-Wno-error"))
+    unknown = build(source, {"ANSWER": 42}, optional=("-mno-such-instruction",))
+
+    assert known.library.answer() == 43
+    assert unknown.library.answer() == 42
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("flags", [("-mavx512bf16",), ()], ids=str)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_compiler_gives_the_same_bits(
+    dtype: torch.dtype, compiler: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    usual, order = decode.kernel(dtype, 64), linear.order_of(dtype, 768)
+    if not isinstance(usual, Built) or order is None or not set(flags) <= set(bf16_flags()):
+        pytest.skip("there is no kernel that adds up as PyTorch does")
+    monkeypatch.setenv("CXX", compiler)
+    defines: dict[str, str | int] = {"NUMBER": linear.FORMATS[dtype]}
+    products = build(linear.SOURCE, defines, linear.FLAGS, optional=flags)
+    attention = build(decode.SOURCE, defines, linear.FLAGS, optional=flags)
+
+    x, weight, bias = (tensor.to(dtype) for tensor in linear.probe(768))
+    out = torch.empty(len(x), len(weight), dtype=dtype)
+    linear.make(products, order, x, weight, bias, out)()
+    assert torch.equal(out, F.linear(x, weight, bias))
+
+    query, key, value = (tensor.to(dtype) for tensor in decode.probe(64))
+    asked = query[:, :, -1].contiguous()
+    lengths = torch.tensor([300], dtype=torch.int32)
+    ours, expected = (
+        decode.decode_attention(
+            asked, key, value, lengths, scaling=0.1, sliding_window=200, built=built
+        )
+        for built in (attention, usual)
+    )
+    assert torch.equal(ours, expected)
+
+
 def test_a_compiler_that_is_not_there_is_named(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +240,17 @@ def test_a_processor_that_pytorch_knows_no_fused_arithmetic_of_is_named(
 
     with pytest.raises(NotBuiltError, match=r"the processor \(x86_64, DEFAULT\) is not one"):
         module.instruction_flags()
+
+
+def test_a_pytorch_that_cant_be_asked_about_bf16_is_taken_to_say_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
+    assert bf16_flags() == ("-mavx512bf16",)
+
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    assert bf16_flags() == ()
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,21 @@ def test_long_sequences_are_right_to_rounding(dtype: torch.dtype, length: int) -
         )
 
 
+@pytest.mark.parametrize("window", [None, 20, 10])
+def test_lengths_beyond_the_cache_see_what_it_holds(window: int | None) -> None:
+    require_kernel(torch.float32, 48)
+    key, value = (torch.cat(cache(torch.float32, 32)[:1] * 2) for _ in range(2))
+    query = torch.randn(2, 4, 48)
+    for length in (33, 40, 1000, 2**31 - 1):
+        lengths = torch.tensor([length, 20], dtype=torch.int32)
+        scores = Scores(lengths=lengths, scaling=0.1, sliding_window=window)
+
+        out = decode_attention(query, key, value, scores, longest=32)
+
+        expected = decode_reference.decode_attention(query, key, value, scores)
+        torch.testing.assert_close(out, expected)
+
+
 def test_sequences_of_many_lengths_do_not_see_each_other() -> None:
     require_kernel(torch.float32, 48)
     lengths = [7, 0, 33, 64]

@@ -1,11 +1,15 @@
 """Linear layers of few rows: the bits of PyTorch's products of many, whatever is beside a row."""
 
 import itertools
+import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.errors import KernelError
+from pipeline.kernels import choice
+from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.cpu import linear
 from pipeline.kernels.cpu.linear import MOST_ROWS, Linear, Order, order_of, prepare, probe
 
@@ -76,6 +80,15 @@ def test_only_the_rows_that_count_are_computed(dtype: torch.dtype) -> None:
     assert out[5:].isnan().all()
 
 
+def test_more_rows_than_there_are_are_refused() -> None:
+    known(torch.float32, 48)
+    found, _ = prepared(torch.randn(8, 48), torch.randn(40, 48))
+
+    for rows in (9, -1):
+        with pytest.raises(ValueError, match=f"made for 8 rows, not {rows}"):
+            found.take(rows)
+
+
 def test_the_number_of_threads_changes_no_bit() -> None:
     known(torch.float32, 288)
     x, weight = torch.randn(5, 288), torch.randn(1000, 288)
@@ -117,6 +130,10 @@ ROWS, WEIGHT = torch.randn(4, 48), torch.randn(32, 48)
         (ROWS.double(), WEIGHT.double(), None, torch.empty(4, 32).double()),
         (ROWS, WEIGHT.bfloat16(), None, torch.empty(4, 32)),
         (ROWS, WEIGHT, torch.zeros(32).bfloat16(), torch.empty(4, 32)),
+        (ROWS, WEIGHT, torch.zeros(4, 32), torch.empty(4, 32)),
+        (ROWS, WEIGHT, torch.zeros(1), torch.empty(4, 32)),
+        (ROWS, WEIGHT, None, torch.empty(2, 64)),
+        (torch.randn(48), WEIGHT, None, torch.empty(32)),
         (ROWS.T.contiguous().T, WEIGHT, None, torch.empty(4, 32)),
         (torch.randn(4, 24), WEIGHT[:, ::2], None, torch.empty(4, 32)),
         (ROWS, WEIGHT[:8], None, torch.empty(4, 8)),
@@ -137,3 +154,40 @@ def test_what_it_does_not_take_is_left_to_pytorch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     assert prepare(x, weight, bias, out) is None
+
+
+def test_that_there_is_no_kernel_is_said_once_or_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice._say_once.cache_clear()
+    x, weight, out = ROWS.half(), WEIGHT.half(), torch.empty(4, 32).half()
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert prepare(x, weight, None, out) is None
+    assert [record.message for record in caplog.records] == [
+        "PyTorch does the work of the kernel of linear layers: it is written for fp32 and bf16,"
+        " not torch.float16"
+    ]
+
+    monkeypatch.setenv(SWITCH, "required")
+    with pytest.raises(KernelError, match="of linear layers can't be had: it is written for fp32"):
+        prepare(x, weight, None, out)
+
+
+def test_products_that_are_no_linear_layer_of_few_rows_are_nothing_to_miss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(SWITCH, "required")
+    many = torch.randn(MOST_ROWS + 1, 48)
+    with caplog.at_level(logging.INFO):
+        assert prepare(many, WEIGHT, None, torch.empty(len(many), 32)) is None
+        assert prepare(ROWS, WEIGHT, torch.zeros(4, 32), torch.empty(4, 32)) is None  # a residual
+
+    assert not caplog.records
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(torch.float32, 48)
+    monkeypatch.setenv(SWITCH, "off")
+
+    assert prepare(ROWS, WEIGHT, None, torch.empty(4, 32)) is None

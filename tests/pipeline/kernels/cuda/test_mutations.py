@@ -36,8 +36,8 @@ ATTENTION = {
     ),
     "the start of a sequence is ignored": ("p.starts ? max(", "false ? max("),
     "the window is one token short": (
-        "max(first, end - p.window)",
-        "max(first, end - p.window + 1)",
+        "max(first, length - p.window)",
+        "max(first, length - p.window + 1)",
     ),
     "tokens and heads change places": ("token * p.key_token", "token * p.key_head"),
     "a softmax without keys is not guarded": (
