@@ -1,7 +1,8 @@
 # make demo    a fresh environment in .venv, then the three steps on the embedded default
 # make test    a fresh environment in .test-venv, then lint, types and tests
 # make check   lint, types and tests in the current environment
-# make test-faults   the tests that take long: kills at random instants, every pair of layouts
+# make test-faults   the faults that take long: kills at random instants, lost machines, every pair of layouts
+# make test-grid     the kernels for GPUs: all cases, planted faults, every architecture
 #
 # PYTHON chooses the interpreter: make demo PYTHON=python3.12
 # TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,
@@ -13,7 +14,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OUTPUT ?= output
 
-.PHONY: demo test test-faults check
+.PHONY: demo test test-faults test-grid check
 
 demo:
 	$(call install,.venv,.)
@@ -27,6 +28,10 @@ test:
 test-faults:
 	$(call install,.test-venv,.[dev])
 	.test-venv/bin/python -m pytest -m faults
+
+test-grid:
+	$(call install,.test-venv,.[dev])
+	.test-venv/bin/python -m pytest -m grid
 
 check:
 	ruff check .

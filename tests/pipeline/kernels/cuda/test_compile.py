@@ -130,7 +130,7 @@ def test_a_kernel_compiles_for_old_and_new_gpus_without_spills(
         check(compiler, name, defines, architecture, tmp_path)
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 @pytest.mark.timeout(1800)
 def test_every_kernel_compiles_for_every_gpu_without_spills(
     compiler: Compiler, tmp_path: Path

@@ -31,7 +31,7 @@ def test_the_kernel_computes_the_reference(case: Case, emulator: Emulator) -> No
     assert error < TOLERANCES[case.dtype]
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_the_kernel_computes_the_reference_everywhere(case: Case, emulator: Emulator) -> None:
     _, error = emulated(case, emulator)

@@ -301,7 +301,7 @@ def sampling_is_right(emulator: Emulator) -> bool:
     return True
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "planted",
     [("decode_attention.cu", each) for each in ATTENTION.values()],
@@ -313,7 +313,7 @@ def test_a_fault_planted_in_decode_attention_is_found(emulator: Emulator) -> Non
     assert not attention_is_right(emulator)
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "planted", [("adamw.cu", each) for each in ADAM.values()], ids=list(ADAM), indirect=True
 )
@@ -322,7 +322,7 @@ def test_a_fault_planted_in_adamw_is_found(emulator: Emulator) -> None:
     assert not adam_is_right(emulator)
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "planted", [("append.cu", each) for each in APPEND.values()], ids=list(APPEND), indirect=True
 )
@@ -331,7 +331,7 @@ def test_a_fault_planted_in_the_cache_is_found(emulator: Emulator) -> None:
     assert not append_is_right(emulator)
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "planted", [("sample.cu", each) for each in SAMPLE.values()], ids=list(SAMPLE), indirect=True
 )
@@ -340,7 +340,7 @@ def test_a_fault_planted_in_the_sampler_is_found(emulator: Emulator) -> None:
     assert not sampling_is_right(emulator)
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 def test_without_a_planted_fault_the_same_cases_pass(emulator: Emulator) -> None:
     assert attention_is_right(emulator)
     assert adam_is_right(emulator)

@@ -26,7 +26,7 @@ def test_the_kernel_draws_what_the_definition_draws(case: Case, emulator: Emulat
     assert emulated(case, emulator)
 
 
-@pytest.mark.faults
+@pytest.mark.grid
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_the_kernel_draws_what_the_definition_draws_everywhere(
     case: Case, emulator: Emulator
