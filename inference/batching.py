@@ -51,11 +51,48 @@ def answer_in_slots(
         slots.free(ended)
 
 
+class Modules:
+    """A model that stores into a cache of slots."""
+
+    def __init__(self, model: nn.Module, cache: SlotCache, device: torch.device) -> None:
+        self.model = model
+        self.cache = cache
+        # transformers hands a 4-D mask through untouched; the layouts need none.
+        self._no_mask = torch.ones(1, 1, 1, 1, device=device)
+
+    def __call__(
+        self,
+        inputs: Int[Tensor, "3 N"],
+        layout: Layout,
+        *,
+        reads_slots: bool = True,
+        keep: int | Int[Tensor, " K"] = 0,
+    ) -> Float[Tensor, "K V"]:
+        """The logits after the tokens `keep`, or after all, of one forward pass.
+
+        Args:
+            inputs: tokens, their positions and their places in the cache.
+            layout: what each of them sees.
+            reads_slots: see `SlotCache.begin`.
+            keep: indices of tokens; 0 is all of them.
+        """
+        self.cache.begin(inputs[2], reads_slots=reads_slots)
+        output = self.model(
+            input_ids=inputs[:1],
+            position_ids=inputs[1:2],
+            attention_mask=self._no_mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            ragged=layout,
+            logits_to_keep=keep,
+        )
+        return output.logits[0]
+
+
 class Slots:
     """The running sequences of a model, at most `num_slots`, and what their slots hold."""
 
     def __init__(self, model: nn.Module, requests: Sequence[Request], *, num_slots: int) -> None:
-        self.model = model
         self.device = next(model.parameters()).device
         self.occupants: list[Request | None] = [None] * num_slots
         self.held: list[tuple[int, ...] | None] = [None] * num_slots
@@ -65,14 +102,14 @@ class Slots:
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
         plain = base_model(model)
+        # No part of this refers back to it: what a pass keeps goes when the slots do.
+        self._modules = Modules(model, self.cache, self.device)
         self._decode = Decoder(
-            lambda inputs, layout: self._run(inputs, layout, reads_slots=True, keep=0),
+            self._modules,
             dtype=plain.dtype,
             device=self.device,
             repeats=peers_of(plain).size == 1 and not has_hooks(model),
         )
-        # transformers hands a 4-D mask through untouched; the layouts need none.
-        self._no_mask = torch.ones(1, 1, 1, 1, device=self.device)
         self._asked = Counter(request.prompt for request in requests)
         self._after: dict[tuple[int, ...], Float[Tensor, " V"]] = {}
         """Logits after prompts that more samples are still to come of."""
@@ -175,7 +212,7 @@ class Slots:
             ],
             device=self.device,
         )
-        logits = self._run(inputs, layout, reads_slots=first > 0, keep=last)
+        logits = self._modules(inputs, layout, reads_slots=first > 0, keep=last)
         return logits[: len(lengths)]
 
     @torch.inference_mode()
@@ -201,27 +238,6 @@ class Slots:
             self.cache.copy(source, target, len(request.prompt) + len(request.response.ids) - 1)
             self.occupants[target], self.occupants[source] = request, None
             self.held[target] = request.prompt
-
-    def _run(
-        self,
-        inputs: Int[Tensor, "3 N"],
-        layout: Layout,
-        *,
-        reads_slots: bool,
-        keep: int | Tensor,
-    ) -> Float[Tensor, "B V"]:
-        """One forward pass over tokens, their positions and their places in the cache."""
-        self.cache.begin(inputs[2], reads_slots=reads_slots)
-        output = self.model(
-            input_ids=inputs[:1],
-            position_ids=inputs[1:2],
-            attention_mask=self._no_mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            ragged=layout,
-            logits_to_keep=keep,
-        )
-        return output.logits[0]
 
 
 def has_hooks(model: nn.Module) -> bool:

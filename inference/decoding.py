@@ -6,15 +6,17 @@ does not depend on the others.
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from inference.graphs import Capture, CudaCapture, GraphedRows
-from inference.passes import Column, Pass, Repeated, RepeatError
+from inference.passes import Column, Pass, Repeated, RepeatError, Stage
 from inference.slots import NextToken
 from inference.taped import TapedRows
+from pipeline.kernels.choice import chosen
 from pipeline.kernels.cpu.linear import is_built
 from pipeline.models.attention import round_up
 
@@ -25,11 +27,19 @@ FEWEST = 4
 have many; where a kernel of ours has the same bits, it computes no more rows than are asked for."""
 
 MANY = 64
-"""From so many rows on a GPU computes a multiple of it, below the next power of two."""
+"""Up to so many rows there are passes of powers of two; beyond it more padding would cost more than
+more tapes or graphs."""
 
-LONG = 1024
-"""Tokens from which on lengths have graphs of their own, by powers of two: work is divided among a
-GPU's processors by the longest length that a graph may meet."""
+STEP = 32
+"""Passes of more rows are multiples of this."""
+
+WIDER = 4
+"""Passes of up to so many times as many rows serve fewer once they are proved: rows that nobody
+asks for cost less than the modules' Python does three more times."""
+
+SHORT = 256
+"""Up to so many tokens lengths share a graph; longer ones have graphs by powers of two. Work is
+divided among the processors of a GPU by the longest length that a graph may meet."""
 
 
 class Decoder:
@@ -73,26 +83,43 @@ class Decoder:
             spare: a place in the cache that nobody reads.
         """
         count = len(columns)
-        padding = [(columns[-1][0], 0, spare)] * (self._num_rows(count) - count)
-        padded = [*columns, *padding]
+        # Padding is a token at the beginning of its own, which nobody reads.
+        padding = (columns[-1][0], 0, spare)
         if self._repeats:
+            rows = self._rows(count, max(layout.lengths))
             try:
-                return self._rows(len(padded), layout).run(padded, layout)[:count]
+                return rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
             except RepeatError as reason:
-                logger.info("decoding goes through the model's modules each time: %s", reason)
+                _say_once(str(reason))
                 self._repeats = False
                 self._kept.clear()
+        padded = [*columns, *[padding] * (self._num_rows(count) - count)]
         inputs = torch.tensor(padded).T.contiguous()
         return self._modules(inputs.to(self._device), layout)[:count]
 
-    def _rows(self, num_rows: int, layout: NextToken) -> Repeated:
-        longest = 0
-        if self._capture is not None:
-            longest = max(LONG, power_of_two(max(layout.lengths)))
+    def _rows(self, count: int, longest: int) -> Repeated:
+        """The passes for so many sequences, the longest of so many tokens."""
+        num_rows = self._num_rows(count)
+        longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
         rows = self._kept.get((num_rows, longest))
+        if rows is None:
+            rows = self._wider(num_rows, longest)
         if rows is None:
             rows = self._kept[num_rows, longest] = self._new_rows(num_rows, longest)
         return rows
+
+    def _wider(self, num_rows: int, longest: int) -> Repeated | None:
+        """Passes of not too many more rows that are proved already, the fewest."""
+        if self._device.type == "cpu" and not self._few_rows_are_equal():
+            return None  # all rows are multiplied
+        found = [
+            rows
+            for (wide, length), rows in self._kept.items()
+            if num_rows < wide <= WIDER * num_rows
+            and length == longest
+            and rows.stage is Stage.REPEAT
+        ]
+        return min(found, key=lambda rows: rows.num_rows, default=None)
 
     def _new_rows(self, num_rows: int, longest: int) -> Repeated:
         if self._capture is None:
@@ -106,14 +133,24 @@ class Decoder:
         )
 
     def _num_rows(self, count: int) -> int:
-        if self._device.type == "cpu":
-            if not self._repeats:
-                return 1 if count == 1 else round_up(count, FEWEST)
-            fewest = FEWEST if count > 1 or is_built(self._dtype) else 1
-            return max(fewest, power_of_two(count))
-        if not self._repeats:
-            return count
-        return power_of_two(count) if count < MANY else round_up(count, MANY)
+        if self._repeats:
+            rows = power_of_two(count) if count <= MANY else round_up(count, STEP)
+        else:
+            rows = count
+        if self._device.type != "cpu":
+            return rows
+        if count == 1 and (not self._repeats or not self._few_rows_are_equal()):
+            return 1
+        return round_up(rows, FEWEST)
+
+    def _few_rows_are_equal(self) -> bool:
+        """Whether a kernel rounds products of one row like those of many."""
+        return chosen() != "off" and is_built(self._dtype)
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.info("decoding goes through the model's modules each time: %s", reason)
 
 
 def power_of_two(count: int) -> int:

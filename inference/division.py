@@ -1,14 +1,10 @@
-"""How a model is divided among the processes that compute each layer together.
+"""What each process has of a model that is divided among those that compute each layer together.
 
-After Shoeybi et al. 2019 (Megatron-LM), 3: in pairs of matrices the first is cut by its outputs,
-the second by its inputs, and what the processes find is summed once after each pair. Attention is
-cut by whole heads. Plans are those of `transformers`; `inference/division_plans.py` has families
-that it has none for.
+`pipeline/models/division.py` says which layers are divided.
 """
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,19 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from inference.division_plans import FamilyPlan, own_plan
 from inference.peers import Peers, mark
-from pipeline.errors import ConfigError, require
-
-REPLICATED = ("replicate", "embedding")
-"""Beginnings of the styles of modules that every process has whole here: tables of embeddings are
-looked up, not computed with."""
-
-OF_KEYS = ("k_proj", "v_proj")
-"""Modules with as many heads as there are of keys."""
-
-PACKED = ("query_key_value", "c_attn")
-"""Modules with queries, keys and values in one."""
+from pipeline.errors import require
+from pipeline.models.division import OF_KEYS, STYLES, DividedLayers, match
 
 
 @dataclass(frozen=True)
@@ -76,7 +62,7 @@ class Cut:
         return [piece.stop - piece.start for piece in self.pieces]
 
 
-class Division:
+class Division(DividedLayers):
     """What each process of a group has of a model's layers.
 
     Args:
@@ -88,70 +74,13 @@ class Division:
     """
 
     def __init__(self, model: PreTrainedModel, peers: Peers) -> None:
-        self.model, self.peers = model, peers
-        self.styles: dict[str, str] = {}
-        """Style of each module that is divided, by name."""
-        if peers.size == 1:
-            return
-        settings = model.config.get_text_config()
-        self.family = str(model.config.model_type)
-        self.plan = plan_of(model)
-        self.num_heads = int(settings.num_attention_heads)
-        key_heads = self.plan.key_heads or getattr(settings, "num_key_value_heads", None)
-        self.kv_heads = int(key_heads or self.num_heads)
-        self.styles = dict(self._styles())
-        self._divides_keys = any(
-            name.endswith((*OF_KEYS, *PACKED)) and not _STYLES[style].joins
-            for name, style in self.styles.items()
-        )
-        self._check_heads()
-
-    def _styles(self) -> Iterator[tuple[str, str]]:
-        head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        for name, _ in self.model.named_parameters():
-            style = _match(self.plan.styles, name)
-            if style is not None and not style.startswith(REPLICATED):
-                raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
-        for name, module in self.model.named_modules():
-            style = _match(self.plan.styles, name)
-            if style is None or style.startswith(REPLICATED):
-                continue
-            if not isinstance(module, nn.Linear | Conv1D) or style not in _STYLES:
-                raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
-            if style == "colwise_gather_output":
-                # Whole where it is the table of the embeddings, which every process has.
-                is_table = module is head and module.weight is table.weight
-                if is_table or _outputs(module) % self.peers.size:
-                    continue
-            yield name, style
-
-    def _check_heads(self) -> None:
-        size = self.peers.size
-        require(bool(self.styles), self._sentence("none of its layers is divided"))
-        if not self._divides_keys:
-            return
-        require(
-            self.num_heads % size == 0,
-            f"inference_tp_size {size} doesn't divide the {self.num_heads} attention heads of"
-            f" {self.family}; choose one that does",
-        )
-        packed = any(name.endswith(PACKED) for name in self.styles)
-        require(
-            self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
-            f"inference_tp_size {size} doesn't go with the {self.kv_heads} key heads of"
-            f" {self.family}; choose one that divides them",
-        )
-
-    def _sentence(self, reason: str) -> str:
-        return (
-            f"inference_tp_size {self.peers.size}: generation with {self.family} can't be divided,"
-            f" since {reason}; set it to 1"
-        )
+        super().__init__(model, peers.size)
+        self.peers = peers
 
     @property
     def kv_heads_here(self) -> int:
         """Heads of keys that this process has."""
-        share = self.kv_heads // self.peers.size if self._divides_keys else self.kv_heads
+        share = self.kv_heads // self.peers.size if self.divides_keys else self.kv_heads
         return max(1, share)
 
     def cut(self, owner: str, leaf: str, shape: torch.Size) -> Cut | None:
@@ -159,7 +88,7 @@ class Division:
         name = self.styles.get(owner)
         if name is None:
             return None
-        style = _STYLES[name]
+        style = STYLES[name]
         transposed = isinstance(self.model.get_submodule(owner), Conv1D)
         if leaf == "weight":
             dim = int(style.by_outputs == transposed)
@@ -172,7 +101,7 @@ class Division:
 
     def _pieces(self, owner: str, style: str, total: int) -> Iterator[Piece]:
         rank, size = self.peers.rank, self.peers.size
-        if owner.endswith(OF_KEYS) and not _STYLES[style].joins and self.kv_heads < size:
+        if owner.endswith(OF_KEYS) and not STYLES[style].joins and self.kv_heads < size:
             width, copies = total // self.kv_heads, size // self.kv_heads
             head = rank // copies
             yield Piece(head * width, (head + 1) * width, counts=rank % copies == 0)
@@ -181,7 +110,7 @@ class Division:
             yield from self._even(owner, 0, self.num_heads * width)
             yield Piece(self.num_heads * width, total, counts=rank == 0)
         else:
-            parts = _STYLES[style].parts
+            parts = STYLES[style].parts
             for part in range(parts):
                 yield from self._even(owner, part * (total // parts), total // parts)
 
@@ -202,7 +131,7 @@ class Division:
         if self.peers.size == 1:
             return
         for name, kind in self.styles.items():
-            module, style = self.model.get_submodule(name), _STYLES[kind]
+            module, style = self.model.get_submodule(name), STYLES[kind]
             self._tell_width(name, module)
             if not style.by_outputs:
                 module.register_forward_hook(self._sum)
@@ -211,12 +140,12 @@ class Division:
             if style.splits:
                 module.register_forward_pre_hook(self._split)
         for name, module in self.model.named_modules():
-            for attribute in _match(self.plan.counts, name) or ():
+            for attribute in match(self.plan.counts, name) or ():
                 setattr(module, attribute, getattr(module, attribute) // self.peers.size)
-            if hasattr(module, "num_key_value_groups") and self._divides_keys:
+            if hasattr(module, "num_key_value_groups") and self.divides_keys:
                 share = self.num_heads // self.peers.size
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
-            if _match(dict.fromkeys(self.plan.biased, True), name):
+            if match(dict.fromkeys(self.plan.biased, True), name):
                 module.register_forward_pre_hook(self._own_heads, with_kwargs=True)
         mark(self.model, self.peers, kv_heads=self.kv_heads_here)
 
@@ -254,65 +183,3 @@ class Division:
         if mask is not None and mask.shape[1] == self.num_heads > 1:
             kwargs["attention_mask"] = own(mask)
         return args, kwargs
-
-
-@dataclass(frozen=True)
-class _Style:
-    by_outputs: bool
-    parts: int = 1
-    """Equal parts of which a process has its share of each."""
-
-    joins: bool = False
-    """Whether everyone needs the outputs of all."""
-
-    splits: bool = False
-    """Whether the inputs come whole."""
-
-
-_STYLES: Mapping[str, _Style] = {
-    "colwise": _Style(by_outputs=True),
-    "colwise_heads": _Style(by_outputs=True),
-    "colwise_three": _Style(by_outputs=True, parts=3),
-    "colwise_one_key_head": _Style(by_outputs=True),
-    "packed_colwise": _Style(by_outputs=True, parts=2),
-    "colwise_gather_output": _Style(by_outputs=True, joins=True),
-    "rowwise": _Style(by_outputs=False),
-    "rowwise_split_input": _Style(by_outputs=False, splits=True),
-}
-
-
-def plan_of(model: PreTrainedModel) -> FamilyPlan:
-    """The plan for a model's family, by full names of its modules.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
-    plan = own_plan(model.config) or theirs
-    require(
-        bool(plan.styles),
-        f"inference_tp_size: there is no plan to divide {model.config.model_type}; set it to 1",
-    )
-
-    def named(keys: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
-
-    head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
-    return replace(
-        plan,
-        styles={**head, **named(plan.styles)},
-        counts=named(plan.counts),
-        biased=tuple(named(dict.fromkeys(plan.biased))),
-    )
-
-
-def _match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """The entry whose key names the module, with * for any number."""
-    for key, value in table.items():
-        if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
-            return value
-    return None
-
-
-def _outputs(module: nn.Linear | Conv1D) -> int:
-    return int(module.nf if isinstance(module, Conv1D) else module.out_features)

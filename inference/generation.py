@@ -4,7 +4,6 @@ One engine for training, evaluation and chat, on the modules and the attention t
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 
 import psutil
@@ -19,7 +18,7 @@ from inference.peers import peers_of
 from inference.requests import Recorder, Request, Response, StopWhen
 from inference.sampling import Sampler
 from inference.slots import bytes_per_token
-from pipeline.distributed import world_size
+from pipeline.distributed import local_world_size
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length, is_ragged
 
@@ -158,8 +157,7 @@ def free_bytes(device: torch.device) -> int:
     process's share of what is available, for the other half is the activations' and the system's.
     """
     if device.type != "cuda":
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-        return psutil.virtual_memory().available // (2 * processes)
+        return psutil.virtual_memory().available // (2 * local_world_size())
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + cached) * 9 // 10

@@ -4,7 +4,9 @@ A graph reads tokens, their places and the lengths of the sequences from memory 
 one copy fills before each replay. Like a tape it is proved before it is trusted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -71,7 +73,7 @@ class GraphedRows(Repeated):
         device: torch.device,
         capture: Capture,
     ) -> None:
-        super().__init__()
+        super().__init__(num_rows)
         self._modules = modules
         # Of each row token, position, place in the cache and length of the sequence.
         self._said: Int[Tensor, "4 N"] = torch.zeros(
@@ -116,7 +118,6 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(
@@ -130,23 +131,47 @@ class CudaCapture:
             RepeatError: the modules do what a graph can't hold, such as waiting for a number.
         """
         graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                # Other threads, of checkpoints for one, may go on talking to the GPU.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = compute()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            sentence = str(error).strip().partition("\n")[0]
-            raise RepeatError(f"it can't be captured into a CUDA graph: {sentence}") from error
-        current.wait_stream(self._stream)
+        current, beside = torch.cuda.current_stream(self._device), capture_stream(self._device)
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            # Once without capturing, for a capture that fails leaves the allocator in disorder. It
+            # also leaves cuBLAS a workspace of this stream that is not of the graph's memory.
+            with waiting_forbidden():
+                compute()
+            # Other threads, of checkpoints for one, may go on talking to the GPU.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = compute()
+            finally:
+                graph.capture_end()
+        current.wait_stream(beside)
 
         def replay() -> Tensor:
             graph.replay()
             return result
 
         return replay
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a GPU on which all is captured: each would keep memory of its own."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Inside it, an operator that has the host wait for the GPU raises.
+
+    Raises:
+        RepeatError: one did.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        sentence = str(error).strip().partition("\n")[0]
+        raise RepeatError(f"it can't be captured into a CUDA graph: {sentence}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -35,7 +35,8 @@ class Stage(Enum):
 class Repeated(ABC):
     """Passes of one number of rows: what the modules do is written down, proved, and repeated."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
         self.stage = Stage.MODULES
 
     def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:
@@ -52,13 +53,19 @@ class Repeated(ABC):
         if self.stage is Stage.MODULES:
             self.stage = Stage.WRITE
             return self._by_modules()
-        if self.stage is Stage.WRITE:
-            self.stage = Stage.PROVE
-            return self._write()
-        if self.stage is Stage.PROVE:
+        if self.stage is Stage.REPEAT:
+            return self._repeat()
+        try:
+            if self.stage is Stage.WRITE:
+                self.stage = Stage.PROVE
+                return self._write()
             self.stage = Stage.REPEAT
             return self._prove()
-        return self._repeat()
+        except RepeatError:
+            raise
+        except Exception as error:  # whatever it is, the modules may still do
+            sentence = str(error).strip().partition("\n")[0]
+            raise RepeatError(f"{type(error).__name__}: {sentence}") from error
 
     @abstractmethod
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference.passes import RepeatError
@@ -22,6 +23,9 @@ Repeat = Callable[[], object]
 
 COPIES = {"_to_copy", "clone", "contiguous", "to"}
 """Operators whose new tensor is the old one, perhaps in another format."""
+
+TO_PYTHON = {"tolist", "numpy", "__array__"}
+"""Methods of tensors that hand numbers to Python beside the dispatcher, which sees `item`."""
 
 UNREPEATABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
@@ -69,6 +73,22 @@ Substitute = Callable[[Call], Repeat | None]
 """Another way to do a call, or None."""
 
 
+class NoNumbers(TorchFunctionMode):
+    """Inside it, no number of a tensor is handed to Python."""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Called by PyTorch for each function and method of tensors."""
+        if func.__name__ in TO_PYTHON:
+            raise RepeatError(f"{func.__name__} hands numbers to Python")
+        return func(*args, **(kwargs or {}))
+
+
 class Writer(TorchDispatchMode):
     """Inside it, operators are computed as always, and written down.
 
@@ -79,6 +99,16 @@ class Writer(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self._outside = False
+        self._no_numbers = NoNumbers()
+
+    def __enter__(self) -> "Writer":
+        super().__enter__()
+        self._no_numbers.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: ANN401
+        self._no_numbers.__exit__(*raised)
+        super().__exit__(*raised)
 
     def __torch_dispatch__(
         self,
@@ -139,25 +169,23 @@ class Tape:
         inputs: tensors whose numbers will be others; all others that the calls read but neither
             make nor change are constants.
         result: what the computation is for.
-        substitute: other ways to do calls.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        inputs: Sequence[Tensor],
-        result: Tensor,
-        *,
-        substitute: Substitute = lambda call: None,  # noqa: ARG005
-    ) -> None:
+    def __init__(self, calls: Sequence[Call], inputs: Sequence[Tensor], result: Tensor) -> None:
         self.result: Shaped[Tensor, "..."] = result
         # Each call leads to memory that it holds.
         self._kept = needed(varying(calls, inputs), result)
-        self._repeats = [substitute(call) or repeat_of(call) for call in self._kept]
+        self._repeats = [repeat_of(call) for call in self._kept]
 
     def __len__(self) -> int:
         """Calls that a repetition makes."""
         return len(self._repeats)
+
+    def substitute(self, other: Substitute) -> None:
+        """Have calls done in other ways, where there are."""
+        self._repeats = [
+            other(call) or repeat for call, repeat in zip(self._kept, self._repeats, strict=True)
+        ]
 
     def replay(self) -> Tensor:
         """Compute again, from what the inputs hold; the result lies where it always does."""
@@ -206,15 +234,16 @@ def repeat_of(call: Call) -> Repeat:
     """A way to do a call again that gives the same bits, the leanest there is."""
     if call.repeat is not None:
         return call.repeat
+    # Bindings of PyTorch's own are leaner than the dispatcher's.
+    is_plain = call.operator.namespace == "aten" and "out" not in call.kwargs
     if any(True for _ in call.changed()):
-        method = getattr(Tensor, call.name, None)
+        method = getattr(Tensor, call.name, None) if is_plain else None
         return partial(method or call.operator, *call.args, **call.kwargs)
-    if len(call.made) == 1:
+    if len(call.made) == 1 and is_plain:
         (made,) = call.made
         source = next(call.read(), None)
         if call.name in COPIES and source is not None and source.shape == made.shape:
             return partial(made.copy_, source)
-        # Bindings of PyTorch's own are leaner than the dispatcher's.
         places = (torch, vars(torch._C)["_nn"])  # noqa: SLF001
         bindings = (getattr(place, call.name, None) for place in places)
         function = next((each for each in bindings if each is not None), call.operator)

@@ -67,6 +67,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def local_world_size() -> int:
+    """Number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def is_main() -> bool:
     """True on the process that writes files and prints."""
     return rank() == 0

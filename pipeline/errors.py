@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 79
 """Just above what sysexits.h names: the step ends by it, and `train.py` halves the micro-batch."""

@@ -7,10 +7,8 @@ from pathlib import Path
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
 from pipeline.config import TrainedModelConfig
 from pipeline.engine.deepspeed.read import notice_of
-from pipeline.errors import EXIT_OUT_OF_MEMORY, ConfigError
+from pipeline.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.launch.child import Ending, run_child
-from pipeline.launch.commands import step_environment
-from pipeline.launch.environment import PLANNED
 from pipeline.launch.preflight import Check, insist, look
 from pipeline.plan.output import (
     REPORT,
@@ -29,8 +27,6 @@ from pipeline.report.findings import findings
 from pipeline.report.results import read_results
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
-FAILED = 1
-
 
 def run_plan(plan: Plan) -> None:
     """Run the steps one after the other, each in processes of its own.
@@ -41,7 +37,7 @@ def run_plan(plan: Plan) -> None:
         KeyboardInterrupt: the run was told to stop; its message says how to go on.
     """
     out = plan.request.output_dir
-    environment = {**step_environment(plan.where, plan.request), PLANNED: "1"}
+    environment = plan.environment
     for stage in plan.stages:
         if stage.name in plan.finished:
             say(f"step {stage.number} is finished, skipped")
@@ -72,7 +68,7 @@ def follow_plan(plan: Plan) -> None:
     Raises:
         SystemExit, KeyboardInterrupt: as `run_plan`.
     """
-    environment = {**step_environment(plan.where, plan.request), PLANNED: "1"}
+    environment = plan.environment
     for stage in plan.stages:
         if stage.name not in plan.finished:
             goes_on = plan.request.resume and can_go_on(plan.request.output_dir, stage.name)
@@ -164,14 +160,14 @@ def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
             f" the table counts; {_savings(plan, stage)}. --resume then goes on from its last"
             " checkpoint."
         )
-        raise SystemExit(FAILED)
+        raise SystemExit(EXIT_FAILED)
     how = f"was ended by signal {-ending.code}" if ending.code < 0 else "failed"
     complain(
         f"step {stage.number} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
         f" If memory ran out: a smaller --{stage.section}.micro_batch_size;"
         f" {_savings(plan, stage)}. --resume then goes on with this step."
     )
-    raise SystemExit(FAILED)
+    raise SystemExit(EXIT_FAILED)
 
 
 def _savings(plan: Plan, stage: Stage) -> str:

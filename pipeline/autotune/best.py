@@ -49,6 +49,7 @@ def write_best(
         if changed:
             document[stage.section] = nested(changed)
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
     partial.write_text(f"# Run it: python train.py --config {file}\n{text}", encoding="utf-8")
     partial.replace(file)
@@ -66,6 +67,8 @@ def _options(
     defaults = {each.name: each.default for each in fields(Request)}
     said = {name: getattr(request, name) for name in names}
     options = {name: value for name, value in said.items() if value != defaults[name]}
+    if request.plan == "off":  # what auto chose is among the steps' settings
+        options["plan"] = "off"
     actor = str(plain(configs[stages[0].name])["model"]["path"])
     models = {} if actor == EMBEDDED else {"actor_model": actor}
     return {"output_dir": str(request.output_dir), **models, **plain(options)}

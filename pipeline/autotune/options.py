@@ -40,6 +40,8 @@ class Autotuning:
             for name, changed in (
                 ("strategy", self.autotune_strategy != "model"),
                 ("trials", self.autotune_trials is not None),
+                ("steps", self.autotune_steps != Autotuning.autotune_steps),
+                ("minutes", self.autotune_minutes != Autotuning.autotune_minutes),
                 ("space", bool(self.autotune_space)),
             )
             if changed

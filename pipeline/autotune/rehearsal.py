@@ -11,7 +11,7 @@ from pipeline.autotune.trial import trial_settings
 from pipeline.budget.ladder import changed
 from pipeline.cli import EXIT_INTERRUPTED, complain, say, write_config
 from pipeline.config import StepConfig
-from pipeline.errors import EXIT_USER_ERROR
+from pipeline.errors import EXIT_FAILED, EXIT_USER_ERROR
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import step_command, step_environment
 from pipeline.launch.environment import PLANNED
@@ -20,8 +20,6 @@ from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
-
-FAILED = 1
 
 
 def rehearse(plan: Plan, stage: Stage) -> None:
@@ -54,12 +52,12 @@ def rehearse(plan: Plan, stage: Stage) -> None:
             f"step {stage.number} failed with its best settings (exit code {ending.code}), after"
             " its trials; what it needs at its end may not fit"
         )
-        raise SystemExit(FAILED)
+        raise SystemExit(EXIT_FAILED)
 
 
 def rehearsals(plan: Plan) -> Path:
     """The directory of these models."""
-    return plan.request.output_dir / AUTOTUNE / "models"
+    return plan.request.output_dir / AUTOTUNE / ".models"
 
 
 def on_rehearsals(config: StepConfig, plan: Plan) -> StepConfig:

@@ -7,7 +7,7 @@ first without and then with offload.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,9 @@ Candidate = tuple[Value, ...]
 OFFLOAD = "offload"
 OFFLOADS = ("optimizer", "gradients", "params")
 """Joined by + they are a value of the dimension `offload`; the others stay on the device."""
+
+AS_IT_IS = "as it is"
+"""Value of a dimension of several models: each keeps its own."""
 
 GROWING = ("generation_batch_size", "micro_batch_size")
 """The sizes of batches."""
@@ -54,8 +57,13 @@ class Dimension:
     settings: tuple[str, ...]
     """Dotted names of the step's settings that get the value; of `offload`, the sections."""
 
+    present: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    """The step's settings as they are."""
+
     def assigned(self, value: Value) -> dict[str, Value]:
         """The step's settings that a value stands for."""
+        if value == AS_IT_IS:
+            return dict(self.present)
         if self.name != OFFLOAD:
             return dict.fromkeys(self.settings, value)
         away = str(value).split("+")
@@ -78,12 +86,16 @@ class Space:
 
     @cached_property
     def start(self) -> Candidate | None:
-        """The settings as they are, where they are a candidate."""
+        """The settings as they are; None where `given` values leave them out."""
         return next((each for each in self.candidates if self.config(each) == self.base), None)
 
     def config(self, candidate: Candidate) -> StepConfig:
         """The step's settings with those of a candidate."""
         return _configured(self.base, self.dimensions, candidate)
+
+    def settings(self, candidate: Candidate) -> dict[str, Value]:
+        """The step's settings that a candidate stands for, by their dotted names."""
+        return _assigned(self.dimensions, candidate)
 
     def named(self, candidate: Candidate) -> dict[str, Value]:
         """The values by the names of their dimensions."""
@@ -110,27 +122,47 @@ def make_space(
     *,
     fixed: Sequence[str] = (),
     given: Mapping[str, str] | None = None,
+    divisions: Sequence[int] = (),
 ) -> Space:
-    """The candidates for a step.
+    """The candidates for a step, the settings as they are among them unless `given` says otherwise.
 
     Args:
         config: its settings as they are.
         machine: where it runs.
         fixed: dotted names of settings that were said, which stay as they are.
         given: values by the names of dimensions, or of settings, in place of the usual ones: 1,2,4.
+        divisions: values that `inference_tp_size` may have.
 
     Raises:
         ConfigError: a value can't be used, or changes what a run results in.
     """
-    usual, given = dict(_usual(config, machine)), given or {}
+    usual, given = dict(_usual(config, machine, divisions)), given or {}
+    owners: dict[str, str] = {}
+    for name in given:
+        for setting in _settings_of(config, name):
+            other = next((owners[each] for each in owners if _overlap(each, setting)), None)
+            require(
+                other is None,
+                f"--autotune-space {name} and {other} both say what {setting} is; give one",
+            )
+            owners[setting] = name
     dimensions: list[Dimension] = []
     for name in sorted(usual.keys() | given.keys(), key=_rung):
         settings = _settings_of(config, name)
-        if name not in given:
-            settings = tuple(each for each in settings if not _is_said(each, fixed))
+        if name in given:
+            values = _values(config, name, settings, given[name]) if settings else ()
+        else:
+            settings = tuple(
+                each
+                for each in settings
+                if not _is_said(each, fixed) and not any(_overlap(each, other) for other in owners)
+            )
+            values = usual[name]
         if settings:
-            said = _values(config, name, settings, given[name]) if name in given else usual[name]
-            dimensions.append(Dimension(name, tuple(dict.fromkeys(said)), settings))
+            dimension = Dimension(name, (), settings, _present(config, name, settings))
+            if name not in given:
+                values = _with_present(dimension, values)
+            dimensions.append(replace(dimension, values=tuple(dict.fromkeys(values))))
     return Space(config, tuple(dimensions), tuple(_possible(config, dimensions, machine)))
 
 
@@ -141,8 +173,10 @@ def known_dimensions(config: StepConfig) -> list[str]:
     return [OFFLOAD, *dict.fromkeys([*full, *short])]
 
 
-def _usual(config: StepConfig, machine: Machine) -> Iterator[tuple[str, tuple[Value, ...]]]:
-    """The dimensions that are tuned unless something else is said, with the present values."""
+def _usual(
+    config: StepConfig, machine: Machine, divisions: Sequence[int]
+) -> Iterator[tuple[str, tuple[Value, ...]]]:
+    """The dimensions that are tuned unless something else is said."""
     each = -(-config.batch_size // machine.world)
     yield "micro_batch_size", _doubling(1, each, config.micro_batch_size)
     yield "gradient_checkpointing", (False, True)
@@ -158,9 +192,8 @@ def _usual(config: StepConfig, machine: Machine) -> Iterator[tuple[str, tuple[Va
         most = -(-prompts // machine.world)
         present = getattr(config, "generation_batch_size", most)
         yield "generation_batch_size", _doubling(max(1, most // 4), most, present)
-        if machine.processes > 1:
-            divided = [size for size in (1, 2, 4, 8) if machine.processes % size == 0]
-            yield "inference_tp_size", tuple(divided)
+        if len(divisions) > 1:
+            yield "inference_tp_size", tuple(divisions)
         if machine.has_gpu:
             yield "offload_in_generation", (False, True)
 
@@ -191,8 +224,11 @@ def _possible(
             continue
         found = True
         yield candidate
-    if not found and refused is not None:
-        raise refused
+    if not found:
+        raise refused or ConfigError(
+            "--autotune-space leaves nothing to try: one process gains nothing by a zero_stage"
+            " above 0 without offload=params; name 0 as well, or more processes"
+        )
 
 
 def _shards_in_vain(config: StepConfig) -> bool:
@@ -204,14 +240,20 @@ def _shards_in_vain(config: StepConfig) -> bool:
 def _configured(
     config: StepConfig, dimensions: Sequence[Dimension], candidate: Candidate
 ) -> StepConfig:
+    return changed(config, _assigned(dimensions, candidate))
+
+
+def _assigned(dimensions: Sequence[Dimension], candidate: Candidate) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for each, value in zip(dimensions, candidate, strict=True):
         values |= each.assigned(value)
-    return changed(config, values)
+    return values
 
 
 def _saves_no_more(dimension: str, ours: Value, theirs: Value) -> bool:
     """Whether a value leaves at least as much in the memory of the device as another one."""
+    if AS_IT_IS in (ours, theirs):
+        return ours == theirs
     if dimension == OFFLOAD:
         return set(str(ours).split("+")) - {"none"} <= set(str(theirs).split("+"))
     if dimension in (*GROWING, "checkpoint_every"):
@@ -227,19 +269,53 @@ def _settings_of(config: StepConfig, name: str) -> tuple[str, ...]:
     if name == OFFLOAD:
         # What lies on a disk was put there by somebody who knows the disk.
         sections = [f"{role}.zero.offload" for role in trained_models(config)]
-        return tuple(each for each in sections if "nvme" not in _places(settings, each))
+        return tuple(each for each in sections if "nvme" not in _places(settings, each, *OFFLOADS))
     if name in settings:
         return (name,)
     return tuple(full for role in trained_models(config) if (full := f"{role}.{name}") in settings)
 
 
-def _places(settings: Mapping[str, Any], section: str) -> set[str]:
-    return {settings[f"{section}.{kind}"] for kind in OFFLOADS}
+def _places(settings: Mapping[str, Any], section: str, *kinds: str) -> set[str]:
+    return {settings[f"{section}.{kind}"] for kind in kinds}
+
+
+def _present(config: StepConfig, name: str, settings: Sequence[str]) -> dict[str, Value]:
+    """The step's settings of a dimension as they are."""
+    every = flatten(plain(config))
+    if name == OFFLOAD:
+        settings = [f"{section}.{kind}" for section in settings for kind in OFFLOADS]
+    return {setting: every[setting] for setting in settings}
+
+
+def _with_present(dimension: Dimension, values: Sequence[Value]) -> Sequence[Value]:
+    """The usual values, and among them the one by which the settings stay as they are."""
+    present = dimension.present
+    if dimension.name == OFFLOAD:
+        away = [kind for kind in OFFLOADS if "cpu" in _places(present, dimension.settings[0], kind)]
+        value: Value = "+".join(away) or "none"
+    else:
+        value = present[dimension.settings[0]]
+    if dimension.assigned(value) != present:  # it is not the same for all models
+        return (AS_IT_IS, *values)
+    if value in values:
+        return values
+    if isinstance(value, int):
+        return sorted([*(each for each in values if isinstance(each, int)), value])
+    return sorted([*map(str, values), str(value)], key=_number_offloaded)
+
+
+def _number_offloaded(value: str) -> int:
+    return len(set(value.split("+")) - {"none"})
 
 
 def _is_said(setting: str, fixed: Sequence[str]) -> bool:
     """Whether a setting, or one inside of it, was said."""
-    return any(each == setting or each.startswith(f"{setting}.") for each in fixed)
+    return any(f"{each}.".startswith(f"{setting}.") for each in fixed)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two names are of the same setting, or one of a section that has the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _is_tunable(setting: str) -> bool:

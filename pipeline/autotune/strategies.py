@@ -25,12 +25,23 @@ def next_candidate(
     trials: int,
     seed: int,
     refused: Sequence[Candidate] = (),
+    too_large: Sequence[Candidate] = (),
 ) -> Candidate | None:
     """What to try next; None when enough was tried, or nothing is left.
 
     The settings as they are come first, so that the end is never slower than the beginning. What
-    needs at least the memory of a candidate that ran out of it is not tried, nor of one of
-    `refused`, for which the plan says that there is too little.
+    needs at least the memory of a candidate that ran out of it is not tried.
+
+    Args:
+        space: the candidates.
+        points: what was tried.
+        strategy: how to choose.
+        trials: at most.
+        seed: of what is drawn.
+        refused: candidates that don't fit by the plan, for whatever reason.
+        too_large: those of them that the devices have too little memory for, where what needs at
+            least as much doesn't fit either. What lacks main memory beside a GPU rules out nothing:
+            on the ladder others may need less of it.
     """
     tried = {space.candidate(point.settings) for point in points}
     if len(tried) >= trials:
@@ -38,11 +49,12 @@ def next_candidate(
     if space.start is not None and space.start not in (*tried, *refused):
         return space.start
     ran_out = [point.settings for point in points if point.outcome == "out of memory"]
-    too_large = [*refused, *(space.candidate(settings) for settings in ran_out)]
+    too_large = [*too_large, *(space.candidate(settings) for settings in ran_out)]
     left = [
         candidate
         for candidate in space.candidates
         if candidate not in tried
+        and candidate not in refused
         and not any(space.needs_as_much(candidate, failed) for failed in too_large)
     ]
     return CHOICES[strategy](space, left, points, seed) if left else None

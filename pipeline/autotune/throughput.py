@@ -117,7 +117,7 @@ def _alike(
 
 def _expected(space: Space, candidate: Candidate) -> float:
     """What is known beforehand of the log seconds per token, up to a constant."""
-    recomputes = space.named(candidate).get("gradient_checkpointing", False)
+    recomputes = space.named(candidate).get("gradient_checkpointing") is True
     return RECOMPUTING if recomputes else 0.0
 
 

@@ -3,19 +3,27 @@
 OUT/autotune/trials.jsonl     every trial, as soon as it has ended
 OUT/autotune/logs/            what each of them wrote
 OUT/autotune/best.yaml        the best settings of the steps tuned so far
+
+While trials run, .trial and .models have what they make.
 """
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from pipeline.autotune.best import write_best
 from pipeline.autotune.rehearsal import rehearsals, rehearse
 from pipeline.autotune.space import Value, known_dimensions
-from pipeline.autotune.tuning import Tuning
+from pipeline.autotune.tuning import LOGS, TRIALS, Tuning
 from pipeline.cli import say
 from pipeline.errors import ConfigError, suggestion
 from pipeline.plan.output import AUTOTUNE
 from pipeline.plan.plan import Plan
+
+BEST = "best.yaml"
+MADE = (TRIALS, f"{BEST}*", f"{LOGS}/step*_*-*.log")
+"""Names of the files that a tuning makes."""
 
 
 def tune(plan: Plan) -> Plan:
@@ -32,15 +40,19 @@ def tune(plan: Plan) -> Plan:
     out = plan.request.output_dir / AUTOTUNE
     _check_space(plan)
     if plan.request.overwrite and out.is_dir():
-        shutil.rmtree(out)
+        _clear(out)
     stages = [stage for stage in plan.stages if stage.name not in plan.finished]
     chosen: dict[str, Mapping[str, Value]] = {}
     try:
-        for stage in stages:
+        for stage in plan.stages:
             tuning = Tuning(plan, stage)
-            best = tuning.best()
+            best = tuning.best() if stage in stages else tuning.best_known()
+            if best is None:  # it was made without
+                continue
             plan = tuning.plan_with(best)
-            chosen[stage.name] = tuning.settings(best)
+            chosen[stage.name] = tuning.space.settings(best)
+            if stage not in stages:
+                continue
             write_best(out / BEST, plan.request, plan.all_stages, plan.configs, chosen)
             if stage is not stages[-1]:
                 rehearse(plan, stage)
@@ -50,7 +62,14 @@ def tune(plan: Plan) -> Plan:
     return plan
 
 
-BEST = "best.yaml"
+def _clear(out: Path) -> None:
+    """Remove what an earlier tuning left, and nothing else."""
+    for pattern in MADE:
+        for file in out.glob(pattern):
+            file.unlink()
+    for directory in (out / LOGS, out):
+        with suppress(OSError):  # it is not there, or not empty
+            directory.rmdir()
 
 
 def _check_space(plan: Plan) -> None:

@@ -15,10 +15,9 @@ from pipeline.autotune.space import Candidate, Space, Value, make_space
 from pipeline.autotune.strategies import next_candidate, usual_trials
 from pipeline.autotune.trial import run_trial, trial_settings
 from pipeline.budget.fit import Shortage, shortage
-from pipeline.budget.ladder import changed
 from pipeline.cli import complain, say, write_config
 from pipeline.config import StepConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import EXIT_FAILED, ConfigError
 from pipeline.launch.commands import step_command, step_environment
 from pipeline.launch.environment import PLANNED
 from pipeline.launch.local import count_gpus
@@ -27,7 +26,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
 from pipeline.settings import plain, portable
 
-FAILED = 1
+TRIALS, LOGS = "trials.jsonl", "logs"
 
 
 @dataclass(frozen=True)
@@ -37,43 +36,52 @@ class Tuning:
     plan: Plan
     stage: Stage
 
-    def best(self) -> Point:
-        """Make the trials that are still to be made; return the best of all.
+    def best(self) -> Candidate:
+        """Make the trials that are still to be made; return the best candidate of all.
 
         Raises:
             ConfigError: no candidate fits, or the step finds its input wrong at once.
             SystemExit: nothing could be measured, or a scheduler stopped the trials.
             KeyboardInterrupt: Ctrl-C did.
         """
-        points = read_points(self.file, step=self.stage.name, key=self.key)
+        if len(self.space.candidates) == 1:
+            (only,) = self.space.candidates
+            short = self._shortage(only)
+            if short is not None:
+                raise self._too_large(short)
+            say(f"step {self.stage.number}: {self.stage.name} has nothing to tune")
+            return only
+        points = self.known()
         known = f", {len(points)} of them known" if points else ""
         say(
             f"step {self.stage.number}: {self.stage.name} is tuned; {len(self.space.candidates)}"
             f" candidates, at most {self.trials} trials{known}"
         )
-        while candidate := self._next(points):
+        while (candidate := self._next(points)) is not None:
             point = self._try(candidate, number=len(points) + 1)
+            if not points and point.outcome == "refused":
+                raise ConfigError(point.said.removeprefix("error: "))
             add_point(self.file, point)
             points.append(point)
             say(f"  trial {len(points)} of {self.trials}   {_described(point)}")
-            if len(points) == 1 and point.outcome == "refused":
-                raise ConfigError(point.said.removeprefix("error: "))
         best = best_of(points)
         if best is None:
             raise self._nothing(points)
         say(self._verdict(best, points))
-        return best
+        return self.space.candidate(best.settings)
 
-    def settings(self, point: Point) -> dict[str, Value]:
-        """The step's settings that a point stands for, by their dotted names."""
-        values: dict[str, Value] = {}
-        for dimension in self.space.dimensions:
-            values |= dimension.assigned(point.settings[dimension.name])
-        return values
+    def known(self) -> list[Point]:
+        """The trials that were made before."""
+        return read_points(self.file, step=self.stage.name, key=self.key)
 
-    def plan_with(self, best: Point) -> Plan:
-        """The plan with the settings of a point."""
-        config = changed(self.config, self.settings(best))
+    def best_known(self) -> Candidate | None:
+        """The best candidate of those; None where none was measured."""
+        best = best_of(self.known())
+        return None if best is None else self.space.candidate(best.settings)
+
+    def plan_with(self, best: Candidate) -> Plan:
+        """The plan with the settings of a candidate."""
+        config = self.space.config(best)
         return replace(self.plan, configs={**self.plan.configs, self.stage.name: config})
 
     @property
@@ -89,7 +97,16 @@ class Tuning:
             self.plan.machine,
             fixed=sorted(self.plan.said[self.stage.name]),
             given=self.plan.request.autotune_space,
+            divisions=self._divisions,
         )
+
+    @property
+    def _divisions(self) -> Sequence[int]:
+        from pipeline.budget.division import divisions
+        from pipeline.plan.memory import origins_of
+
+        origins = origins_of(self.plan.configs)
+        return divisions(self.config, processes=self.plan.machine.processes, origins=origins)
 
     @property
     def trials(self) -> int:
@@ -101,12 +118,12 @@ class Tuning:
     @property
     def file(self) -> Path:
         """Of all trials."""
-        return self.plan.request.output_dir / AUTOTUNE / "trials.jsonl"
+        return self.plan.request.output_dir / AUTOTUNE / TRIALS
 
     @property
     def logs(self) -> Path:
         """The directory of what trials write."""
-        return self.plan.request.output_dir / AUTOTUNE / "logs"
+        return self.plan.request.output_dir / AUTOTUNE / LOGS
 
     @cached_property
     def key(self) -> str:
@@ -132,14 +149,17 @@ class Tuning:
 
     def _next(self, points: Sequence[Point]) -> Candidate | None:
         """What to try next, among those that fit by the plan."""
-        while candidate := next_candidate(
-            self.space,
-            points,
-            strategy=self.plan.request.autotune_strategy,
-            trials=self.trials,
-            seed=self.config.seed,
-            refused=list(self._refused),
-        ):
+        while (
+            candidate := next_candidate(
+                self.space,
+                points,
+                strategy=self.plan.request.autotune_strategy,
+                trials=self.trials,
+                seed=self.config.seed,
+                refused=list(self._refused),
+                too_large=[each for each, short in self._refused.items() if short.of_devices],
+            )
+        ) is not None:
             short = self._shortage(candidate)
             if short is None:
                 return candidate
@@ -157,7 +177,7 @@ class Tuning:
 
     def _try(self, candidate: Candidate, *, number: int) -> Point:
         request = self.plan.request
-        out = request.output_dir / AUTOTUNE / "trial" / self.stage.name
+        out = request.output_dir / AUTOTUNE / ".trial" / self.stage.name
         shutil.rmtree(out.parent, ignore_errors=True)
         config = trial_settings(
             on_rehearsals(self.space.config(candidate), self.plan),
@@ -201,14 +221,16 @@ class Tuning:
         """What to raise where nothing was measured."""
         number = self.stage.number
         if not points:
-            short = next(iter(self._refused.values()))
-            return ConfigError(f"step {number} {short}; of its candidates none takes less")
+            return self._too_large(next(iter(self._refused.values())))
         last = points[-1]
         complain(
             f"no settings of step {number} could be measured; the last of {len(points)} trials"
             f" ended with: {last.said or last.outcome}. What they wrote is in {self.logs}"
         )
-        return SystemExit(FAILED)
+        return SystemExit(EXIT_FAILED)
+
+    def _too_large(self, short: Shortage) -> ConfigError:
+        return ConfigError(f"step {self.stage.number} {short}; of its candidates none takes less")
 
     def _verdict(self, best: Point, points: Sequence[Point]) -> str:
         start = self.space.start

@@ -1,6 +1,6 @@
 """Does a step fit a machine?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pipeline.budget.machine import GIB, MIB, Machine
@@ -18,6 +18,9 @@ class Shortage:
     needed: int
     there: int
 
+    of_devices: bool = True
+    """Whether it is memory that models compute in, and not main memory beside a GPU."""
+
     def __str__(self) -> str:
         """The sentence's beginning: what it takes and what there is."""
         needed, there = in_words(self.needed, self.there)
@@ -25,13 +28,25 @@ class Shortage:
 
 
 def shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
-    """The phase that lacks most; None where all fit, as far as is known."""
-    lacks = _shortages(memory, machine)
+    """The phase that lacks most; None where all fit that must, as far as is known."""
+    return _most_lacking((phase for phase in memory.phases if not phase.optional), machine)
+
+
+def left_out(memory: StepMemory, machine: Machine) -> Iterator[Shortage]:
+    """The phases that the step does without, since they don't fit."""
+    for phase in memory.phases:
+        short = _most_lacking([phase], machine) if phase.optional else None
+        if short is not None:
+            yield short
+
+
+def _most_lacking(phases: Iterable[Phase], machine: Machine) -> Shortage | None:
+    lacks = _shortages(phases, machine)
     return max(lacks, key=lambda short: short.needed - short.there, default=None)
 
 
-def _shortages(memory: StepMemory, machine: Machine) -> Iterator[Shortage]:
-    for phase in memory.phases:
+def _shortages(phases: Iterable[Phase], machine: Machine) -> Iterator[Shortage]:
+    for phase in phases:
         least = phase.least()
         device, host = least.peak("device"), least.peak("host")
         if machine.gpu_bytes is not None and device > machine.gpu_bytes:
@@ -40,7 +55,10 @@ def _shortages(memory: StepMemory, machine: Machine) -> Iterator[Shortage]:
             continue
         on_host = machine.processes * (host if machine.has_gpu else device + host)
         if on_host > machine.host_bytes:
-            yield Shortage(phase, "each machine", on_host, machine.host_bytes)
+            beside = machine.has_gpu
+            yield Shortage(
+                phase, "each machine", on_host, machine.host_bytes, of_devices=not beside
+            )
 
 
 def in_words(*sizes: int) -> tuple[str, ...]:

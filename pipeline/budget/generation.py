@@ -23,17 +23,17 @@ SAMPLED = 4 * 4
 blocks, in fp32."""
 
 
-def slot_bytes(actor: CountedModel, shape: Shape) -> int:
-    """Keys and values of one sequence, of a process."""
-    longest = min(shape.prompt_length + shape.new_tokens, context_length(actor.plain))
+def slot_bytes(model: CountedModel, shape: Shape, *, tensor_parallel: int = 1) -> int:
+    """Keys and values of one sequence, of one of the processes that generate together."""
+    longest = min(shape.prompt_length + shape.new_tokens, context_length(model.plain))
     width = -(-longest // SLOT_BLOCK) * SLOT_BLOCK + SLOT_BLOCK
-    heads = max(1, num_key_heads(actor.plain) // shape.tensor_parallel)
-    return width * kv_bytes_per_token(actor.plain, key_heads=heads)
+    heads = max(1, num_key_heads(model.plain) // tensor_parallel)
+    return width * kv_bytes_per_token(model.plain, key_heads=heads)
 
 
-def sampling_bytes(actor: CountedModel) -> int:
+def sampling_bytes(model: CountedModel) -> int:
     """Of drawing the next token of one sequence."""
-    table = actor.plain.get_input_embeddings().weight
+    table = model.plain.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     return SAMPLED * table.shape[0]
 

@@ -17,8 +17,7 @@ Settings = Mapping[str, Any]
 
 CHECKPOINTING: Settings = {"gradient_checkpointing": True}
 OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients": "cpu"}
-RESULT = ("lora.rank",)
-"""Settings that change what a step results in."""
+WEIGHTS_OFFLOADED: Settings = {"zero_stage": 3, **OFFLOADED, "zero.offload.params": "cpu"}
 
 
 def rungs(*, world: int, has_gpu: bool) -> Iterator[Settings]:
@@ -33,7 +32,7 @@ def rungs(*, world: int, has_gpu: bool) -> Iterator[Settings]:
         yield {**stage_3, **CHECKPOINTING}
     if has_gpu:
         yield {**stage_3, **CHECKPOINTING, **OFFLOADED}
-        yield {**stage_3, **CHECKPOINTING, **OFFLOADED, "zero.offload.params": "cpu"}
+        yield {**CHECKPOINTING, **WEIGHTS_OFFLOADED}
 
 
 def micro_batches(most: int) -> list[int]:

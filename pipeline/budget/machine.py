@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 
 from pipeline.errors import ConfigError
-from pipeline.launch.local import count_gpus
 
 MIB, GIB = 2**20, 2**30
 
@@ -52,25 +51,35 @@ class Machine:
     """Of a step on all machines."""
 
     gpu_bytes: int | None
-    """Memory of each GPU; None computes on the processor, in main memory."""
+    """Memory of each GPU; None is not known, or computes on the processor, in main memory."""
 
     host_bytes: int | None
     """Main memory for all processes; None is not known."""
 
     name: str = "this machine"
 
+    unread_gpus: bool = False
+    """Whether there are GPUs of whose memory nothing is known."""
+
     @property
     def has_gpu(self) -> bool:
         """Whether models compute on GPUs."""
-        return self.gpu_bytes is not None
+        return self.gpu_bytes is not None or self.unread_gpus
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the memory that models compute in is."""
+        return (self.gpu_bytes if self.has_gpu else self.host_bytes) is not None
 
 
-def this_machine(*, processes: int, world: int) -> Machine:
-    """The machine that this runs on, as it is now, for so many processes of a step on it."""
-    free = free_gpu_bytes()
-    count = count_gpus()
-    gpu = min(free, default=None) if count else None
-    return Machine(processes, world, gpu, available_bytes())
+def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
+    """The machine that this runs on, as it is now, for so many processes of a step on it.
+
+    `gpus` are those that they use, as `pipeline.launch.local.list_gpus` names them.
+    """
+    free = free_gpu_bytes(gpus) if gpus else None
+    unread = bool(gpus) and free is None
+    return Machine(processes, world, free, available_bytes(), unread_gpus=unread)
 
 
 def parse_machine(text: str) -> Machine:
@@ -106,13 +115,20 @@ def _card(name: str, text: str) -> int:
     )
 
 
-def free_gpu_bytes() -> list[int]:
-    """Of each GPU of this machine what is free now, by nvidia-smi: no process touches them."""
+def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
+    """What is free now on the fullest of these GPUs of this machine; None where one doesn't say.
+
+    nvidia-smi is asked: no process touches them.
+    """
     if shutil.which("nvidia-smi") is None:
-        return []
-    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        return None
+    form = ("--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    asked = ["nvidia-smi", f"--id={','.join(gpus)}", *form]
     listing = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    return [int(line) * MIB for line in listing.split() if line.isdigit()]
+    lines = [line.strip() for line in listing.splitlines()]
+    if len(lines) != len(gpus) or not all(line.isdigit() for line in lines):
+        return None
+    return min(int(line) * MIB for line in lines)
 
 
 def available_bytes(groups: Sequence[Path] | None = None) -> int:

@@ -1,12 +1,13 @@
 """The cheapest change that makes a step fit."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.ladder import (
     CHECKPOINTING,
     OFFLOADED,
+    WEIGHTS_OFFLOADED,
     Settings,
     changed,
     micro_batches,
@@ -25,30 +26,111 @@ Count = Callable[[StepConfig, Machine], StepMemory]
 """What the step takes with other settings, or on other machines."""
 
 
-def mend(config: StepConfig, machine: Machine, count: Count) -> Settings | int | None:
-    """Settings by which the step fits, or so many GPUs, or None where nothing helps."""
+@dataclass(frozen=True)
+class Mend:
+    """A change by which a step fits."""
 
-    def fits(settings: Settings) -> bool:
-        try:
-            other = changed(config, settings)
-        except ConfigError:  # it contradicts a setting that is there
-            return False
-        return shortage(count(other, machine), machine) is None
+    settings: Settings = field(default_factory=dict[str, object])
 
-    steps = [settings for settings in _ladder(config, machine) if _is_change(config, settings)]
-    if fits(_merged(steps)):
+    gpus: int | None = None
+    """So many are needed for it; None takes those that there are."""
+
+
+def mend(
+    config: StepConfig, machine: Machine, count: Count, *, divisions: Sequence[int] = ()
+) -> Mend | None:
+    """The cheapest change found, None where nothing helps.
+
+    One rung of the ladder is tried, then all up to one; then the ladder without what takes main
+    memory; adapters, which change the result; more GPUs.
+
+    Args:
+        config: the step's settings.
+        machine: has too little for them.
+        count: what the step takes.
+        divisions: values that `inference_tp_size` may have.
+    """
+    search = _Search(config, machine, count)
+    ladder = list(_ladder(config, machine, divisions))
+    spare = [*_back(config), *(each for each in ladder if not _takes_main_memory(each))]
+    adapters = of_models(config, {"lora.rank": 16})
+    for rungs in (ladder, spare, [adapters]):
+        found = search.first(rungs)
+        if found is not None:
+            return Mend(found)
+    for rungs in (ladder, spare):
+        found = search.last([*rungs, adapters])
+        if found is not None:
+            return Mend(found)
+    return _on_more_gpus(config, machine, count, (ladder, spare)) if machine.has_gpu else None
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Settings that fit a machine."""
+
+    config: StepConfig
+    machine: Machine
+    count: Count
+    known: dict[frozenset[tuple[str, object]], bool] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+
+    def first(self, rungs: Sequence[Settings]) -> Settings | None:
+        """The first rung that does, alone or with those before it."""
+        steps = self.changes(rungs)
         for number, settings in enumerate(steps, start=1):
-            if fits(settings):
+            if self.fits(settings):
                 return settings
-            if fits(together := _merged(steps[:number])):
-                return _least(together, fits)
-    if not machine.has_gpu:
+            if self.fits(together := _merged(steps[:number])):
+                return self.least(together)
         return None
-    stage_3 = changed(config, of_models(config, {"zero_stage": 3}))
-    while machine.world < MOST:
-        machine = replace(machine, world=2 * machine.world)
-        if shortage(count(stage_3, machine), machine) is None:
-            return machine.world
+
+    def last(self, rungs: Sequence[Settings]) -> Settings | None:
+        """All rungs together, without what is not needed."""
+        together = _merged(self.changes(rungs))
+        return self.least(together) if self.fits(together) else None
+
+    def changes(self, rungs: Sequence[Settings]) -> list[Settings]:
+        """Those that ask for more than there is already."""
+        return [settings for settings in rungs if _is_change(self.config, settings)]
+
+    def least(self, settings: Settings) -> Settings:
+        """Without what is not needed, the dearest left out first."""
+        for name in reversed(list(settings)):
+            fewer = {other: value for other, value in settings.items() if other != name}
+            if self.fits(fewer):
+                settings = fewer
+        return settings
+
+    def fits(self, settings: Settings) -> bool:
+        """Whether the step does with them; not where they contradict what is there."""
+        key = frozenset(settings.items())
+        if key not in self.known:
+            try:
+                other = changed(self.config, settings)
+            except ConfigError:
+                self.known[key] = False
+            else:
+                self.known[key] = shortage(self.count(other, self.machine), self.machine) is None
+        return self.known[key]
+
+
+def _on_more_gpus(
+    config: StepConfig, machine: Machine, count: Count, ladders: Sequence[Sequence[Settings]]
+) -> Mend | None:
+    """The fewest GPUs, at stage 3: as the settings are, or with all rungs of a ladder."""
+    stage_3 = of_models(config, {"zero_stage": 3})
+    most = min(MOST, getattr(config, "rollout_size", MOST))  # each process has a prompt
+    worlds = [world for n in range(1, 11) if (world := machine.world << n) <= most]
+    ways = [[stage_3], *([*rungs, stage_3] for rungs in ladders)]
+    if worlds:  # what doesn't fit the most fits none
+        largest = _Search(config, replace(machine, world=worlds[-1]), count)
+        ways = [rungs for rungs in ways if largest.last(rungs) is not None]
+    for world in worlds:
+        search = _Search(config, replace(machine, world=world), count)
+        for rungs in ways:
+            found = search.last(rungs)
+            if found is not None:
+                return Mend(found, world)
     return None
 
 
@@ -57,19 +139,15 @@ def _merged(steps: Sequence[Settings]) -> Settings:
     return {name: value for settings in steps for name, value in settings.items()}
 
 
-def _least(settings: Settings, fits: Callable[[Settings], bool]) -> Settings:
-    """Without what is not needed, the dearest left out first."""
-    for name in reversed(list(settings)):
-        fewer = {other: value for other, value in settings.items() if other != name}
-        if fits(fewer):
-            settings = fewer
-    return settings
-
-
-def _ladder(config: StepConfig, machine: Machine) -> Iterator[Settings]:
+def _ladder(config: StepConfig, machine: Machine, divisions: Sequence[int]) -> Iterator[Settings]:
     for size in micro_batches(config.micro_batch_size)[1:]:
         yield {"micro_batch_size": size}
     yield of_models(config, CHECKPOINTING)
+    if hasattr(config, "replica"):
+        yield {"replica": "release"}
+    for size in divisions:
+        if size > getattr(config, "inference_tp_size", size):
+            yield {"inference_tp_size": size}
     if machine.world > 1:
         yield of_models(config, {"zero_stage": 2})
     if machine.has_gpu:
@@ -77,10 +155,28 @@ def _ladder(config: StepConfig, machine: Machine) -> Iterator[Settings]:
     if machine.world > 1:
         yield of_models(config, {"zero_stage": 3})
     if machine.has_gpu:
-        yield of_models(config, {"zero_stage": 3, **OFFLOADED, "zero.offload.params": "cpu"})
+        yield of_models(config, WEIGHTS_OFFLOADED)
     if hasattr(config, "offload_in_generation") and machine.has_gpu:
         yield {"offload_in_generation": True}
-    yield of_models(config, {"lora.rank": 16})
+
+
+def _takes_main_memory(settings: Settings) -> bool:
+    return "offload_in_generation" in settings or "cpu" in settings.values()
+
+
+def _back(config: StepConfig) -> Iterator[Settings]:
+    """What lies in main memory, put where the models compute."""
+    kinds = ("optimizer", "gradients", "params")
+    here = {
+        f"{role}.zero.offload.{kind}": "none"
+        for role, model in trained_models(config).items()
+        for kind in kinds
+        if getattr(model.zero.offload, kind) == "cpu"
+    }
+    if here:
+        yield here
+    if getattr(config, "offload_in_generation", False):
+        yield {"offload_in_generation": False}
 
 
 def _is_change(config: StepConfig, settings: Settings) -> bool:
@@ -97,7 +193,7 @@ def _is_change(config: StepConfig, settings: Settings) -> bool:
         return False
 
 
-def refusal(step: str, section: str, short: Shortage, mended: Settings | int | None) -> str:
+def refusal(step: str, section: str, short: Shortage, mended: Mend | None) -> str:
     """The sentence by which a step that can't fit is refused.
 
     Args:
@@ -109,12 +205,13 @@ def refusal(step: str, section: str, short: Shortage, mended: Settings | int | N
     start = f"{step} {short}"
     if mended is None:
         return (
-            f"{start}; no setting makes it fit: take a smaller model, shorter sequences or a"
-            " machine with more memory"
+            f"{start}; nothing that saves memory makes it fit: take a smaller model, shorter"
+            " sequences or a machine with more memory"
         )
-    if isinstance(mended, int):
-        return f"{start}; no setting makes it fit: it does on {mended} such GPUs at ZeRO stage 3"
-    return f"{start}; it fits with {as_options(section, mended)}"
+    options = as_options(section, mended.settings)
+    if mended.gpus is not None:
+        return f"{start}; it fits on {mended.gpus} such GPUs{options and f' with {options}'}"
+    return f"{start}; it fits with {options}"
 
 
 def as_options(section: str, settings: Settings) -> str:

@@ -108,7 +108,14 @@ def models_of(
         has_gpu: `auto` precision is bf16 then.
     """
     return [
-        _counted(config, role, settings, origins, section=section, has_gpu=has_gpu)
+        model_of(
+            settings,
+            origins,
+            role=role,
+            has_gpu=has_gpu,
+            scores=role in SCORERS.get(section, ()),
+            sharded_like=_sharded_like(config, role, section),
+        )
         for role, settings in _settings_of(config)
     ]
 
@@ -122,31 +129,29 @@ def _settings_of(config: StepConfig) -> Iterator[tuple[str, FrozenModelConfig]]:
                 yield field.name, model
 
 
-def _counted(
-    config: StepConfig,
-    role: str,
+def model_of(
     settings: FrozenModelConfig,
     origins: Mapping[str, str],
     *,
-    section: str,
-    has_gpu: bool,
+    role: str = "actor",
+    has_gpu: bool = False,
+    scores: bool = False,
+    sharded_like: TrainedModelConfig | None = None,
 ) -> CountedModel:
-    scores = role in SCORERS.get(section, ())
-    like = SHARDED_LIKE.get(role) if section == "ppo" else None
-    sharded: TrainedModelConfig | None = getattr(config, like) if like else None
+    """A model by its settings; `origins` and `has_gpu` as for `models_of`."""
     path = str(settings.path)
     source = _source(path, origins)
     precision: Precision = "bf16" if has_gpu else "fp32"
     precision = precision if settings.precision == "auto" else settings.precision
     settings = replace(settings, path=source or path, precision=precision)
-    return CountedModel(
-        role,
-        path,
-        settings,
-        None if source is None else _module(settings, scores=scores),
-        scores,
-        sharded if sharded is not None and sharded.zero_stage == 3 else None,
-    )
+    module = None if source is None else _module(settings, scores=scores)
+    return CountedModel(role, path, settings, module, scores, sharded_like)
+
+
+def _sharded_like(config: StepConfig, role: str, section: str) -> TrainedModelConfig | None:
+    like = SHARDED_LIKE.get(role) if section == "ppo" else None
+    trained: TrainedModelConfig | None = getattr(config, like) if like else None
+    return trained if trained is not None and trained.zero_stage == 3 else None
 
 
 def _stands_in(config: StepConfig, role: str) -> FrozenModelConfig | None:

@@ -48,6 +48,15 @@ class Shape:
         """Of a process in an optimizer step."""
         return -(-self.share // self.rows)
 
+    def passes(self, role: str) -> int:
+        """Backward passes of a model in an optimizer step."""
+        return self.micro_batches * (2 if self.has_ptx and role == "actor" else 1)
+
+    @property
+    def has_ptx(self) -> bool:
+        """Whether the actor also learns from texts, in passes of their own."""
+        return self.section == "ppo" and self._said.ptx_coef > 0
+
     @property
     def length(self) -> int:
         """Tokens of the longest sequence."""

@@ -2,6 +2,7 @@
 
 import os
 
+from pipeline.budget.division import divisions
 from pipeline.budget.fit import shortage
 from pipeline.budget.machine import Machine, this_machine
 from pipeline.budget.mend import mend, refusal
@@ -10,6 +11,7 @@ from pipeline.cli import say
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.environment import PLANNED
+from pipeline.launch.local import list_gpus
 
 
 def check_memory(config: StepConfig, *, section: str) -> None:
@@ -30,9 +32,11 @@ def check_memory(config: StepConfig, *, section: str) -> None:
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    machine = this_machine(processes=processes, world=world)
+    machine = this_machine(processes=processes, world=world, gpus=list_gpus()[:processes])
     memory = count(config, machine)
     short = shortage(memory, machine)
     if short is not None:
-        raise ConfigError(refusal("this step", "", short, mend(config, machine, count)))
+        sizes = divisions(config, processes=machine.processes)
+        mended = mend(config, machine, count, divisions=sizes)
+        raise ConfigError(refusal("this step", "", short, mended))
     say(f"memory: {there(machine)}; this step takes {line(memory, machine)}")

@@ -27,7 +27,7 @@ def engine_bytes(model: CountedModel, shape: Shape, machine: Machine) -> Mapping
         model.engine,
         world=shape.world,
         device=device_of(machine),
-        micro_batches=shape.micro_batches,
+        micro_batches=shape.passes(model.role),
     )
     kept = KINDS if model.trained is not None else ("weights", "gathered")
     return dict.fromkeys(KINDS, 0) | {kind: sizes[kind] for kind in kept}

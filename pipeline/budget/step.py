@@ -34,6 +34,9 @@ RUNTIME_GPU = 768 * 2**20
 LATE = {"reward": ("actor",), "ppo": ("base",)}
 """By the step's section the models that are there only while they answer."""
 
+OPTIONAL = ("compare",)
+"""Phases that a step leaves out where they don't fit."""
+
 
 def step_memory(
     config: StepConfig, *, section: str, machine: Machine, origins: Mapping[str, str] | None = None
@@ -51,7 +54,10 @@ def step_memory(
     shape = Shape(config, section, machine.world)
     sizes = {model.role: engine_bytes(model, shape, machine) for model in counted}
     step = _Step(shape, machine, counted, sizes)
-    phases = tuple(Phase(name, (*step.runtime(), *items)) for name, items in step.phases().items())
+    phases = tuple(
+        Phase(name, (*step.runtime(), *items), optional=name in OPTIONAL)
+        for name, items in step.phases().items()
+    )
     missing = tuple(
         f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"
         " that can be read"
@@ -81,9 +87,15 @@ class _Step:
             phases["generate"] = list(self.generate("actor"))
         phases["score"] = list(self.score())
         phases["train"] = list(self.train())
-        if self.shape.section == "reward" and any(model.role == "actor" for model in self.models):
+        if self.shape.section == "reward" and self.of("actor") is not None:
             phases["generate"] = list(self.generate("actor"))
+        if self.of("base") is not None:
+            phases["compare"] = list(self.compare())
         return phases
+
+    def of(self, role: str) -> CountedModel | None:
+        """The model of a role, where it is known."""
+        return next((model for model in self.models if model.role == role), None)
 
     def runtime(self) -> Iterator[Item]:
         """What a process takes for itself."""
@@ -120,10 +132,15 @@ class _Step:
             yield from held(model, self.sizes[model.role], self.shape, self.machine)
         if self.shape.keeps_replica:
             yield from self.replica()
+        trained = [model for model in self.present if model.trained is not None]
         after = frozenset({"update"})
-        for model in reversed([model for model in self.present if model.trained is not None]):
+        if self.shape.micro_batches > 1:  # sums of all are there while each works on the next one
+            after = after.union(*(_moments(model.role) for model in trained))
+        for model in reversed(trained):
+            if self.shape.has_ptx and model.role == "actor":
+                after |= _moments("texts")
             yield from self.gradients(model, after)
-            after |= {f"{model.role} {moment}" for moment in ("blocks", "head", "backward")}
+            after |= _moments(model.role)
 
     def gradients(self, model: CountedModel, after: frozenset[str]) -> Iterator[Item]:
         """What comes and goes while one model finds its gradients, and what stays `after` that."""
@@ -131,7 +148,7 @@ class _Step:
         place = places_of(model, self.machine).get("gradients", "device")
         on_the_way = frozenset({f"{model.role} blocks", f"{model.role} head"})
         backward = frozenset({f"{model.role} backward"})
-        accumulates = self.shape.micro_batches > 1
+        accumulates = self.shape.passes(model.role) > 1
         from_then = after | backward | (on_the_way if accumulates else frozenset())
         yield Item("gradients", model.role, sizes["gradients"], place, from_then)
         buffers = after | on_the_way | backward
@@ -140,11 +157,14 @@ class _Step:
         if not accumulates:  # sums grow as activations go: the highest moment is at either end
             root = 4 * sum(each.numel() for each in _trained_root(model)) // self.shape.world
             yield Item("gradients", model.role, root, place, on_the_way)
+        if self.shape.has_ptx and model.role == "actor":
+            yield from self.passing(model, self.reading_texts(model), during="texts")
 
-    def passing(self, model: CountedModel, how: Pass, *, backward: bool = False) -> Iterator[Item]:
+    def passing(
+        self, model: CountedModel, how: Pass, *, backward: bool = False, during: str | None = None
+    ) -> Iterator[Item]:
         """What comes and goes in a pass: activations, logits, and at stage 3 gathered weights."""
-        moments = [f"{model.role} blocks", f"{model.role} head", f"{model.role} backward"]
-        blocks, head, last = (frozenset({moment}) for moment in moments)
+        blocks, head, last = (frozenset({moment}) for moment in _names(during or model.role))
         gathered = self.sizes[model.role]["gathered"]
         root = _whole_root(model) if gathered else 0
         yield Item("gathered", model.role, gathered, moments=blocks | last)
@@ -178,22 +198,39 @@ class _Step:
             yield from held(
                 model, self.sizes[model.role], self.shape, self.machine, napping=napping
             )
-        actor = next((model for model in self.models if model.role == role), None)
+        actor = self.of(role)
         if actor is None:
             return
-        answering = frozenset({"answers"})
         yield from self.replica()
         yield Item("gathered", role, turn_bytes(actor), moments=frozenset({"replica"}))
+        yield from self.answers(actor, tensor_parallel=self.shape.tensor_parallel)
+
+    def compare(self) -> Iterator[Item]:
+        """Answers of the base model, which comes whole beside all that stays."""
+        for model in self.models:
+            yield from held(model, self.sizes[model.role], self.shape, self.machine)
+        if self.shape.keeps_replica:
+            yield from self.replica()
+        base = self.of("base")
+        assert base is not None
+        if self.machine.has_gpu:
+            reading = frozenset({"load"})
+            yield Item("weights", "base", base.weight_bytes, "host", reading)
+        yield from self.answers(base)
+
+    def answers(self, model: CountedModel, *, tensor_parallel: int = 1) -> Iterator[Item]:
+        """What a model takes to answer, beside its weights."""
+        answering = frozenset({"answers"})
         for kind, each in (
-            ("kv_cache", slot_bytes(actor, self.shape)),
-            ("logits", sampling_bytes(actor)),
+            ("kv_cache", slot_bytes(model, self.shape, tensor_parallel=tensor_parallel)),
+            ("logits", sampling_bytes(model)),
         ):
-            yield Item(kind, role, self.shape.slots * each, moments=answering, least=each)
+            yield Item(kind, model.role, self.shape.slots * each, moments=answering, least=each)
         length = min(self.shape.prompt_length, PREFILL)
         count = max(1, min(PREFILL // length, self.shape.slots))
-        taken = self.measured(actor, Pass(Rows(count, length, 0), "read"))
+        taken = self.measured(model, Pass(Rows(count, length, 0), "read"))
         if taken is not None:
-            yield Item("activations", role, taken.peak, moments=answering)
+            yield Item("activations", model.role, taken.peak, moments=answering)
 
     def replica(self) -> Iterator[Item]:
         """The copy of the actor that generates."""
@@ -236,6 +273,17 @@ class _Step:
             narrow=self.shape.world > 1 and shared,
         )
 
+    def reading_texts(self, model: CountedModel) -> Pass:
+        """How the actor is run for the language-model loss beside PPO."""
+        length = self.shape.config.data.max_length
+        return replace(
+            self.training(model),
+            rows=Rows(self.shape.rows, length, length - 1),
+            uniform=True,
+            entropy=False,
+            temperature=1.0,
+        )
+
     def asking(self, model: CountedModel) -> Pass:
         """How a model is asked without gradients."""
         like = next((each.trained for each in self.models if each.trained is not None), None)
@@ -248,6 +296,15 @@ class _Step:
             entropy=(self.shape.section, model.role) == ("ppo", "actor"),
             temperature=self.shape.temperature,
         )
+
+
+def _names(of: str) -> tuple[str, str, str]:
+    """The moments of a pass."""
+    return f"{of} blocks", f"{of} head", f"{of} backward"
+
+
+def _moments(of: str) -> frozenset[str]:
+    return frozenset(_names(of))
 
 
 def _trained_root(model: CountedModel) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from typing import Literal
 Place = Literal["device", "host", "disk"]
 """Where the model computes, main memory beside a GPU, or a file."""
 
-PhaseName = Literal["load", "train", "generate", "score"]
+PhaseName = Literal["load", "train", "generate", "score", "compare"]
 
 KINDS = (
     *("weights", "masters", "moments", "gradients", "gradient_buffers", "streaming"),
@@ -25,7 +25,7 @@ class Item:
     """One of `KINDS`."""
 
     role: str
-    """Of the models: model, actor, critic, reference, reward; empty where it is of none."""
+    """Of the models: model, actor, critic, reference, reward, base; empty where it is of none."""
 
     num_bytes: int
     """Most that it has in its phase."""
@@ -46,6 +46,9 @@ class Phase:
     name: PhaseName
     items: tuple[Item, ...]
 
+    optional: bool = False
+    """Whether the step does without it where it doesn't fit."""
+
     def by_kind(self, place: Place) -> Mapping[str, int]:
         """Bytes on each process, each kind at its own highest moment; none of 0."""
         highest = Counter[str]()
@@ -55,6 +58,20 @@ class Phase:
                 sums[item.kind] += item.num_bytes
             highest |= sums  # the larger of each
         return {kind: highest[kind] for kind in KINDS if highest[kind]}
+
+    def weights(self, place: Place) -> Mapping[str, int]:
+        """Bytes of the weights on each process by role, in the moment that has most of them."""
+        moments = (
+            Counter(
+                {
+                    item.role: item.num_bytes
+                    for item in self._there(place, moment)
+                    if item.kind == "weights"
+                }
+            )
+            for moment in self._moments
+        )
+        return max(moments, key=lambda sums: sums.total())
 
     def peak(self, place: Place) -> int:
         """Most bytes on each process at any moment."""
@@ -68,7 +85,7 @@ class Phase:
             each if each.least is None else replace(each, num_bytes=each.least)
             for each in self.items
         )
-        return Phase(self.name, tuple(items))
+        return replace(self, items=tuple(items))
 
     @property
     def _moments(self) -> set[str]:
@@ -95,7 +112,3 @@ class StepMemory:
     def peak(self, place: Place) -> int:
         """Most bytes on each process in any phase."""
         return max((phase.peak(place) for phase in self.phases), default=0)
-
-    def worst(self, place: Place) -> Phase:
-        """The phase that takes most."""
-        return max(self.phases, key=lambda phase: phase.peak(place))

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
-from pipeline.budget.fit import in_words
+from pipeline.budget.fit import in_words, left_out
 from pipeline.budget.machine import GIB, MIB, Machine
 from pipeline.budget.table import KINDS, Place, StepMemory
+
+LEFT_OUT = {"compare": "the comparison with the base model"}
+"""What a phase is for that may be."""
 
 PLACES: dict[Place, str] = {"host": "in main memory", "disk": "on the disk"}
 
@@ -25,6 +28,8 @@ def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
             yield from _rows(memory, place, unit)
             yield _row("at most", [phase.peak(place) for phase in memory.phases], unit)
     yield f"  {there(machine)}"
+    for short in left_out(memory, machine):
+        yield f"  {LEFT_OUT[short.phase.name]} is left out: it {short}"
     yield from (f"  {sentence}" for sentence in memory.unknown)
 
 
@@ -32,7 +37,7 @@ def line(memory: StepMemory, machine: Machine) -> str:
     """What the step takes at its worst, of what there is."""
     if not memory.phases:
         return "not counted"
-    phases = [phase.least() for phase in memory.phases]
+    phases = [phase.least() for phase in memory.phases if not phase.optional]
     worst = max(phases, key=lambda phase: phase.peak("device"))
     (needed,) = in_words(worst.peak("device"))
     more = " and more, which is not counted" if memory.unknown else ""
@@ -47,6 +52,8 @@ def there(machine: Machine) -> str:
     parts: list[str] = []
     if machine.gpu_bytes is not None:
         parts.append(f"{in_words(machine.gpu_bytes)[0]} on each GPU")
+    elif machine.has_gpu:
+        parts.append("GPUs whose memory is not known")
     if machine.host_bytes is not None:
         count = machine.processes
         processes = "1 process" if count == 1 else f"{count} processes"
@@ -59,6 +66,17 @@ def _rows(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
     for kind in KINDS:
         if any(kind in kinds for kinds in by_phase):
             yield _row(kind.replace("_", " "), [kinds.get(kind, 0) for kinds in by_phase], unit)
+            if kind == "weights":
+                yield from _roles(memory, place, unit)
+
+
+def _roles(memory: StepMemory, place: Place, unit: int) -> Iterator[str]:
+    """Whose the weights are, where several models have some."""
+    by_phase = [phase.weights(place) for phase in memory.phases]
+    roles = [role for role in memory.parameters or {} if any(role in each for each in by_phase)]
+    if len(roles) > 1:
+        for role in roles:
+            yield _row(f"  {role}", [each.get(role, 0) for each in by_phase], unit)
 
 
 def _row(name: str, sizes: list[int], unit: int) -> str:

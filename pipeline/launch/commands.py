@@ -11,7 +11,7 @@ from pipeline.launch.deployment import Deployment
 from pipeline.launch.environment import read_env_file
 from pipeline.launch.hosts import Host
 from pipeline.launch.layout import Layout
-from pipeline.launch.local import share_of_cores
+from pipeline.launch.local import list_gpus, share_of_cores
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -114,6 +114,16 @@ def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]
     if own is not None and (deployment.filters or not own.is_whole):
         environment |= visible_devices(own)
     return environment
+
+
+def devices_of(host: Host, deployment: Deployment) -> list[str]:
+    """The GPUs that the processes of a host use, where it is this machine; none where it has none.
+
+    They are named as `list_gpus` names them.
+    """
+    if deployment.filters or not host.is_whole:
+        return [str(slot) for slot in host.slots] if list_gpus(hidden=True) else []
+    return list_gpus()[: len(host.slots)]
 
 
 def visible_devices(host: Host) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 from pipeline.errors import ConfigError
 
@@ -24,13 +25,19 @@ def count_processes(asked: int | None) -> int:
 
 def count_gpus(*, hidden: bool = False) -> int:
     """GPUs this process may use, or all with the `hidden` ones, without importing torch."""
+    return len(list_gpus(hidden=hidden))
+
+
+def list_gpus(*, hidden: bool = False, devices: Path = Path("/dev")) -> list[str]:
+    """Their numbers, or other names where CUDA_VISIBLE_DEVICES has them, in its order."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not hidden:
-        return len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")])
-    if shutil.which("nvidia-smi") is None:
-        return 0
+        return [gpu for each in visible.split(",") if (gpu := each.strip()) not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:  # as in some containers
+        return sorted(each.name.removeprefix("nvidia") for each in devices.glob("nvidia[0-9]*"))
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    return [str(number) for number in range(count)]
 
 
 def share_of_cores(processes: int) -> int:

@@ -7,16 +7,19 @@ stays as it is.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from pipeline.budget.division import divisions
 from pipeline.budget.fit import shortage
 from pipeline.budget.ladder import Settings, micro_batches, nested, of_models, rungs
 from pipeline.budget.machine import Machine
 from pipeline.budget.shape import Shape
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import StepMemory
+from pipeline.budget.text import there
 from pipeline.config import StepConfig
-from pipeline.errors import ConfigError, ModelError
+from pipeline.errors import ConfigError, ModelError, require
 from pipeline.plan.memory import origins_of
 from pipeline.plan.request import CommandLine, Stage
 from pipeline.plan.resolve import step_config, step_configs
@@ -37,7 +40,13 @@ def choose(said: CommandLine, stages: Sequence[Stage], machine: Machine) -> Mapp
 
     Raises:
         ModelError: the size of a model is not known.
+        ConfigError: the memory of the machines is not known.
     """
+    require(
+        machine.is_known,
+        f"--plan auto can't choose, for {there(machine)}; name the machine with --plan-for, as"
+        " --plan-for 8xA100-80GB, and run with the file of settings that this prints",
+    )
     origins = origins_of(step_configs(said, stages, world=machine.world))
     return {
         stage.section: _Choice(said, stages, stage, machine, origins).settings()
@@ -111,15 +120,19 @@ class _Choice:
         if self.stage.section != "ppo":
             yield settings
             return
-        world = self.machine.processes
         for naps in (False, True) if self.machine.has_gpu else (False,):
-            for processes in (1, 2, 4, 8):
-                if world % processes == 0:
-                    yield {
-                        **settings,
-                        "inference_tp_size": processes,
-                        "offload_in_generation": naps,
-                    }
+            for processes in self.divisions:
+                yield {
+                    **settings,
+                    "inference_tp_size": processes,
+                    "offload_in_generation": naps,
+                }
+
+    @cached_property
+    def divisions(self) -> tuple[int, ...]:
+        """Numbers of processes that can generate together."""
+        config, _ = self.with_settings({})
+        return divisions(config, processes=self.machine.processes, origins=self.origins)
 
     def answers(self, config: StepConfig, memory: StepMemory) -> Settings:
         """In step 3 the answers at once that the keys and values have room for."""

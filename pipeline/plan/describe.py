@@ -2,8 +2,8 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields
 
+from pipeline.budget.ladder import trained_models
 from pipeline.budget.text import table
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.launch.commands import node_command, step_words
@@ -51,7 +51,7 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         yield from _on_each_machine(plan, stage)
     for name, path in model_paths(config):
         yield f"  {name:<10} {path}"
-    for role, model in _trained(config):
+    for role, model in trained_models(config).items():
         yield f"  {role:<10} ZeRO stage {model.zero_stage}{_offload(model)}"
     yield f"  data       {' '.join(config.data.path)}, split {_split(config)}"
     yield f"  output     {config.output_dir}"
@@ -71,13 +71,6 @@ def _on_each_machine(plan: Plan, stage: Stage) -> Iterator[str]:
         if not host.is_whole:
             line = f"CUDA_VISIBLE_DEVICES={','.join(str(slot) for slot in host.slots)} {line}"
         yield f"  on {host.name:<7} {line}"
-
-
-def _trained(config: StepConfig) -> Iterator[tuple[str, TrainedModelConfig]]:
-    for field in fields(config):
-        model = getattr(config, field.name)
-        if isinstance(model, TrainedModelConfig):
-            yield field.name, model
 
 
 def _offload(model: TrainedModelConfig) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
+from pipeline.budget.division import divisions
 from pipeline.budget.fit import shortage
 from pipeline.budget.ladder import nested
 from pipeline.budget.machine import Machine
@@ -41,7 +42,9 @@ def refusals(plan: Plan) -> Iterator[str]:
         short = shortage(memory_of(plan, stage), plan.machine)
         if short is not None:
             config = plan.configs[stage.name]
-            mended = mend(config, plan.machine, _count(plan, stage))
+            count, processes = _count(plan, stage), plan.machine.processes
+            sizes = divisions(config, processes=processes, origins=origins_of(plan.configs))
+            mended = mend(config, plan.machine, count, divisions=sizes)
             yield refusal(f"step {stage.number}", stage.section, short, mended)
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from pipeline.budget.ladder import Settings, nested
 from pipeline.budget.machine import Machine, parse_machine, this_machine
 from pipeline.config import StepConfig
-from pipeline.launch.commands import step_command
-from pipeline.launch.hosts import Host
+from pipeline.launch.commands import devices_of, step_command, step_environment
+from pipeline.launch.environment import PLANNED
+from pipeline.launch.hosts import Host, is_this_machine
 from pipeline.launch.layout import Layout, layout
+from pipeline.launch.local import list_gpus
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import MARK, finished_steps
 from pipeline.plan.request import Request, Stage, parse_request
@@ -63,6 +65,13 @@ class Plan:
         """The step's resolved settings."""
         return self.request.output_dir / stage.name / MARK
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of the steps, which look at their machine's memory themselves where the plan can't."""
+        environment = step_environment(self.where, self.request)
+        has_looked = self.machine.is_known or self.request.plan == "off"
+        return {**environment, PLANNED: "1"} if has_looked else environment
+
     def command(self, stage: Stage) -> list[str]:
         """What runs the step."""
         return step_command(stage.module, self.config_file(stage), self.where, self.request)
@@ -81,7 +90,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         where = _imagined(machine)
     else:
         where = layout(request)
-        machine = _machine(where)
+        machine = _machine(where, request)
     chosen: Mapping[str, Settings] = {}
     if request.plan == "auto":
         from pipeline.plan.auto import choose
@@ -105,10 +114,24 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     )
 
 
-def _machine(where: Layout) -> Machine:
-    """The machines are taken to be like this one."""
-    each = max((len(host.slots) for host in where.hosts), default=1)
-    return this_machine(processes=each, world=where.processes or 1)
+def _machine(where: Layout, request: Request) -> Machine:
+    """This machine, where it is one of those of the job, which are taken to be like it."""
+    if where.by == "process":
+        return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
+    each = max(len(host.slots) for host in where.hosts)
+    world = where.processes or 1
+    own = _own_host(where, request)
+    if own is not None:
+        return this_machine(processes=each, world=world, gpus=devices_of(own, request))
+    return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
+
+
+def _own_host(where: Layout, request: Request) -> Host | None:
+    """The host that is this machine; None where `train.py` runs beside the job."""
+    if where.by in ("node", "hand"):
+        return where.hosts[request.node_rank or 0]
+    own = (host for host in where.hosts if is_this_machine(host.name.rpartition("@")[2]))
+    return next(own, None)
 
 
 def _imagined(machine: Machine) -> Layout:

@@ -125,11 +125,17 @@ class Request(Deployment, Autotuning):
             not (self.check and self.plan_for),
             "--check looks at the machines there are; leave --plan-for away",
         )
-        require(
-            self.autotune is None or not (self.check or self.dry_run or self.node_rank is not None),
-            "--autotune makes trials, on machines that this command reaches; leave"
-            f" {'--dry-run' if self.dry_run else '--check' if self.check else '--node-rank'} away",
-        )
+        for option, said in (
+            ("--dry-run", self.dry_run),
+            ("--check", self.check),
+            ("--node-rank", self.node_rank is not None),
+            ("--plan-for", self.plan_for is not None),
+        ):
+            require(
+                self.autotune is None or not said,
+                "--autotune makes trials, on machines that this command reaches; leave"
+                f" {option} away",
+            )
         require(
             not (self.resume and self.overwrite),
             "--resume keeps what an earlier run made and --overwrite replaces it; choose one",

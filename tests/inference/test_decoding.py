@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inference.generation import generate
 from inference.requests import Response
@@ -21,6 +21,7 @@ from pipeline.kernels.cpu.linear import order_of
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
 from tests.families import RAGGED_FAMILIES, random_rows, saved, tiny_causal_lm
+from tests.mixtures import MIXTURES, tiny_mixture
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -90,7 +91,8 @@ def test_tapes_say_what_the_modules_say_to_the_bit(
     monkeypatch.setenv(SWITCH, "off")
     model = loaded(family, tmp_path)
     from_tapes = answered(model, len(PROMPTS))
-    assert len(replays) == 12 - 3  # the first token is the prompt's, one pass wrote, one proved
+    # The first token is the prompt's, two passes are the modules', the next proves two tapes.
+    assert len(replays) == 12 - 3 + 1
     replays.clear()
     watched(model)
 
@@ -165,6 +167,66 @@ def test_a_model_whose_python_looks_at_numbers_runs_its_modules(
 
     assert "decoding goes through the model's modules each time" in caplog.text
     assert "hands a number to Python" in caplog.text
+    assert not replays
+
+
+def test_numbers_that_a_mixture_takes_beside_the_dispatcher_are_seen(
+    replays: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # JetMoe splits its tokens among experts by `tolist`, which is no operator.
+    config = AutoConfig.for_model(
+        "jetmoe",
+        vocab_size=101,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_key_value_heads=2,
+        kv_channels=8,
+        intermediate_size=48,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = load_causal_lm(
+        FrozenModelConfig(path=saved(plain, tmp_path)), device=torch.device("cpu")
+    )
+
+    with caplog.at_level(logging.INFO, "inference"):
+        ours = answered(model)
+    assert "tolist hands numbers to Python" in caplog.text
+    assert not replays
+
+    watched(model)
+    assert [each.ids for each in ours] == [each.ids for each in answered(model)]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_answer_as_their_modules_do(family: str, tmp_path: Path) -> None:
+    path = saved(tiny_mixture(family), tmp_path)
+    model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
+    ours = answered(model, len(PROMPTS))
+    watched(model)
+
+    assert [each.ids for each in ours] == [each.ids for each in answered(model, len(PROMPTS))]
+
+
+def test_modules_that_do_what_no_tape_can_run_each_time(
+    replays: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loaded("llama", tmp_path)
+    expected = answered(model)
+    plain = model.model.norm.forward
+
+    def sparse(hidden: torch.Tensor) -> torch.Tensor:
+        return plain(hidden.to_sparse().to_dense())  # whose numbers lie in no one memory
+
+    model.model.norm.forward = sparse
+    replays.clear()
+
+    with caplog.at_level(logging.INFO, "inference"):
+        assert [each.ids for each in answered(model)] == [each.ids for each in expected]
+
+    assert "decoding goes through the model's modules each time" in caplog.text
     assert not replays
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference import batching
-from inference.decoding import LONG, Decoder
+from inference.decoding import SHORT, Decoder
 from inference.generation import generate
 from inference.passes import RepeatError
 from inference.requests import Response
@@ -96,7 +96,7 @@ def test_answers_are_those_of_the_modules(
 def test_long_sequences_have_graphs_of_their_own(replays: list[int], tmp_path: Path) -> None:
     path = saved(tiny_causal_lm("llama", max_position_embeddings=4096), tmp_path)
     model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-    prompts = [[5, 6, 7] * (LONG // 3 - 2)]
+    prompts = [[5, 6, 7] * (SHORT // 3 - 2)]
 
     (ours,) = generate(
         model, prompts, max_new_tokens=20, temperature=0.0, stop_ids=[], seed=0, batch_size=1
@@ -104,7 +104,7 @@ def test_long_sequences_have_graphs_of_their_own(replays: list[int], tmp_path: P
 
     # Of 19 passes, for the first token is the prompt's, two on each side are the modules'; one that
     # is written down is repeated at once.
-    passes_below = LONG - len(prompts[0])
+    passes_below = SHORT - len(prompts[0])
     assert len(replays) == (passes_below - 1) + (19 - passes_below - 1)
     assert len(ours.ids) == 20
 

@@ -113,14 +113,20 @@ def test_a_call_may_be_done_another_way() -> None:
     with torch.inference_mode(), Writer() as writer:
         result = (x * 2) + 1
     made = writer.calls[0].made[0]
-    tape = Tape(
-        writer.calls,
-        [x],
-        result,
-        substitute=lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None,
-    )
+    tape = Tape(writer.calls, [x], result)
+    tape.substitute(lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None)
 
     assert repeated(tape).tolist() == [11]
+
+
+def test_results_are_written_where_the_modules_have_them_written() -> None:
+    x, into = torch.tensor([3.0]), torch.zeros(1)
+
+    tape = written(lambda: torch.add(x, 1, out=into) * 2, x)
+
+    x.fill_(5)
+    assert repeated(tape).tolist() == [12]
+    assert into.tolist() == [6]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,8 @@ def test_a_call_may_be_done_another_way() -> None:
     [
         (lambda x: x * x.max().item(), "hands a number to Python"),
         (lambda x: x + 1 if x.sum() > 0 else x, "hands a number to Python"),
+        (lambda x: x * x.tolist()[0], "tolist hands numbers to Python"),
+        (lambda x: x * float(x.numpy()[0]), "numpy hands numbers to Python"),
         (lambda x: x + torch.rand_like(x), "rand_like gives what can't be repeated"),
         (lambda x: F.dropout(x, training=True), "gives what can't be repeated"),
         (lambda x: x[x > 0], "the size of what index gives depends on numbers"),

@@ -111,17 +111,30 @@ inline float most_of(Vector numbers) {
 
 constexpr int MOST_UNITS = MOST_SIZE / Number::NUMBERS;
 
+// Memory on its way into the second cache, a piece with each piece of work that reads other memory.
+struct Ahead {
+    const char* from;
+    const char* end;
+
+    void fetch(int64_t bytes) {
+        constexpr int CACHE_LINE = 64;
+        const char* until = bytes < end - from ? from + bytes : end;
+        for (; from < until; from += CACHE_LINE) __builtin_prefetch(from, 0, 2);
+    }
+};
+
 // The units of LANES keys, turned: (units, LANES). Keys that there are not are zeros.
 void turn_keys(const Stored* key, int64_t size, int live, Bits* turned) {
     const int units = int(size) / Number::NUMBERS;
     for (int unit = 0; unit < units; unit += LANES) {
+        const Stored* from = key + unit * Number::NUMBERS;
         const int count = units - unit < LANES ? units - unit : LANES;
-        Bits tile[LANES];
-        for (int n = 0; n < LANES; n++) {
-            tile[n] = Bits{};
-            const Stored* from = key + n * size + unit * Number::NUMBERS;
-            if (n < live) tile[n] = count == LANES ? load<Bits>(from) : some<Bits>(from, 4 * count);
+        if (count == LANES && live >= LANES) {
+            turn_rows(from, size * int64_t(sizeof(Stored)), turned + unit);
+            continue;
         }
+        Bits tile[LANES];
+        for (int n = 0; n < LANES; n++) tile[n] = n < live ? begun(from + n * size, count) : Bits{};
         turn(tile);
         for (int i = 0; i < count; i++) turned[unit + i] = tile[i];
     }
@@ -188,11 +201,14 @@ void add_values(const Stored* value, int64_t size, const float* weights, const K
     int part = 0;
     for (; (part + 4) * LANES <= size; part += 4)
         add_parts<4>(value + part * LANES, size, weights, keys, to.sum + part, whole);
-    for (; (part + 1) * LANES <= size; part++)
-        add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    const int left = int(size) / LANES - part;
+    if (left == 3) add_parts<3>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    if (left == 2) add_parts<2>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    if (left == 1) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    part += left;
     const int rest = int(size - part * LANES) * int(sizeof(Stored));
-    const auto begun = [rest](const Stored* from) { return some<Line>(from, rest); };
-    if (rest > 0) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, begun);
+    const auto some_of = [rest](const Stored* from) { return some<Line>(from, rest); };
+    if (rest > 0) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, some_of);
 }
 
 // What is known of a query head after some blocks of keys.
@@ -208,12 +224,32 @@ struct Room {
     float weights[BLOCK];
 };
 
-void attend(const Attention& by, int64_t row, int64_t kv_head, Room& room) {
-    const int64_t group = by.heads / by.kv_heads;
+// The keys that a row sees: from the first one to one past the last.
+struct Seen {
+    int64_t start;
+    int64_t end;
+};
+
+Seen seen_by(const Attention& by, int64_t row) {
     const int64_t said = by.lengths[row], live = said < by.width ? said : by.width;
     const int64_t start = by.window > 0 && said > by.window ? said - by.window : 0;
-    const int64_t length = start < live ? live : 0;  // no key is seen: nothing is read
-    const int64_t place = (row * by.kv_heads + kv_head) * by.width * by.size;
+    return start < live ? Seen{start, live} : Seen{0, 0};  // no key is seen: nothing is read
+}
+
+// The keys of an item, a head of keys of a row, as far as they are seen.
+Ahead keys_of(const Attention& by, int64_t item) {
+    const Seen seen = seen_by(by, item / by.kv_heads);
+    const auto* key = static_cast<const char*>(by.key);
+    const int64_t bytes = by.size * int64_t(sizeof(Stored)), place = item * by.width;
+    return {key + (place + seen.start) * bytes, key + (place + seen.end) * bytes};
+}
+
+// `ahead` is memory that the next call will read.
+void attend(const Attention& by, int64_t item, Ahead ahead, Room& room) {
+    const int64_t row = item / by.kv_heads, kv_head = item % by.kv_heads;
+    const int64_t group = by.heads / by.kv_heads;
+    const auto [start, length] = seen_by(by, row);
+    const int64_t place = item * by.width * by.size;
     const auto* key = static_cast<const Stored*>(by.key) + place;
     const auto* value = static_cast<const Stored*>(by.value) + place;
     const auto* query = static_cast<const Stored*>(by.query) + row * by.query_row;
@@ -230,14 +266,27 @@ void attend(const Attention& by, int64_t row, int64_t kv_head, Room& room) {
             const Keys keys = {seen / LANES * LANES, int(length - block < BLOCK ? length - block : BLOCK)};
             const int last = (keys.end + LANES - 1) / LANES, begin = keys.first / LANES;
             // One block of keys stays turned for the group; more are turned again.
+            const int64_t bytes = LANES * by.size * int64_t(sizeof(Stored));  // of a tile
+            Ahead values = {reinterpret_cast<const char*>(value + (block + keys.first) * by.size),
+                            reinterpret_cast<const char*>(value + (block + keys.end) * by.size)};
             if (each == 0 || length > BLOCK)
-                for (int tile = begin; tile < last; tile++)
+                for (int tile = begin; tile < last; tile++) {
+                    values.fetch(bytes);
                     turn_keys(key + (block + tile * LANES) * by.size, by.size, keys.end - tile * LANES, turned + tile * units);
+                }
             int tile = begin;
-            for (; tile + 4 <= last; tile += 4)
+            for (; tile + 4 <= last; tile += 4) {
+                ahead.fetch(4 * bytes);
                 score<4>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
-            for (; tile < last; tile++)
+            }
+            for (; tile + 2 <= last; tile += 2) {
+                ahead.fetch(2 * bytes);
+                score<2>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
+            }
+            for (; tile < last; tile++) {
+                ahead.fetch(bytes);
                 score<1>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
+            }
             for (int t = keys.first; t < seen; t++) weights[t] = NOTHING;
             for (int t = keys.end; t < last * LANES; t++) weights[t] = NOTHING;
             Vector largest = all(known.most);
@@ -253,7 +302,7 @@ void attend(const Attention& by, int64_t row, int64_t kv_head, Room& room) {
                 const Vector rounded = Number::round(weight);
                 std::memcpy(weights + t, &rounded, sizeof rounded);
             }
-            const float shrink = std::exp(known.most - most);
+            const float shrink = known.sum == 0 ? 0 : std::exp(known.most - most);
             known.sum = sum_of(sum) + shrink * known.sum;
             known.most = most;
             if (block > start)
@@ -268,24 +317,31 @@ void attend(const Attention& by, int64_t row, int64_t kv_head, Room& room) {
 
 struct Work {
     const Attention* attention;
-    int64_t next;  // first head of keys that no thread has taken
+    int64_t share;  // items that a thread takes at once: neighbours in memory
+    int64_t next;   // the first that no thread has taken
 };
 
 void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
     const Attention& by = *work.attention;
+    const int64_t items = by.rows * by.kv_heads;
     static thread_local Room room;
     for (;;) {
-        const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
-        if (item >= by.rows * by.kv_heads) return;
-        attend(by, item / by.kv_heads, item % by.kv_heads, room);
+        int64_t item = __atomic_fetch_add(&work.next, work.share, __ATOMIC_RELAXED);
+        const int64_t end = item + work.share < items ? item + work.share : items;
+        if (item >= items) return;
+        for (; item < end; item++)
+            attend(by, item, item + 1 < end ? keys_of(by, item + 1) : Ahead{nullptr, nullptr}, room);
     }
 }
+
+constexpr int SHARES = 8;  // of each thread: lengths differ
 
 }  // namespace
 
 // The bits don't depend on how many threads there are.
 extern "C" void decode_attention(const Attention* attention, Parallel parallel, int32_t threads) {
-    Work work{attention, 0};
+    const int64_t share = attention->rows * attention->kv_heads / (SHARES * threads);
+    Work work{attention, share > 1 ? share : 1, 0};
     on_threads(parallel, threads, run, &work);
 }

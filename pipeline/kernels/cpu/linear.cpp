@@ -75,12 +75,9 @@ void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uin
             for (int half = 0; half < 2; half++) {
                 const Stored* from = weight + half * LANES * across + k * Number::NUMBERS;
                 Bits tile[LANES];
-                for (int n = 0; n < LANES; n++) {
-                    tile[n] = load<Bits>(from + n * across);
-                    // The next panel, if there is one, into the second cache: the first is full of this one.
-                    __builtin_prefetch(from + (n + PANEL) * across, 0, 2);
-                }
-                turn(tile);
+                turn_rows(from, across * int64_t(sizeof(Stored)), tile);
+                // The next panel, if there is one, into the second cache: the first is full of this one.
+                for (int n = 0; n < LANES; n++) __builtin_prefetch(from + (n + PANEL) * across, 0, 2);
                 for (int i = 0; i < LANES; i++)
                     std::memcpy(panel + (k + i) * PANEL + half * LANES, &tile[i], sizeof(Bits));
             }

@@ -6,8 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
-#include <utility>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -36,6 +35,17 @@ inline To load(const void* from) {
     To to;
     std::memcpy(&to, from, sizeof to);
     return to;
+}
+
+// So many units from the first one on, and zeros; nothing beyond them is read.
+inline Bits begun(const void* from, int count) {
+#if defined(__AVX512F__)
+    return as<Bits>(_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from));
+#else
+    Bits to = {};
+    std::memcpy(&to, from, 4 * count);
+    return to;
+#endif
 }
 
 struct Float32 {
@@ -84,27 +94,88 @@ struct BFloat16 {
 using Number = NUMBER;
 using Stored = Number::Stored;
 
-// Two vectors shuffled like cards, from card `from` of each: their first halves, or their second ones.
-template <int from, int... lane>
-inline Bits shuffled(Bits a, Bits b, std::integer_sequence<int, lane...>) {
+// Numbers of two vectors, those of the second counted on, in the order of the indices.
 #ifdef __clang__
-    return __builtin_shufflevector(a, b, (from + lane / 2 + lane % 2 * LANES)...);
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-    return __builtin_shuffle(a, b, Bits{(from + lane / 2 + lane % 2 * LANES)...});
+#define PICK(a, b, ...) __builtin_shuffle(a, b, Bits{__VA_ARGS__})
 #endif
+
+// Of each 128 bits, the numbers 0, 1 or 2, 3 of both vectors, taken in turn or two by two; and the even or
+// odd ones of their parts of 128 bits.
+#ifdef __AVX512F__
+inline Bits low(Bits a, Bits b) { return PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29); }
+inline Bits high(Bits a, Bits b) { return PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31); }
+inline Bits low_pairs(Bits a, Bits b) { return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); }
+inline Bits high_pairs(Bits a, Bits b) { return PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); }
+// Compilers that are left to choose take an instruction that is half as fast.
+inline Bits even(Bits a, Bits b) { return as<Bits>(_mm512_shuffle_i32x4(as<__m512i>(a), as<__m512i>(b), 0x88)); }
+inline Bits odd(Bits a, Bits b) { return as<Bits>(_mm512_shuffle_i32x4(as<__m512i>(a), as<__m512i>(b), 0xdd)); }
+#else
+inline Bits low(Bits a, Bits b) { return PICK(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
+inline Bits high(Bits a, Bits b) { return PICK(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
+inline Bits low_pairs(Bits a, Bits b) { return PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
+inline Bits high_pairs(Bits a, Bits b) { return PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
+inline Bits even(Bits a, Bits b) { return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11); }
+inline Bits odd(Bits a, Bits b) { return PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15); }
+#endif
+
+// Of each 128 bits of four vectors, number i of vector j becomes number j of vector i.
+inline void turn_four(Bits a, Bits b, Bits c, Bits d, Bits* to, int stride) {
+    const Bits low_ab = low(a, b), high_ab = high(a, b), low_cd = low(c, d), high_cd = high(c, d);
+    to[0] = low_pairs(low_ab, low_cd);
+    to[stride] = high_pairs(low_ab, low_cd);
+    to[2 * stride] = low_pairs(high_ab, high_cd);
+    to[3 * stride] = high_pairs(high_ab, high_cd);
 }
 
-// Number i of vector j becomes number j of vector i.
+// Number i of vector j becomes number j of vector i: first within 128 bits, then among those.
 inline void turn(Bits (&tile)[LANES]) {
-    constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-    for (int width = 1; width < LANES; width *= 2) {
-        Bits turned[LANES];
-        for (int i = 0; i < LANES / 2; i++) {
-            turned[2 * i] = shuffled<0>(tile[i], tile[i + LANES / 2], lanes);
-            turned[2 * i + 1] = shuffled<LANES / 2>(tile[i], tile[i + LANES / 2], lanes);
-        }
-        for (int i = 0; i < LANES; i++) tile[i] = turned[i];
+    constexpr int QUARTERS = LANES / 4;
+    Bits part[4][QUARTERS];  // column 4 q + c of the rows 4 r to 4 r + 3 is quarter q of part[c][r]
+    for (int r = 0; r < QUARTERS; r++) {
+        const Bits* row = tile + 4 * r;
+        turn_four(row[0], row[1], row[2], row[3], part[0] + r, QUARTERS);
     }
+    for (int c = 0; c < 4; c++) {
+        const Bits* from = part[c];
+        const Bits even01 = even(from[0], from[1]), odd01 = odd(from[0], from[1]);
+        if constexpr (QUARTERS == 2) {
+            tile[c] = even01;
+            tile[4 + c] = odd01;
+        } else {
+            const Bits even23 = even(from[2], from[3]), odd23 = odd(from[2], from[3]);
+            tile[c] = even(even01, even23);
+            tile[4 + c] = even(odd01, odd23);
+            tile[8 + c] = odd(even01, even23);
+            tile[12 + c] = odd(odd01, odd23);
+        }
+    }
+}
+
+// LANES rows of LANES units, so many bytes apart, turned.
+inline void turn_rows(const void* rows, int64_t stride, Bits* turned) {
+#ifdef __AVX512F__
+    // Every fourth row's 128 bits are put side by side as they are read: nothing else crosses them.
+    const auto* first = static_cast<const char*>(rows);
+    const auto part = [](const char* from) { return load<__m128i>(from); };
+    for (int q = 0; q < 4; q++) {
+        Bits row[4];
+        for (int r = 0; r < 4; r++) {
+            const char* from = first + r * stride + q * 16;
+            __m512i four = _mm512_castsi128_si512(part(from));
+            four = _mm512_inserti32x4(four, part(from + 4 * stride), 1);
+            four = _mm512_inserti32x4(four, part(from + 8 * stride), 2);
+            row[r] = as<Bits>(_mm512_inserti32x4(four, part(from + 12 * stride), 3));
+        }
+        turn_four(row[0], row[1], row[2], row[3], turned + 4 * q, 1);
+    }
+#else
+    Bits tile[LANES];
+    for (int n = 0; n < LANES; n++) tile[n] = load<Bits>(static_cast<const char*>(rows) + n * stride);
+    turn(tile);
+    std::memcpy(turned, tile, sizeof tile);
+#endif
 }
 
 // Has a function called with an argument by so many threads: `GOMP_parallel` of PyTorch's OpenMP.

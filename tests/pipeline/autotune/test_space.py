@@ -1,8 +1,9 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.autotune.space import known_dimensions, make_space
+from pipeline.autotune.space import AS_IT_IS, known_dimensions, make_space
 from pipeline.budget.machine import GIB, Machine
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.engine.config import OffloadConfig, ZeroConfig
@@ -75,7 +76,7 @@ def test_one_gpu_shards_only_what_it_offloads() -> None:
 
 def test_a_candidate_is_the_settings_of_all_models_that_learn() -> None:
     config = PPOConfig(rollout_size=8, batch_size=8)
-    space = make_space(config, TWO_GPUS)
+    space = make_space(config, TWO_GPUS, divisions=(1, 2))
     named = {
         "zero_stage": 3,
         "offload": "optimizer+gradients+params",
@@ -99,7 +100,9 @@ def test_a_candidate_is_the_settings_of_all_models_that_learn() -> None:
 
 def test_what_the_command_line_says_stays() -> None:
     space = make_space(
-        PPOConfig(), TWO_GPUS, fixed=["actor.zero_stage", "actor.zero.offload.optimizer", "seed"]
+        PPOConfig(),
+        TWO_GPUS,
+        fixed=["actor.zero_stage", "actor.zero.offload.optimizer", "seed", "critic"],
     )
 
     (stage,) = (each for each in space.dimensions if each.name == "zero_stage")
@@ -156,6 +159,70 @@ def test_values_that_cannot_be_used_are_named(name: str, text: str, sentence: st
         make_space(SFTConfig(), CPU, fixed=["zero_stage"], given={name: text})
 
     assert str(error.value).startswith(sentence)
+
+
+def test_models_that_differ_may_stay_as_they_are() -> None:
+    zero = ZeroConfig(offload=OffloadConfig(optimizer="cpu"))
+    actor = TrainedModelConfig(path="m", zero_stage=3, zero=zero, gradient_checkpointing=True)
+    config = PPOConfig(rollout_size=8, batch_size=8, actor=actor, inference_tp_size=6)
+
+    space = make_space(config, TWO_GPUS, divisions=(1, 2))
+
+    found = {each.name: each.values for each in space.dimensions}
+    for name in ("zero_stage", "offload", "gradient_checkpointing"):
+        assert found[name][0] == AS_IT_IS
+    assert found["inference_tp_size"] == (1, 2, 6)
+    assert space.start is not None
+    assert space.config(space.start) == config
+    assert space.named(space.start)["zero_stage"] == AS_IT_IS
+    other = space.candidate({**space.named(space.start), "zero_stage": 3})
+    assert not space.needs_as_much(other, space.start)
+    assert not space.needs_as_much(space.start, other)
+
+
+@pytest.mark.parametrize("machine", [CPU, TWO_CPUS, GPU, TWO_GPUS])
+@pytest.mark.parametrize(
+    ("stage", "kinds"),
+    [
+        *((stage, ()) for stage in range(4)),
+        *((1, kinds) for kinds in (("optimizer",), ("gradients",), ("gradients", "optimizer"))),
+        (3, ("params",)),
+    ],
+)
+def test_the_settings_as_they_are_are_always_a_candidate(
+    machine: Machine, stage: Any, kinds: tuple[str, ...]
+) -> None:
+    zero = ZeroConfig(offload=OffloadConfig(**dict.fromkeys(kinds, "cpu")))
+    model = TrainedModelConfig(path="m", zero_stage=stage, zero=zero)
+    config = SFTConfig(model=model, batch_size=8, micro_batch_size=3)
+
+    space = make_space(config, machine)
+
+    assert space.start is not None
+    assert space.config(space.start) == config
+
+
+def test_values_of_one_model_take_the_place_of_those_of_all() -> None:
+    space = make_space(PPOConfig(), TWO_GPUS, given={"actor.zero_stage": "0,2"})
+
+    found = {each.name: each for each in space.dimensions}
+    assert found["zero_stage"].settings == ("critic.zero_stage",)
+    assert found["actor.zero_stage"].values == (0, 2)
+    (only,) = (
+        each
+        for each in make_space(SFTConfig(), TWO_GPUS, given={"model.zero_stage": "0"}).dimensions
+        if "zero_stage" in each.name
+    )
+    assert only.name == "model.zero_stage"
+    with pytest.raises(
+        ConfigError, match=r"model.zero_stage and zero_stage both say what model\.zero_stage is"
+    ):
+        make_space(SFTConfig(), CPU, given={"zero_stage": "0", "model.zero_stage": "0"})
+
+
+def test_a_space_of_nothing_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="leaves nothing to try: one process gains nothing by"):
+        make_space(SFTConfig(), CPU, given={"zero_stage": "1,2"})
 
 
 def test_names_that_a_space_may_have() -> None:

@@ -143,6 +143,26 @@ def test_the_grid_leaves_out_what_needs_more_than_there_was() -> None:
     assert len(points) == len(SPACE.candidates) // 2
 
 
+def test_what_lacks_main_memory_rules_out_itself_alone() -> None:
+    """Offloaded, the first rung lacks main memory; higher ones share it out, and fit."""
+    refused = [each for each in SPACE.candidates if each[:2] == (0, "optimizer+gradients")]
+
+    def tried(**more: Sequence[Candidate]) -> set[tuple[Value, ...]]:
+        left = (
+            next_candidate(
+                SPACE, [], strategy="random", trials=99, seed=n, refused=[start, *refused], **more
+            )
+            for n in range(200)
+        )
+        return {each[:2] for each in left if each is not None}
+
+    start = SPACE.start
+    assert start is not None
+    assert (0, "none") in tried()
+    assert (0, "optimizer+gradients") not in tried()
+    assert (0, "none") not in tried(too_large=refused)
+
+
 def test_random_draws_by_the_seed_and_never_twice() -> None:
     def order(seed: int) -> list[Mapping[str, Value]]:
         points = play(launches_are_slow, "random", trials=72, seed=seed)

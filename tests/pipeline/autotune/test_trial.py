@@ -115,7 +115,8 @@ def test_processes_are_ended_that_outlive_a_launcher_that_was_killed(tmp_path: P
 def test_a_trial_has_the_steps_of_the_run_and_little_else() -> None:
     out = Path("out")
     sft = SFTConfig(max_steps=500, eval_every=10, patience=3, save_every=5, resume=True)
-    reward, ppo = RewardConfig(), PPOConfig(base=FrozenModelConfig(path=EMBEDDED))
+    reward = RewardConfig()
+    ppo = PPOConfig(base=FrozenModelConfig(path=EMBEDDED), critic_warmup_steps=50)
 
     tried = trial_settings(sft, out, steps=4, world=2)
 
@@ -134,5 +135,6 @@ def test_a_trial_has_the_steps_of_the_run_and_little_else() -> None:
     tried = trial_settings(ppo, out, steps=1, world=1)
     assert isinstance(tried, PPOConfig)
     assert (tried.max_steps, tried.base.path) == (3, None)
+    assert tried.critic_warmup_steps == 0  # else the actor would not learn in any of them
     assert (tried.rollout_size, tried.batch_size) == (ppo.rollout_size, ppo.batch_size)
     assert tried.samples_every > 3

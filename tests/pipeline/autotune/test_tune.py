@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ TABLE = {**FAST, **{size.replace("kept", "recomputed"): 5.0 for size in FAST}}
 """Tokens per second; micro-batches of two are best."""
 
 SPACE = ("--autotune-space", "micro_batch_size=1,2,4,8")
+KEPT = (*SPACE, "gradient_checkpointing=false")
 
 
 class Bench:
@@ -38,6 +39,7 @@ class Bench:
         self.table = directory / "table.json"
         self.measures(TABLE)
         monkeypatch.setenv("TOY_TABLE", str(self.table))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def measures(self, table: Mapping[str, object]) -> None:
         self.table.write_text(json.dumps(table))
@@ -46,8 +48,8 @@ class Bench:
         start = ("--sft.micro_batch_size", "4") if "--config" not in words else ()
         main(["--output-dir", str(self.out), *words, *start], TOY)
 
-    def tune(self, *words: str) -> None:
-        self.train("--step", "1", "--autotune", "tune", *SPACE, *words)
+    def tune(self, *words: str, space: Sequence[str] = KEPT) -> None:
+        self.train("--step", "1", "--autotune", "tune", *space, *words)
 
     @property
     def started(self) -> list[str]:
@@ -69,7 +71,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_tune_finds_the_best_writes_it_and_stops(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench.tune("--autotune-strategy", "grid")
+    bench.tune("--autotune-strategy", "grid", space=SPACE)
 
     best = yaml.safe_load((bench.out / "autotune" / "best.yaml").read_text())
     said = capsys.readouterr().out
@@ -85,18 +87,19 @@ def test_tune_finds_the_best_writes_it_and_stops(
 
 
 def test_the_best_settings_run_by_themselves(bench: Bench) -> None:
-    bench.tune("--autotune-trials", "5", "--seed", "7", "--max-length", "32")
+    bench.tune("--autotune-strategy", "grid", "--seed", "7", "--max-length", "32", "--plan", "off")
 
     bench.train("--config", str(bench.out / "autotune" / "best.yaml"))
 
     config = yaml.safe_load((bench.out / "step1_sft" / "config.yaml").read_text())
     assert config["micro_batch_size"] == 2
     assert (config["seed"], config["data"]["max_length"]) == (7, 32)
+    assert yaml.safe_load((bench.out / "autotune" / "best.yaml").read_text())["plan"] == "off"
     assert (bench.out / "step1_sft" / "result.json").is_file()
 
 
 def test_run_goes_on_with_the_best(bench: Bench) -> None:
-    bench.train("--step", "1", "--autotune", "run", "--autotune-strategy", "grid", *SPACE)
+    bench.train("--step", "1", "--autotune", "run", "--autotune-strategy", "grid", *KEPT)
 
     config = yaml.safe_load((bench.out / "step1_sft" / "config.yaml").read_text())
     assert config["micro_batch_size"] == 2
@@ -105,20 +108,15 @@ def test_run_goes_on_with_the_best(bench: Bench) -> None:
 
 
 def test_a_trial_that_fails_in_any_way_is_a_point(bench: Bench) -> None:
-    failing = {"1 kept": "killed", "8 kept": "out of memory", "1 recomputed": "hang"}
+    failing = {"1 kept": "killed", "8 kept": "out of memory"}
     bench.measures({**TABLE, **failing})
 
-    bench.tune("--autotune-strategy", "grid", "--autotune-minutes", "0.05")
+    bench.tune("--autotune-strategy", "grid", space=("--autotune-space", "micro_batch_size=1,4,8"))
 
     # The settings as they are, then the ladder; 8 recomputed is a rung above what ran out.
-    assert bench.outcomes == [
-        *("measured", "killed", "measured", "out of memory"),
-        *("too slow", "measured", "measured", "measured"),
-    ]
+    assert bench.outcomes == ["measured", "killed", "out of memory", *["measured"] * 3]
     best = yaml.safe_load((bench.out / "autotune" / "best.yaml").read_text())
-    assert best["sft"]["micro_batch_size"] == 2
-    descendant = int(bench.table.with_name("child").read_text())
-    assert not psutil.pid_exists(descendant)
+    assert best["sft"]["micro_batch_size"] == 4
 
 
 def test_a_tuning_that_was_interrupted_goes_on(bench: Bench) -> None:
@@ -130,8 +128,8 @@ def test_a_tuning_that_was_interrupted_goes_on(bench: Bench) -> None:
     bench.tune("--autotune-strategy", "grid")
 
     sizes = [line.split()[1] for line in bench.started]
-    assert sizes == ["4", "1", "2", "2", "8", "1", "2", "4", "8"]
-    assert len(bench.outcomes) == 8
+    assert sizes == ["4", "1", "2", "2", "8"]
+    assert len(bench.outcomes) == 4
 
 
 def test_trials_of_other_settings_are_made_anew(bench: Bench) -> None:
@@ -142,9 +140,12 @@ def test_trials_of_other_settings_are_made_anew(bench: Bench) -> None:
     bench.tune("--autotune-trials", "2", "--sft.max_steps", "9")  # changes no trial
     assert len(bench.started) == 4
 
+    mine = bench.out / "autotune" / "logs" / "notes.txt"
+    mine.write_text("mine")
     bench.tune("--autotune-trials", "2", "--overwrite")
     assert len(bench.started) == 6
     assert len(bench.outcomes) == 2
+    assert mine.read_text() == "mine"
 
 
 def test_wrong_input_ends_the_tuning_at_once(bench: Bench) -> None:
@@ -154,6 +155,31 @@ def test_wrong_input_ends_the_tuning_at_once(bench: Bench) -> None:
         bench.tune()
 
     assert len(bench.started) == 1
+    assert not (bench.out / "autotune" / "trials.jsonl").exists()  # nothing stands in the way
+
+
+def test_where_there_is_one_candidate_nothing_is_tried(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ("micro_batch_size=4", "gradient_checkpointing=true")
+    bench.tune(space=("--autotune-space", *one))
+    bench.tune("--sft.model.gradient_checkpointing", "true", space=())
+
+    assert bench.started == []
+    assert capsys.readouterr().out.count("step 1: step1_sft has nothing to tune") == 2
+    best = yaml.safe_load((bench.out / "autotune" / "best.yaml").read_text())
+    assert best["sft"]["model"]["gradient_checkpointing"] is True
+
+
+def test_steps_that_are_finished_keep_what_was_found_for_them(bench: Bench) -> None:
+    words = ("--autotune-strategy", "grid", "--reward.micro_batch_size", "4", *KEPT)
+    bench.train("--step", "1", "--autotune", "run", *words)
+
+    bench.train("--step", "1", "2", "--resume", "--autotune", "tune", *words)
+
+    best = yaml.safe_load((bench.out / "autotune" / "best.yaml").read_text())
+    assert best["sft"]["micro_batch_size"] == 2
+    assert best["reward"]["micro_batch_size"] == 2
 
 
 def test_where_nothing_can_be_measured_it_says_so(
@@ -174,7 +200,7 @@ def test_steps_that_start_from_others_get_models_to_be_tried_with(bench: Bench) 
     model = ("--reward.micro_batch_size", "4")
     bench.train("--step", "1", "2", "--autotune", "tune", *SPACE, "--autotune-trials", "1", *model)
 
-    models = bench.out / "autotune" / "models"
+    models = bench.out / "autotune" / ".models"
     assert bench.started == [
         "step1_sft 4 embedded",
         "step1_sft 4 embedded",
@@ -197,9 +223,9 @@ def test_what_the_plan_refuses_is_not_tried(bench: Bench) -> None:
 
     with pytest.raises(ConfigError, match=r"step 1 takes .* of its candidates none takes less"):
         Tuning(replace(plan, machine=replace(roomy, host_bytes=1)), stage).best()
-    best = Tuning(replace(plan, machine=replace(roomy, host_bytes=two)), stage).best()
+    tuning = Tuning(replace(plan, machine=replace(roomy, host_bytes=two)), stage)
 
-    assert best.settings == {"micro_batch_size": 2}
+    assert tuning.space.named(tuning.best()) == {"micro_batch_size": 2}
     assert [line.split()[1] for line in bench.started] == ["1", "2"]
 
 
@@ -214,6 +240,9 @@ def test_the_space_names_settings_that_there_are(bench: Bench) -> None:
         ("--autotune-trials 3", "--autotune-trials needs --autotune tune or --autotune run"),
         ("--autotune tune --autotune-trials 0", "--autotune-trials must be above 0, got 0"),
         ("--autotune tune --dry-run", "--autotune makes trials, on machines that this command"),
+        ("--autotune tune --plan-for 4x24GB", "--autotune makes trials, on machines that this"),
+        ("--autotune-steps 8", "--autotune-steps needs --autotune tune or --autotune run"),
+        ("--autotune-minutes 5", "--autotune-minutes needs --autotune tune or --autotune run"),
         ("--autotune often", "--autotune must be one of 'tune', 'run' or null, got often"),
     ],
 )

@@ -4,16 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.budget.fit import shortage
 from pipeline.budget.machine import (
     CARDS,
     GIB,
     MIB,
     Machine,
     available_bytes,
+    free_gpu_bytes,
     own_groups,
     parse_machine,
     this_machine,
 )
+from pipeline.budget.table import Item, Phase, StepMemory
+from pipeline.budget.text import there
 from pipeline.errors import ConfigError
 
 
@@ -93,9 +97,45 @@ def test_the_groups_around_its_own_limit_a_process_too(tmp_path: Path) -> None:
     assert own_groups(tmp_path / "missing", tmp_path) == []
 
 
-def test_this_machine_is_measured() -> None:
-    machine = this_machine(processes=2, world=4)
+def driver(directory: Path, monkeypatch: pytest.MonkeyPatch, *free: str) -> None:
+    """A tool that tells the free memory of the GPUs that it is asked for."""
+    tool = directory / "nvidia-smi"
+    cases = "\n".join(f"{number}) echo '{each}';;" for number, each in enumerate(free))
+    each_asked = f'for id in $asked; do case "$id" in\n{cases}\nesac; done\n'
+    tool.write_text(f"#!/bin/sh\nasked=${{1#--id=}}\nIFS=,\n{each_asked}")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory))
 
-    assert (machine.processes, machine.world) == (2, 4)
+
+def test_the_fullest_of_the_gpus_that_are_used_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(tmp_path, monkeypatch, "80000", "100", "70000")
+
+    assert free_gpu_bytes(["0", "2"]) == 70000 * MIB
+    assert free_gpu_bytes(["1"]) == 100 * MIB
+    machine = this_machine(processes=2, world=2, gpus=["2", "0"])
+    assert (machine.gpu_bytes, machine.is_known) == (70000 * MIB, True)
+
+
+def test_gpus_that_dont_say_what_is_free_are_not_known_and_refuse_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(tmp_path, monkeypatch, "80000", "[N/A]")
+    assert free_gpu_bytes(["0", "1"]) is None
+    assert free_gpu_bytes(["0", "7"]) is None
+
+    monkeypatch.setenv("PATH", "")
+    machine = this_machine(processes=1, world=1, gpus=["0"])
+    assert (machine.gpu_bytes, machine.has_gpu, machine.is_known) == (None, True, False)
+    large = Phase("train", (Item("weights", "model", 2**60),))
+    assert shortage(StepMemory((large,)), machine) is None
+    assert there(machine).startswith("this machine has GPUs whose memory is not known and ")
+
+
+def test_this_machine_is_measured() -> None:
+    machine = this_machine(processes=2, world=4, gpus=[])
+
+    assert (machine.processes, machine.world, machine.has_gpu) == (2, 4, False)
     assert machine.host_bytes is not None
     assert machine.host_bytes > 2**20

@@ -1,18 +1,23 @@
 """The cheapest change that makes a step fit is found and spelled."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.budget.division import divisions
 from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.ladder import changed, micro_batches, nested, rungs
 from pipeline.budget.machine import GIB, Machine
-from pipeline.budget.mend import mend, refusal
+from pipeline.budget.mend import Mend, mend, refusal
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import Item, Phase, StepMemory
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
+from pipeline.engine.config import OffloadConfig, ZeroConfig
 from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+from tests.families import tiny_config
 
 
 def config(**settings: Any) -> SFTConfig:
@@ -54,7 +59,7 @@ def gpus(count: int, size: int) -> Machine:
             9,
             {"micro_batch_size": 1, "model.gradient_checkpointing": True, "model.lora.rank": 16},
         ),
-        (1, 2, None),
+        (1, 1, None),
     ],
 )
 def test_one_change_alone_is_tried_first_and_then_all_up_to_one(
@@ -64,13 +69,13 @@ def test_one_change_alone_is_tried_first_and_then_all_up_to_one(
     start = config(micro_batch_size=8)
     found = mend(start, machine, toy)
 
-    assert found == settings
+    assert found == (None if settings is None else Mend(settings))
 
 
 def test_what_is_in_use_is_not_proposed() -> None:
     there = config(micro_batch_size=1, model={"gradient_checkpointing": True, "zero_stage": 3})
 
-    assert mend(there, gpus(1, 30), toy) == OFFLOADED
+    assert mend(there, gpus(1, 30), toy) == Mend(OFFLOADED)
 
 
 def test_more_gpus_come_last() -> None:
@@ -80,8 +85,90 @@ def test_more_gpus_come_last() -> None:
         item = Item("weights", "model", 1000 // machine.world)
         return StepMemory((Phase("train", (item,)),))
 
-    assert mend(start, gpus(2, 100), heavy) == 16
+    assert mend(start, gpus(2, 100), heavy) == Mend({}, gpus=16)
     assert mend(start, replace(gpus(2, 100), gpu_bytes=None, host_bytes=100), heavy) is None
+
+
+def test_more_gpus_come_with_the_settings_that_they_take() -> None:
+    def blocks(config: StepConfig, machine: Machine) -> StepMemory:
+        """State shared out at stage 3 alone, and rows that take more than the rest has room for."""
+        model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
+        state = 800 // (machine.world if model.zero_stage == 3 else 1)
+        rows = 30 * config.micro_batch_size
+        return StepMemory((Phase("train", (Item("weights", "model", state + rows),)),))
+
+    found = mend(config(micro_batch_size=4), gpus(1, 60), blocks)
+
+    assert found == Mend({"micro_batch_size": 1, "model.zero_stage": 3}, gpus=32)
+
+
+def test_what_lacks_main_memory_is_not_offloaded() -> None:
+    """Offload alone would make room on the GPU, and a sharded state does without it."""
+
+    def both(config: StepConfig, machine: Machine) -> StepMemory:
+        model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
+        state = 100 // (machine.world if model.zero_stage >= 2 else 1)
+        away = model.zero.offload.optimizer == "cpu"
+        items = (Item("weights", "model", 0 if away else state),)
+        return StepMemory(
+            (Phase("train", (*items, Item("moments", "model", away * state, "host"))),)
+        )
+
+    start = config(micro_batch_size=1, model={"gradient_checkpointing": True})
+    machine = replace(gpus(4, 20), host_bytes=10)
+
+    assert mend(start, machine, both) == Mend({"model.zero_stage": 3}, gpus=8)
+    assert mend(start, replace(machine, gpu_bytes=25), both) == Mend({"model.zero_stage": 2})
+    offload = OffloadConfig(optimizer="cpu", gradients="cpu")
+    there = config(micro_batch_size=1, model={"zero": ZeroConfig(offload=offload)})
+    back = {f"model.zero.offload.{kind}": "none" for kind in ("optimizer", "gradients")}
+    assert mend(there, replace(machine, gpu_bytes=100), both) == Mend(back)
+
+
+def test_step_3_may_generate_by_more_processes_together() -> None:
+    def generating(config: StepConfig, _: Machine) -> StepMemory:
+        ppo: PPOConfig = config  # pyright: ignore[reportAssignmentType]
+        replica = 80 // ppo.inference_tp_size
+        kept = replica if ppo.replica == "resident" else 0
+        phases = (
+            Phase("generate", (Item("replica", "actor", replica),)),
+            Phase("train", (Item("weights", "actor", 50 + kept),)),
+        )
+        return StepMemory(phases)
+
+    start = PPOConfig(micro_batch_size=1)
+    assert mend(start, gpus(4, 60), generating, divisions=(1, 2, 4)) == Mend(
+        {"inference_tp_size": 2}
+    )
+    assert mend(start, gpus(4, 60), generating, divisions=(1,)) is None
+    resident = replace(start, replica="resident")
+    assert mend(resident, gpus(4, 80), generating, divisions=(1, 2)) == Mend({"replica": "release"})
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "processes", "sizes"),
+    [
+        ("llama", {}, 8, (1, 2, 4)),  # 4 heads
+        ("llama", {}, 6, (1, 2)),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, 8, (1,)),
+        ("llama", {"intermediate_size": 50}, 4, (1, 2)),
+        ("opt", {}, 8, (1, 2, 4)),
+        ("gpt_oss", {}, 2, (1,)),  # a mixture of experts
+        ("llama", {}, 1, (1,)),
+    ],
+)
+def test_processes_that_generate_together_divide_the_actors_heads(
+    family: str, shape: Any, processes: int, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    tiny_config(family, **shape).save_pretrained(tmp_path)
+    lora = TrainedModelConfig(path=str(tmp_path), lora=LoraConfig(rank=2))
+
+    assert divisions(PPOConfig(actor=lora), processes=processes) == sizes
+    made = replace(lora, path="out/step1_sft")
+    origins = {"out/step1_sft": str(tmp_path)}
+    assert divisions(PPOConfig(actor=made), processes=processes, origins=origins) == sizes
+    assert divisions(PPOConfig(actor=made), processes=processes) == (1,)
+    assert divisions(config(), processes=processes) == ()
 
 
 SHORT = Shortage(Phase("train", ()), "each GPU", needed=31 * GIB, there=24 * GIB)
@@ -91,14 +178,18 @@ SHORT = Shortage(Phase("train", ()), "each GPU", needed=31 * GIB, there=24 * GIB
     ("mended", "end"),
     [
         (
-            {"micro_batch_size": 2, "model.gradient_checkpointing": True},
+            Mend({"micro_batch_size": 2, "model.gradient_checkpointing": True}),
             "; it fits with --sft.micro_batch_size 2 --sft.model.gradient_checkpointing true",
         ),
-        (16, "; no setting makes it fit: it does on 16 such GPUs at ZeRO stage 3"),
+        (Mend({}, gpus=16), "; it fits on 16 such GPUs"),
+        (
+            Mend({"model.zero_stage": 3}, gpus=16),
+            "; it fits on 16 such GPUs with --sft.model.zero_stage 3",
+        ),
         (
             None,
-            "; no setting makes it fit: take a smaller model, shorter sequences or a machine with"
-            " more memory",
+            "; nothing that saves memory makes it fit: take a smaller model, shorter sequences or a"
+            " machine with more memory",
         ),
     ],
 )

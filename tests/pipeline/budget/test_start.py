@@ -8,13 +8,19 @@ from pipeline.errors import ConfigError
 from pipeline.launch.environment import PASSED_ON, PLANNED
 from step1_sft.config import SFTConfig
 
-HUGE = SFTConfig(model=TrainedModelConfig(path="facebook/opt-66b", precision="fp32"))
+HUGE = SFTConfig(
+    model=TrainedModelConfig(
+        path="facebook/opt-66b", precision="fp32", gradient_checkpointing=True
+    ),
+    micro_batch_size=1,
+)
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", PLANNED):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,59 @@ def test_the_replica_copies_what_is_sharded_merged_or_divided(path: str) -> None
     assert replica(inference_tp_size=2) == 4 * 2 * block // 2
 
 
+def test_the_base_comes_whole_beside_all_that_stays_and_may_be_left_out(path: str) -> None:
+    base = FrozenModelConfig(path=path, precision="fp32")
+    config = ppo(path, actor={"zero_stage": 3}, inference_tp_size=4, base=base)
+    counted = memory(config, FOUR)
+    phases = {each.name: each for each in counted.phases}
+
+    assert list(phases) == ["load", "generate", "score", "train", "compare"]
+    assert [each.name for each in counted.phases if each.optional] == ["compare"]
+    compare = phases.pop("compare")
+    assert not any(item.role == "base" for each in phases.values() for item in each.items)
+    whole = kinds(compare.items, "base")
+    assert whole["weights"] == kinds(compare.items, "base", "host")["weights"] == 4 * PARAMETERS
+    assert kinds(compare.items, "actor").keys() >= {"weights", "moments"}
+    assert "replica" not in kinds(compare.items, "actor")
+    keys = [i.least for i in (*compare.items, *phases["generate"].items) if i.kind == "kv_cache"]
+    assert keys[0] == 2 * (keys[1] or 0)  # two heads of keys, not one for each of four processes
+
+
+def test_sums_of_gradients_stay_while_other_models_work_on_the_next_micro_batch(path: str) -> None:
+    def beside(of: str, pass_of: str, **settings: Any) -> bool:
+        config = ppo(path, rollout_size=8, **settings)
+        (item,) = (
+            i
+            for i in phase("train", config).items
+            if (i.kind, i.role) == ("gradients", of) and "update" in (i.moments or ())
+        )
+        return f"{pass_of} blocks" in (item.moments or ())
+
+    one, two = {"batch_size": 8, "micro_batch_size": 8}, {"batch_size": 8, "micro_batch_size": 4}
+    assert beside("actor", "critic", **one)
+    assert beside("actor", "critic", **two)
+    assert not beside("critic", "actor", **one)
+    assert beside("critic", "actor", **two)
+    # The critic has been updated by the time the actor reads texts.
+    assert not beside("critic", "texts", **two, ptx_coef=1.0)
+    assert beside("actor", "texts", **one, ptx_coef=1.0)
+
+
+def test_texts_beside_ppo_are_a_pass_like_those_of_step_1(path: str) -> None:
+    def passes(config: Any) -> dict[str, int]:
+        long = replace(config, data=replace(config.data, max_length=48), micro_batch_size=4)
+        return {
+            moment: item.num_bytes
+            for item in phase("train", replace(long, batch_size=8)).items
+            for moment in item.moments or ()
+            if item.kind == "activations" and moment.endswith(" blocks")
+        }
+
+    assert passes(ppo(path)).keys() == {"actor blocks", "critic blocks"}
+    step_1 = passes(sft(path, precision="fp32"))
+    assert passes(ppo(path, ptx_coef=1.0))["texts blocks"] == step_1["model blocks"]
+
+
 def test_keys_and_values_take_whole_blocks_of_tokens(path: str) -> None:
     config = ppo(path, rollout_size=128, generation_batch_size=64)
     item = next(i for i in phase("generate", config).items if i.kind == "kv_cache")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.launch.local import count_gpus, count_processes, share_of_cores
+from pipeline.launch.local import count_gpus, count_processes, list_gpus, share_of_cores
 
 
 @pytest.mark.parametrize(("visible", "gpus"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2)])
@@ -26,6 +26,23 @@ def test_gpus_are_counted_as_the_driver_lists_them(
     tool.chmod(0o755)
 
     assert count_gpus() == 2
+
+
+def test_gpus_have_the_names_by_which_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 0,GPU-a1,-1")
+
+    assert list_gpus() == ["2", "0", "GPU-a1"]
+
+
+def test_without_the_drivers_tool_gpus_are_counted_by_their_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("nvidia1", "nvidia0", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+    assert list_gpus(devices=tmp_path) == ["0", "1"]
 
 
 def test_a_node_runs_one_process_per_gpu_or_two_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,186 @@
+"""Which layers of a model are divided among processes that compute each layer together, and how.
+
+After Shoeybi et al. 2019 (Megatron-LM), 3: in pairs of matrices the first is cut by its outputs,
+the second by its inputs, and what the processes find is summed once after each pair. Attention is
+cut by whole heads. Plans are those of `transformers`; `pipeline/models/division_plans.py` has
+families that it has none for.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.errors import ConfigError, require
+from pipeline.models.division_plans import FamilyPlan, own_plan
+
+REPLICATED = ("replicate", "embedding")
+"""Beginnings of the styles of modules that every process has whole here: tables of embeddings are
+looked up, not computed with."""
+
+OF_KEYS = ("k_proj", "v_proj")
+"""Modules with as many heads as there are of keys."""
+
+PACKED = ("query_key_value", "c_attn")
+"""Modules with queries, keys and values in one."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a layer is divided."""
+
+    by_outputs: bool
+    """Whether processes have outputs of it, rather than inputs."""
+
+    parts: int = 1
+    """Equal parts of which a process has its share of each."""
+
+    joins: bool = False
+    """Whether everyone needs the outputs of all."""
+
+    splits: bool = False
+    """Whether the inputs come whole."""
+
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(by_outputs=True),
+    "colwise_heads": Style(by_outputs=True),
+    "colwise_three": Style(by_outputs=True, parts=3),
+    "colwise_one_key_head": Style(by_outputs=True),
+    "packed_colwise": Style(by_outputs=True, parts=2),
+    "colwise_gather_output": Style(by_outputs=True, joins=True),
+    "rowwise": Style(by_outputs=False),
+    "rowwise_split_input": Style(by_outputs=False, splits=True),
+}
+
+
+class DividedLayers:
+    """The layers of a model of which each of `size` processes has a part; none for one process.
+
+    Raises:
+        ConfigError: the family has no plan, or its heads or widths can't be cut into so many.
+    """
+
+    def __init__(self, model: PreTrainedModel, size: int) -> None:
+        self.model, self.size = model, size
+        self.styles: dict[str, str] = {}
+        """Style of each module that is divided, by name."""
+        if size == 1:
+            return
+        settings = model.config.get_text_config()
+        self.family = str(model.config.model_type)
+        self.plan = plan_of(model)
+        self.num_heads = int(settings.num_attention_heads)
+        key_heads = self.plan.key_heads or getattr(settings, "num_key_value_heads", None)
+        self.kv_heads = int(key_heads or self.num_heads)
+        self.styles = dict(self._styles())
+        self.divides_keys = any(
+            name.endswith((*OF_KEYS, *PACKED)) and not STYLES[style].joins
+            for name, style in self.styles.items()
+        )
+        self._check_heads()
+
+    def _styles(self) -> Iterator[tuple[str, str]]:
+        head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        for name, _ in self.model.named_parameters():
+            style = match(self.plan.styles, name)
+            if style is not None and not style.startswith(REPLICATED):
+                raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
+        for name, module in self.model.named_modules():
+            style = match(self.plan.styles, name)
+            if style is None or style.startswith(REPLICATED):
+                continue
+            if not isinstance(module, nn.Linear | Conv1D) or style not in STYLES:
+                raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
+            if style == "colwise_gather_output":
+                # Whole where it is the table of the embeddings, which every process has.
+                is_table = module is head and module.weight is table.weight
+                if is_table or _outputs(module) % self.size:
+                    continue
+            yield name, style
+
+    def by_width(self) -> Iterator[tuple[nn.Linear | Conv1D, Style]]:
+        """Layers that are cut into equal parts wherever that is; heads of keys may be copied."""
+        for name, kind in self.styles.items():
+            module = self.model.get_submodule(name)
+            if not name.endswith(OF_KEYS) and kind != "colwise_one_key_head":
+                assert isinstance(module, nn.Linear | Conv1D)
+                yield module, STYLES[kind]
+
+    def _check_heads(self) -> None:
+        size = self.size
+        require(bool(self.styles), self._sentence("none of its layers is divided"))
+        if not self.divides_keys:
+            return
+        require(
+            self.num_heads % size == 0,
+            f"inference_tp_size {size} doesn't divide the {self.num_heads} attention heads of"
+            f" {self.family}; choose one that does",
+        )
+        packed = any(name.endswith(PACKED) for name in self.styles)
+        require(
+            self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
+            f"inference_tp_size {size} doesn't go with the {self.kv_heads} key heads of"
+            f" {self.family}; choose one that divides them",
+        )
+
+    def _sentence(self, reason: str) -> str:
+        return (
+            f"inference_tp_size {self.size}: generation with {self.family} can't be divided,"
+            f" since {reason}; set it to 1"
+        )
+
+
+def can_divide(model: PreTrainedModel, size: int) -> bool:
+    """Whether so many processes can compute each layer together; the model may be on meta."""
+    try:
+        layers = DividedLayers(model, size)
+    except ConfigError:
+        return False
+    return all(
+        _outputs(module) % (style.parts * size) == 0
+        if style.by_outputs
+        else module.weight.numel() // _outputs(module) % size == 0
+        for module, style in layers.by_width()
+    )
+
+
+def plan_of(model: PreTrainedModel) -> FamilyPlan:
+    """The plan for a model's family, by full names of its modules.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    theirs = FamilyPlan(getattr(model.config, "base_model_tp_plan", None) or {})
+    plan = own_plan(model.config) or theirs
+    require(
+        bool(plan.styles),
+        f"inference_tp_size: there is no plan to divide {model.config.model_type}; set it to 1",
+    )
+
+    def named(keys: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
+
+    head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
+    return replace(
+        plan,
+        styles={**head, **named(plan.styles)},
+        counts=named(plan.counts),
+        biased=tuple(named(dict.fromkeys(plan.biased))),
+    )
+
+
+def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
+    """The entry whose key names the module, with * for any number."""
+    for key, value in table.items():
+        if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
+            return value
+    return None
+
+
+def _outputs(module: nn.Linear | Conv1D) -> int:
+    return int(module.nf if isinstance(module, Conv1D) else module.out_features)

@@ -1,0 +1,75 @@
+"""The comparison with the base model, which the run does without where it can't be had."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import FrozenModelConfig
+from pipeline.data.examples import Message
+from pipeline.distributed import rank
+from step3_ppo.comparison import answers_of_base
+from step3_ppo.evaluate import Answer, HeldOut
+from step3_ppo.prompts import Prompt
+from tests.distributed import run_ranks
+from tests.families import tiny_config
+from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
+
+
+def held_out(toy: Path) -> HeldOut:
+    config = toy_config(toy)
+    prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS]
+    return HeldOut(toy_models(config), prompts, config)
+
+
+def answers(toy: Path, base: Path | None) -> list[Answer] | None:
+    path = None if base is None else str(base)
+    return answers_of_base(held_out(toy), FrozenModelConfig(path=path))
+
+
+def copied(toy: Path, directory: Path) -> Path:
+    return Path(shutil.copytree(toy / "actor", directory / "base"))
+
+
+def test_the_base_answers_each_prompt_as_the_actor_does_before_it_has_learned(toy: Path) -> None:
+    held = held_out(toy)
+    with held.models.hybrid_engine.generating() as actor:
+        expected = held.answers(held.respond(actor, temperature=held.config.temperature))
+
+    assert answers_of_base(held, FrozenModelConfig(path=str(toy / "actor"))) == expected
+    assert answers_of_base(held, FrozenModelConfig()) is None
+
+
+def test_a_base_without_room_is_left_out_before_it_is_loaded(
+    toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = copied(toy, tmp_path)
+    (base / "model.safetensors").unlink()
+    tiny_config("llama", intermediate_size=10**12).save_pretrained(base)
+
+    assert answers(toy, base) is None
+    (sentence,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert sentence.startswith(f"{base} is left out of the comparison: its weights take 768,000,")
+
+
+def test_a_base_that_cant_be_read_costs_no_more_than_the_comparison(
+    toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = copied(toy, tmp_path)
+    (base / "model.safetensors").unlink()
+
+    assert answers(toy, base) is None
+    assert "is left out of the comparison: no such model" in caplog.text
+
+
+def on_one_of_two(toy: Path, missing: Path) -> bool:
+    return answers(toy, toy / "actor" if rank() == 0 else missing) is None
+
+
+def test_what_one_process_lacks_no_process_waits_for(toy: Path, tmp_path: Path) -> None:
+    base = copied(toy, tmp_path)
+    (base / "model.safetensors").write_bytes(b"")
+
+    assert run_ranks(on_one_of_two, toy, tmp_path / "missing", world_size=2) == [True, True]
+    assert run_ranks(on_one_of_two, toy, base, world_size=2) == [True, True]
