@@ -68,6 +68,13 @@ class Sampler:
         """Whether some tokens can't be chosen at first."""
         return self.min_new_tokens > 0 and len(self.stop_ids) > 0
 
+    @property
+    def alters_logits(self) -> str | None:
+        """What changes logits before a token is chosen, in a clause; None if nothing does."""
+        if self.needs_history:
+            return "a repetition penalty changes the logits"
+        return "a minimum length changes the logits" if self.forbids_early_ends else None
+
     def __call__(
         self,
         logits: Float[Tensor, "B V"],
@@ -82,9 +89,11 @@ class Sampler:
             keys: number of each sequence; with the seed and the position it gives the sample.
             positions: how many tokens each response has so far.
             histories: all tokens of each sequence, where `needs_history`.
+
+        Raises:
+            KernelError: kernels are required, and there is none on this GPU for these.
         """
-        alters = self.needs_history or self.forbids_early_ends
-        if not alters and sampling.kernel_for(logits) is not None:
+        if sampling.kernel_for(logits, self.alters_logits) is not None:
             return self._by_kernel(logits, keys, positions)
         logits = logits.float()
         scale = self.temperature or 1.0

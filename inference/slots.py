@@ -242,7 +242,9 @@ def attend_by_kernel(
     """
     count = min(len(query), len(key))
     if out is None:
-        out = query.new_zeros(query.shape)
+        out = query.new_empty(query.shape)
+        if count < len(query):
+            out[count:].zero_()
     decode_attention(
         query[:count],
         key[:count],

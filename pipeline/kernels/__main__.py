@@ -1,25 +1,39 @@
 """`python -m pipeline.kernels`: what is built, what PyTorch does instead and why, and how fast.
 
 Times are medians of a few calls on the threads that PyTorch uses, in milliseconds; the reference is
-the definition in `pipeline/kernels/reference.py`, and `without` what runs where there is no kernel.
+the operator's definition in PyTorch, and `without` what runs where there is no kernel if that is
+something else.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from pipeline.cli import run_main, say
 from pipeline.config import Kernels
-from pipeline.kernels import reference
+from pipeline.kernels import (
+    append_reference,
+    choice,
+    decode_reference,
+    reference,
+    sampling_reference,
+)
 from pipeline.kernels.adam import adamw_, find
+from pipeline.kernels.cpu import decode as cpu_decode
+from pipeline.kernels.cpu import linear
 from pipeline.kernels.cpu.build import Built, NotBuiltError, cache_directory
+from pipeline.kernels.cuda import append, decode, sample
 from pipeline.kernels.cuda.gpu import Gpu
+from pipeline.kernels.decode_reference import Scores
 from pipeline.kernels.logprobs import linear_logprobs
 from pipeline.kernels.reference import AdamW, Weights
+from pipeline.kernels.sampling_reference import Draw
 
 CALLS = 5
 FORMATS = (None, torch.bfloat16, torch.float16)
@@ -27,14 +41,19 @@ FORMATS = (None, torch.bfloat16, torch.float16)
 
 WIDTH, WORDS = 64, 32_768
 
+SEQUENCES, HEADS, HEAD_SIZE = 16, 16, 64
+"""Of generation: rows of a linear layer, queries of attention, logits of the sampler."""
+
+NO_GPU = "its kernel is for GPUs, and PyTorch finds none here"
+
 
 @dataclass(frozen=True)
 class Row:
     """An operator on this machine."""
 
     operator: str
-    times: tuple[float, float | None, float]
-    """With the kernel, without it, and by the definition, in seconds."""
+    times: tuple[float | None, float | None, float | None]
+    """As it is done here, without the kernel, and by the definition, in seconds."""
 
     state: str
 
@@ -85,7 +104,117 @@ def logprobs_row(device: torch.device, tokens: int) -> Row:
     return Row(name, times, "PyTorch alone, in four tiles")
 
 
-def median_seconds(call: Callable[[], None]) -> float:
+def on_gpu(device: torch.device, source: str, defines: Mapping[str, str | int]) -> Gpu | str:
+    """The GPU with a kernel that is written for GPUs alone, or why there is none."""
+    return NO_GPU if device.type == "cpu" else choice.find(device, source, defines)
+
+
+def generation_row(
+    name: str,
+    found: Built | Gpu | str,
+    by_kernel: Callable[[], object],
+    by_definition: Callable[[], object],
+) -> Row:
+    """An operator of generation, which PyTorch does by the definition where there is no kernel."""
+    definition = median_seconds(by_definition)
+    ours = definition if isinstance(found, str) else median_seconds(by_kernel)
+    return Row(name, (ours, None, definition), describe(found))
+
+
+def linear_row(dtype: torch.dtype) -> Row:
+    """A linear layer of few rows, on the CPU."""
+    inputs, outputs = HEADS * HEAD_SIZE, 4 * HEADS * HEAD_SIZE
+    found = linear.kernel(dtype, inputs)
+    x, weight = (torch.randn(rows, inputs).to(dtype) for rows in (SEQUENCES, outputs))
+    out = torch.empty(SEQUENCES, outputs, dtype=dtype)
+
+    def by_kernel() -> None:
+        assert not isinstance(found, str)
+        linear.make(*found, x, weight, None, out)()
+
+    name = f"linear layer on cpu, {SEQUENCES} x {inputs} x {outputs}, {name_of(dtype)}"
+    state = found if isinstance(found, str) else found[0]
+    return generation_row(name, state, by_kernel, lambda: F.linear(x, weight))
+
+
+def attention_row(device: torch.device, dtype: torch.dtype, tokens: int) -> Row:
+    """Attention of a new token of each sequence, by the kernel for CPUs or that for GPUs."""
+    query = torch.randn(SEQUENCES, HEADS, HEAD_SIZE).to(device, dtype)
+    key, value = (
+        torch.randn(SEQUENCES, HEADS, tokens, HEAD_SIZE).to(device, dtype) for _ in range(2)
+    )
+    lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32, device=device)
+    scores = Scores(lengths=lengths, scaling=HEAD_SIZE**-0.5)
+    if device.type == "cpu":
+        found = cpu_decode.kernel(dtype, HEAD_SIZE)
+    else:
+        defines = decode.specialisation(dtype, decode.Shape(1, HEAD_SIZE, dtype.itemsize))
+        found = on_gpu(device, "decode_attention", defines)
+
+    def by_kernel() -> Tensor:
+        if isinstance(found, Gpu):
+            return decode.decode_attention(query, key, value, scores, gpu=found, longest=tokens)
+        assert isinstance(found, Built)
+        return cpu_decode.decode_attention(
+            query,
+            key,
+            value,
+            lengths,
+            scaling=scores.scaling,
+            sliding_window=None,
+            built=found,
+        )
+
+    def by_definition() -> Tensor:
+        return decode_reference.decode_attention(query, key, value, scores)
+
+    name = f"decode attention on {device.type}, {SEQUENCES} x {tokens}, {name_of(dtype)}"
+    return generation_row(name, found, by_kernel, by_definition)
+
+
+def append_row(device: torch.device, tokens: int) -> Row:
+    """Keys and values of a new token of each sequence, into the cache."""
+    shape = (SEQUENCES, HEADS, tokens, HEAD_SIZE)
+    cache = (torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+    new = torch.randn(2, HEADS, SEQUENCES, HEAD_SIZE).to(device)
+    places = torch.arange(0, SEQUENCES * tokens, tokens, device=device)
+    found = on_gpu(device, "append", append.SPECIALISATION)
+
+    def by_kernel() -> None:
+        assert isinstance(found, Gpu)
+        append.append_(cache, (new[0], new[1]), places, gpu=found)
+
+    def by_definition() -> None:
+        append_reference.append_(cache, (new[0], new[1]), places)
+
+    name = f"keys and values into the cache on {device.type}"
+    return generation_row(name, found, by_kernel, by_definition)
+
+
+def sample_row(device: torch.device) -> Row:
+    """The next token of each sequence."""
+    logits = 3 * torch.randn(SEQUENCES, WORDS).to(device)
+    numbers = torch.arange(2 * SEQUENCES, device=device).view(2, -1)
+    draw = Draw(seed=0, temperature=1.0, top_p=0.9)
+    found = on_gpu(device, "sample", sample.specialisation(logits.dtype))
+
+    def by_kernel() -> object:
+        assert isinstance(found, Gpu)
+        return sample.sample(logits, numbers[0], numbers[1], draw, gpu=found)
+
+    def by_definition() -> object:
+        return sampling_reference.sample(logits, numbers[0], numbers[1], draw)
+
+    name = f"sampler on {device.type}, {SEQUENCES} x {WORDS}"
+    return generation_row(name, found, by_kernel, by_definition)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As in a sentence."""
+    return str(dtype).removeprefix("torch.")
+
+
+def median_seconds(call: Callable[[], object]) -> float:
     """Of a few calls, after one that doesn't count."""
     call()
     seconds: list[float] = []
@@ -104,9 +233,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def describe(found: Built | Gpu | NotBuiltError) -> str:
+def describe(found: Built | Gpu | NotBuiltError | str) -> str:
     """How a kernel came about, or why it didn't."""
-    if isinstance(found, NotBuiltError):
+    if isinstance(found, (NotBuiltError, str)):
         return f"PyTorch instead: {found}"
     if isinstance(found, Gpu):
         return f"built for {found.architecture}"
@@ -131,7 +260,9 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m pipeline.kernels", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--elements", type=int, default=4_000_000, help="of AdamW's vectors")
-    parser.add_argument("--tokens", type=int, default=512, help="of the log-probabilities")
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="of the log-probabilities, and of a sequence"
+    )
     args = parser.parse_args(argv)
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
@@ -140,6 +271,13 @@ def main(argv: Sequence[str]) -> None:
     for device in devices:
         rows += [adamw_row(device, copy, args.elements) for copy in FORMATS]
         rows.append(logprobs_row(device, args.tokens))
+    dtypes = (torch.float32, torch.bfloat16)
+    rows += [linear_row(dtype) for dtype in dtypes]
+    rows += [attention_row(device, dtype, args.tokens) for device in devices for dtype in dtypes]
+    if len(devices) == 1:
+        nothing = (None, None, None)
+        rows.append(Row("decode attention on cuda", nothing, describe(NO_GPU)))
+    rows += [append_row(devices[-1], args.tokens), sample_row(devices[-1])]
     say(f"{torch.get_num_threads()} threads; kernels are kept in {cache_directory()}\n")
     say(table(rows))
     if len(devices) == 1:

@@ -39,8 +39,10 @@ def decode_attention(
         return torch.empty_like(query) if out is None else out
     kernel = kernel_for(query, key, value)
     if isinstance(kernel, Gpu):
-        result = decode.decode_attention(query, key, value, scores, gpu=kernel, longest=longest)
-    elif kernel is not None and scores.starts is None and scores.slopes is None:
+        return decode.decode_attention(
+            query, key, value, scores, gpu=kernel, longest=longest, out=out
+        )
+    if kernel is not None and scores.starts is None and scores.slopes is None:
         return cpu.decode_attention(
             query,
             key,
@@ -51,11 +53,10 @@ def decode_attention(
             built=kernel,
             out=out,
         )
-    else:
-        if kernel is not None:
-            reason = "it is not written for left padding and ALiBi on CPUs"
-            choice.settle("attention", reason, choice.chosen())
-        result = decode_reference.decode_attention(query, key, value, scores)
+    if kernel is not None:
+        reason = "it is not written for left padding and ALiBi on CPUs"
+        choice.settle("attention", reason, choice.chosen())
+    result = decode_reference.decode_attention(query, key, value, scores)
     return result if out is None else out.copy_(result)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.config import Kernels
 from pipeline.errors import ConfigError, KernelError
+from pipeline.kernels.cuda.check import is_right
 from pipeline.kernels.cuda.gpu import Gpu, gpu_of
 
 logger = logging.getLogger(__name__)
@@ -58,21 +59,29 @@ def gpu_for(
     Raises:
         KernelError: kernels are required, and there is none.
     """
-    found = refusal or _compiled(device, source, frozenset(defines.items()))
+    found = refusal or find(device, source, defines)
     if isinstance(found, Gpu):
         return found
     settle(operator, found, chosen())
     return None
 
 
+def find(device: torch.device, source: str, defines: Mapping[str, str | int]) -> Gpu | str:
+    """The GPU with the kernel of a source ready, or why it can't be had, in a clause."""
+    return _compiled(device, source, frozenset(defines.items()))
+
+
 @functools.cache
 def _compiled(
     device: torch.device, source: str, defines: frozenset[tuple[str, str | int]]
 ) -> Gpu | str:
-    """The GPU with the kernel loaded, or why it can't be had; found out once in a process."""
+    """Found out once in a process, in the pass that comes before any of a CUDA graph."""
+    macros = dict(defines)
     try:
         gpu = gpu_of(device)
-        gpu.kernel(source, source, dict(defines))
+        gpu.kernel(source, source, macros)
+        if not is_right(gpu, source, macros):
+            return f"{source} computes something else than its definition on this GPU"
     except KernelError as error:
         return str(error)
     return gpu

@@ -32,15 +32,17 @@ def sample(
     return cuda.sample(logits, keys, positions, draw, gpu=gpu)
 
 
-def kernel_for(logits: Float[Tensor, "B V"]) -> Gpu | None:
+def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
     """The GPU whose kernel takes these logits; None where PyTorch is to do the work.
+
+    `reason` is what else keeps the kernel from it, in a clause.
 
     Raises:
         KernelError: kernels are required, and there is none for these.
     """
     if not choice.wanted(logits.device):
         return None
-    refusal, defines = cuda.refusal(logits), cuda.specialisation(logits.dtype)
+    refusal, defines = reason or cuda.refusal(logits), cuda.specialisation(logits.dtype)
     return choice.gpu_for("sampling", logits.device, refusal, "sample", defines)
 
 

@@ -33,6 +33,21 @@ def test_the_kernels_say_how_they_were_built_and_how_fast_they_are(tmp_path: Pat
     without = run("pipeline.kernels", *sizes, RLHF_PIPELINE_CACHE=str(tmp_path), CXX="none-such")
 
     assert f"kernels are kept in {tmp_path}" in first
-    assert first.count(" s by ") == second.count("| kept as adam-") == 3
-    assert without.count("PyTorch instead: the compiler that CXX names, none-such, was not") == 3
+    built = [line for line in first.splitlines() if line.startswith("| AdamW on cpu")]
+    assert len(built) == sum(" s by " in line for line in built) == 3
+    assert second.count("| kept as adam-") == 3
     assert "| log-probabilities on cpu, 32 x 32768 |" in without
+    missing = "PyTorch instead: the compiler that CXX names, none-such, was not"
+    for operator in ("AdamW on cpu", "linear layer on cpu", "decode attention on cpu"):
+        lines = [line for line in without.splitlines() if line.startswith(f"| {operator}")]
+        assert lines
+        assert all(missing in line for line in lines)
+    for operator in ("decode attention on cuda", "keys and values into the cache", "sampler"):
+        assert said_of(operator, first)
+
+
+def said_of(operator: str, table: str) -> bool:
+    """Whether there is a line that says what does it here: a kernel, or why PyTorch."""
+    lines = [line for line in table.splitlines() if line.startswith(f"| {operator}")]
+    done = ("built for ", "PyTorch instead: its kernel is for GPUs, and PyTorch finds none here")
+    return bool(lines) and all(any(each in line for each in done) for line in lines)

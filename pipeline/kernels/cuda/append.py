@@ -46,12 +46,16 @@ def refusal(
         if stored.dtype != new.dtype:
             return f"{name} of {new.dtype} for a cache of {stored.dtype}"
         if not stored.is_contiguous():
-            return f"a cache with the strides {stored.stride()}"
+            return "a cache whose numbers don't lie side by side"
         strides = [stride * new.itemsize for stride in new.stride()[:-1]]
         row = new.shape[-1] * new.itemsize
         places = [stored.data_ptr(), new.data_ptr(), row, *strides]
         if new.stride(-1) != 1 or any(place % LOAD for place in places):
-            return f"the strides {new.stride()} of the {name}, their size, or where they begin"
+            # Without the strides: they differ with the number of tokens, and reasons are kept.
+            return (
+                f"heads of {new.shape[-1]} numbers, {new.dtype}: {name} don't lie in whole lots of"
+                f" {LOAD} bytes"
+            )
     return None
 
 

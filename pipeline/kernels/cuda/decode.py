@@ -73,12 +73,16 @@ def refusal(
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         return f"{query.shape[1]} query heads for {key.shape[1]} of keys"
     if not 0 < query.shape[0] <= SEQUENCES or not query.shape[1]:
-        return f"{query.shape[0]} sequences of {query.shape[1]} heads"
+        return f"no sequences, no heads, or more than {SEQUENCES} sequences"
     itemsize = query.dtype.itemsize
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         places = [tensor.data_ptr(), *(stride * itemsize for stride in tensor.stride()[:-1])]
         if tensor.stride(-1) != 1 or any(place % 16 for place in places):
-            return f"the strides {tensor.stride()} of the {name}, or where it begins"
+            # Without the strides: they differ with the number of sequences, and reasons are kept.
+            return (
+                f"heads of {tensor.shape[-1]} numbers, {tensor.dtype}: those of the {name} don't"
+                " lie in whole lots of 16 bytes"
+            )
     return None
 
 
@@ -91,12 +95,13 @@ def decode_attention(
     gpu: Gpu,
     longest: int,
     num_splits: int | None = None,
+    out: Float[Tensor, "B H D"] | None = None,
 ) -> Float[Tensor, "B H D"]:
     """`decode_reference.decode_attention` on a GPU, for what `refusal` has nothing against.
 
     No number of `lengths` and `starts` is looked at on the host: a CUDA graph of the call may be
     replayed with others, up to `longest`. By default the keys are cut into as many splits as fill
-    the GPU.
+    the GPU. The result is written into `out` if that is given.
     """
     batch, heads, size = query.shape
     kv_heads = key.shape[1]
@@ -104,16 +109,17 @@ def decode_attention(
     if num_splits is None:
         reach = min(longest, scores.sliding_window or longest)
         num_splits = choose_splits(batch * kv_heads * shape.blocks_per_kv, reach, gpu)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    parts = out.new_empty(
-        (batch, heads, num_splits, size + 2) if num_splits > 1 else 0, dtype=torch.float32
-    )
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    parts = None
+    if num_splits > 1:
+        parts = out.new_empty((batch, heads, num_splits, size + 2), dtype=torch.float32)
     params = Params(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
         out=out.data_ptr(),
-        parts=parts.data_ptr(),
+        parts=None if parts is None else parts.data_ptr(),
         lengths=scores.lengths.data_ptr(),
         starts=None if scores.starts is None else scores.starts.data_ptr(),
         slopes=None if scores.slopes is None else scores.slopes.data_ptr(),

@@ -44,7 +44,7 @@ def refusal(logits: Float[Tensor, "B V"]) -> str | None:
     if logits.shape[1] > MOST_WORDS:
         return f"a vocabulary of {logits.shape[1]:,} words"
     if logits.stride(1) != 1 or logits.data_ptr() % logits.itemsize:
-        return f"the strides {logits.stride()} of the logits, or where they begin"
+        return "logits that don't lie side by side"
     return None
 
 

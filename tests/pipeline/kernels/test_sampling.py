@@ -1,5 +1,6 @@
 """The sampler's definition, against numbers by hand and the generation engine's own."""
 
+import logging
 import math
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from inference.sampling import Sampler, uniforms
-from pipeline.kernels import sampling_reference
+from pipeline.errors import KernelError
+from pipeline.kernels import choice, sampling_reference
 from pipeline.kernels.cuda import sample as cuda
 from pipeline.kernels.sampling import sample
 from pipeline.kernels.sampling_reference import Draw, kept
@@ -72,10 +74,41 @@ def test_tokens_are_those_of_the_generation_engine(settings: dict[str, Any]) -> 
     assert logprobs.tolist() == pytest.approx(expected[1], abs=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("what", "settings"),
+    [
+        ("a repetition penalty", {"repetition_penalty": 1.3}),
+        ("a minimum length", {"min_new_tokens": 4, "stop_ids": (2,)}),
+    ],
+)
+def test_what_changes_logits_is_left_to_pytorch_and_said_or_ends_the_run(
+    what: str,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    choice._say_once.cache_clear()
+    sampler = Sampler(seed=3, temperature=1.0, **settings)
+    asked = (torch.randn(2, 9), [0, 1], 0, [[1, 2], [3]])
+    with caplog.at_level(logging.INFO):
+        expected = sampler(*asked)
+        assert not caplog.records  # on a CPU there is no kernel to miss
+
+        monkeypatch.setattr(choice, "wanted", lambda _: True)
+        assert sampler(*asked) == sampler(*asked) == expected
+    assert [record.message for record in caplog.records] == [
+        f"PyTorch does the work of the kernel of sampling: {what} changes the logits"
+    ]
+
+    monkeypatch.setenv(choice.SWITCH, "required")
+    with pytest.raises(KernelError, match=f"of sampling can't be had: {what} changes the logits"):
+        sampler(*asked)
+
+
 def test_the_kernel_refuses_what_it_is_not_written_for() -> None:
     assert cuda.refusal(torch.zeros(2, 50_257, dtype=torch.bfloat16)) is None
     assert cuda.refusal(torch.zeros(2, 9).double()) == "logits of torch.float64"
-    assert "strides" in str(cuda.refusal(torch.zeros(9, 2).T))
+    assert cuda.refusal(torch.zeros(9, 2).T) == "logits that don't lie side by side"
     assert cuda.refusal(torch.zeros(1, cuda.MOST_WORDS)) is None
     refused = cuda.refusal(torch.zeros(1, cuda.MOST_WORDS + 1))
     assert refused == f"a vocabulary of {cuda.MOST_WORDS + 1:,} words"

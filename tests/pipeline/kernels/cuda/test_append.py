@@ -17,6 +17,18 @@ def test_the_cache_ends_in_the_bits_of_the_definition(case: Case, emulator: Emul
         assert is_right(inputs, emulator.gpu())
 
 
+def test_why_it_is_refused_does_not_differ_with_the_number_of_tokens() -> None:
+    reasons: set[str | None] = set()
+    for tokens in (1, 2, 700):
+        cache = (torch.zeros(1, 2, 8, 6), torch.zeros(1, 2, 8, 6))
+        states = (torch.zeros(2, tokens, 6), torch.zeros(2, tokens, 6))
+        reasons.add(append.refusal(cache, states))
+
+    assert reasons == {
+        "heads of 6 numbers, torch.float32: keys don't lie in whole lots of 16 bytes"
+    }
+
+
 def test_one_block_takes_a_token(emulator: Emulator) -> None:
     inputs = inputs_of(Case(torch.bfloat16, 8, (128, 128), 5), torch.device("cpu"))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pipeline.kernels.cuda import decode
 from tests.pipeline.kernels.cuda.attention_cases import (
     GRID,
     QUICK,
@@ -29,6 +30,31 @@ def test_the_kernel_computes_the_reference(case: Case, emulator: Emulator) -> No
     _, error = emulated(case, emulator)
 
     assert error < TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_the_result_is_written_where_it_is_wanted(num_splits: int, emulator: Emulator) -> None:
+    inputs = inputs_of(QUICK[0], CPU)
+    place = torch.full((5, *inputs.query.shape[1:]), torch.nan, dtype=inputs.query.dtype)
+    outs: list[torch.Tensor] = []
+    for out in (None, place[:3]):
+        with emulator.memory(*inputs.tensors(), out):
+            outs.append(
+                decode.decode_attention(
+                    inputs.query,
+                    inputs.key,
+                    inputs.value,
+                    inputs.scores,
+                    gpu=emulator.gpu(),
+                    longest=130,
+                    num_splits=num_splits,
+                    out=out,
+                )
+            )
+
+    assert outs[1].data_ptr() == place.data_ptr()
+    assert torch.equal(outs[0], place[:3])
+    assert place[3:].isnan().all()
 
 
 @pytest.mark.grid
