@@ -79,7 +79,7 @@ class _Search:
         steps = self.changes(rungs)
         for number, settings in enumerate(steps, start=1):
             if self.fits(settings):
-                return settings
+                return self.largest(settings)
             if self.fits(together := _merged(steps[:number])):
                 return self.least(together)
         return None
@@ -99,7 +99,15 @@ class _Search:
             fewer = {other: value for other, value in settings.items() if other != name}
             if self.fits(fewer):
                 settings = fewer
-        return settings
+        return self.largest(settings)
+
+    def largest(self, settings: Settings) -> Settings:
+        """With the largest micro-batch that fits, where they make it smaller."""
+        if "micro_batch_size" not in settings:
+            return settings
+        sizes = micro_batches(self.config.micro_batch_size)[1:]
+        larger = ({**settings, "micro_batch_size": size} for size in sizes)
+        return next(filter(self.fits, larger), settings)
 
     def fits(self, settings: Settings) -> bool:
         """Whether the step does with them; not where they contradict what is there."""
@@ -140,20 +148,19 @@ def _merged(steps: Sequence[Settings]) -> Settings:
 
 
 def _ladder(config: StepConfig, machine: Machine, divisions: Sequence[int]) -> Iterator[Settings]:
-    for size in micro_batches(config.micro_batch_size)[1:]:
-        yield {"micro_batch_size": size}
+    yield {"micro_batch_size": 1}
     yield of_models(config, CHECKPOINTING)
     if hasattr(config, "replica"):
         yield {"replica": "release"}
-    for size in divisions:
-        if size > getattr(config, "inference_tp_size", size):
-            yield {"inference_tp_size": size}
     if machine.world > 1:
         yield of_models(config, {"zero_stage": 2})
     if machine.has_gpu:
         yield of_models(config, OFFLOADED)
     if machine.world > 1:
         yield of_models(config, {"zero_stage": 3})
+    for size in divisions:  # of a replica that is a whole copy, as at stage 3, each has a part
+        if size > getattr(config, "inference_tp_size", size):
+            yield {"inference_tp_size": size}
     if machine.has_gpu:
         yield of_models(config, WEIGHTS_OFFLOADED)
     if hasattr(config, "offload_in_generation") and machine.has_gpu:

@@ -142,6 +142,8 @@ def streamed(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int
     Two sets of masters and moments of the largest vector, and for each size of a piece of the
     weights as many buffers as `pipeline.engine.disk_weights` makes.
     """
+    if "nvme" not in (config.zero.offload.optimizer, config.zero.offload.params):
+        return 0
     vectors = [vector for unit in unit_vectors(model, config, world=world) for vector in unit]
     num_bytes = 0
     if config.zero.offload.optimizer == "nvme":

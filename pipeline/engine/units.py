@@ -46,8 +46,9 @@ def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams
     }
     places: dict[nn.Parameter, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        inside = [block for prefix, block in prefixes.items() if name.startswith(prefix)]
-        places.setdefault(param, set()).add(inside[0] if inside else ROOT)
+        heads = (name[: dot + 1] for dot, sign in enumerate(name) if sign == ".")
+        owner = next((prefixes[head] for head in heads if head in prefixes), ROOT)
+        places.setdefault(param, set()).add(owner)
     units: list[UnitParams] = []
     owned: set[nn.Parameter] = set()
     for name, block in blocks.items():

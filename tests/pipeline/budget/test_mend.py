@@ -50,14 +50,14 @@ def gpus(count: int, size: int) -> Machine:
     [
         (1, 140, {"micro_batch_size": 4}),  # 100 + 40
         (1, 117, {"micro_batch_size": 1}),
-        (1, 109, {"micro_batch_size": 1, "model.gradient_checkpointing": True}),
-        (4, 105, {"micro_batch_size": 1, "model.gradient_checkpointing": True}),
-        (4, 46, {"micro_batch_size": 1, "model.zero_stage": 2}),  # 25 + 10
+        (1, 109, {"micro_batch_size": 4, "model.gradient_checkpointing": True}),  # 100 + 8
+        (4, 105, {"micro_batch_size": 2, "model.gradient_checkpointing": True}),
+        (4, 46, {"micro_batch_size": 2, "model.zero_stage": 2}),  # 25 + 20
         (1, 27, {**RECOMPUTED, "model.zero.offload.optimizer": "cpu"}),
         (
             2,
             9,
-            {"micro_batch_size": 1, "model.gradient_checkpointing": True, "model.lora.rank": 16},
+            {"micro_batch_size": 2, "model.gradient_checkpointing": True, "model.lora.rank": 16},
         ),
         (1, 1, None),
     ],
