@@ -15,8 +15,8 @@ BLOCK = 65536
 """Elements that are brought to fp64 at once: they fit into a core's cache."""
 
 RUN = 4096
-"""Elements that are squared and summed at once: too few for a library to share among threads, which
-would add in another order for each number of threads."""
+"""Elements that are summed at once: PyTorch shares rows among threads, never a row of so few, so
+that the order of addition is the same for each number of threads."""
 
 
 def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows"]:
@@ -32,6 +32,9 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
 def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:
     sums: list[float] = []
     for part in values.split(len(block)):
-        wide = block[: len(part)].copy_(part)
-        sums += [torch.dot(run, run).item() for run in wide.split(RUN)]
+        squares = block[: len(part)].copy_(part)
+        squares.mul_(squares)
+        whole = len(part) // RUN * RUN
+        sums += squares[:whole].view(-1, RUN).sum(dim=1).tolist()
+        sums.append(squares[whole:].sum().item())
     return math.fsum(sums)

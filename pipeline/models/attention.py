@@ -76,6 +76,8 @@ class Ragged:
         order = torch.cat([group.tokens.flatten()[group.real] for group in self.groups])
         self.restore = order.argsort()
         """Index that puts the groups' real tokens, one group after the other, back in row order."""
+        self.even = len(set(lengths)) == 1 and lengths[0] % KEY_BLOCK == 0
+        """Whether the row cut into equal parts is its one group: nothing need be moved."""
 
     def attend(
         self,
@@ -105,16 +107,29 @@ class Ragged:
             keys = torch.cat([group.tokens, group.tokens[:, -1:].expand(-1, more)], dim=1)
             window = window_mask(length, sliding_window, query.device, more=more)
             attended = F.scaled_dot_product_attention(
-                _take(query, group.tokens),
-                _take(key, keys),
-                _take(value, keys),
+                self._take(query, group.tokens),
+                self._take(key, keys),
+                self._take(value, keys),
                 attn_mask=window,
                 is_causal=window is None,
                 dropout_p=dropout,
                 scale=scaling,
             )  # (B, H, T, E)
-            outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, group.real))
-        return torch.cat(outputs).index_select(0, self.restore).unsqueeze(0)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        if self.even:
+            return outputs[0].unsqueeze(0)
+        real = [
+            output.index_select(0, group.real)
+            for output, group in zip(outputs, self.groups, strict=True)
+        ]
+        return torch.cat(real).index_select(0, self.restore).unsqueeze(0)
+
+    def _take(self, heads: Float[Tensor, "1 H N D"], tokens: Int[Tensor, "B T"]) -> Tensor:
+        """The heads of these tokens: (B, H, T, D)."""
+        if self.even and tokens.numel() == heads.shape[2]:
+            return heads[0].unflatten(1, tokens.shape).transpose(0, 1)
+        rows = heads[0].transpose(0, 1).index_select(0, tokens.flatten())  # (B * T, H, D)
+        return rows.unflatten(0, tokens.shape).transpose(1, 2)
 
 
 def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) -> list[list[int]]:
@@ -182,11 +197,6 @@ def ragged_attention(
         dropout=dropout if module.training else 0.0,
     )
     return attended, None
-
-
-def _take(heads: Float[Tensor, "1 H N D"], tokens: Int[Tensor, "B T"]) -> Tensor:
-    rows = heads[0].transpose(0, 1).index_select(0, tokens.flatten())  # (B * T, H, D)
-    return rows.unflatten(0, tokens.shape).transpose(1, 2)
 
 
 def window_mask(
