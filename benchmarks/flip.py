@@ -53,22 +53,13 @@ def save_models(directory: Path) -> None:
 
 def measure(directory: Path, case: str, precision: str, iterations: int) -> dict[str, float]:
     """Median seconds of the flip, of generation and of an iteration, on one of the processes."""
-    import torch
-
+    from benchmarks.iteration import iterate
     from benchmarks.llama import VOCABULARY
-    from pipeline.clock import Clock
     from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
-    from pipeline.distributed import rank, world_size
+    from pipeline.distributed import world_size
     from pipeline.models.chat import load_chat
     from step3_ppo.config import PPOConfig
     from step3_ppo.models import load_models
-    from step3_ppo.rollout import (
-        finish_rollout,
-        gather_experience,
-        reward_of_score,
-        sample_responses,
-    )
-    from step3_ppo.train import learn
 
     _, trained, settings = CASES[case]
     lora = LoraConfig(**trained["lora"]) if "lora" in trained else None
@@ -93,21 +84,17 @@ def measure(directory: Path, case: str, precision: str, iterations: int) -> dict
     )
     tokenizer, chat = load_chat(config.actor, config.data.format)
     models = load_models(config, tokenizer, chat, iterations=iterations + 1)
-    generator = torch.Generator().manual_seed(rank())
-    rounds: list[dict[str, float]] = []
-    for step in range(1, iterations + 2):
-        prompts = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT), generator=generator).tolist()
-        clock = Clock()
-        keys = [(step * world_size() + rank()) * PROMPTS + row for row in range(PROMPTS)]
-        responses = sample_responses(models, prompts, config, keys=keys)
-        generation = clock.lap()
-        experience = gather_experience(models, prompts, responses, config)
-        score = reward_of_score(experience, models, config)
-        rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
-        learn(models, rollout, config, step=step, ema=None, ptx=None)
-        flip = models.hybrid_engine.seconds
-        total = generation + clock.lap()
-        rounds.append({"flip": flip, "generation": generation, "iteration": total})
+    rounds = [
+        iterate(
+            models,
+            config,
+            step=step,
+            num_prompts=PROMPTS,
+            prompt_length=PROMPT,
+            vocabulary=VOCABULARY,
+        )
+        for step in range(1, iterations + 2)
+    ]
     later = rounds[1:]
     medians = {name: statistics.median(each[name] for each in later) for name in later[0]}
     shares = [each["flip"] / each["iteration"] for each in later]

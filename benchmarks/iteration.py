@@ -1,0 +1,65 @@
+"""One iteration of step 3 on prompts of random tokens, timed phase by phase."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipeline.clock import Clock
+from pipeline.distributed import rank, world_size
+from step3_ppo.models import Models
+from step3_ppo.rollout import (
+    finish_rollout,
+    gather_experience,
+    reward_of_score,
+    sample_responses,
+)
+from step3_ppo.train import learn
+
+
+def iterate(
+    models: Models,
+    config: Any,  # noqa: ANN401
+    *,
+    step: int,
+    num_prompts: int,
+    prompt_length: int,
+    vocabulary: int,
+    wait: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Seconds of generation, experience, training, the flip among them, and all of it.
+
+    Args:
+        models: of step 3.
+        config: its settings.
+        step: counts from 1, and chooses prompts and samples.
+        num_prompts: of this process.
+        prompt_length: tokens of each.
+        vocabulary: tokens are drawn below it.
+        wait: returns when the device has done what it was told.
+    """
+    generator = torch.Generator().manual_seed(step * world_size() + rank())
+    shape = (num_prompts, prompt_length)
+    prompts = torch.randint(3, vocabulary, shape, generator=generator).tolist()
+    first_key = (step * world_size() + rank()) * num_prompts
+    wait()
+    clock = Clock()
+    keys = range(first_key, first_key + num_prompts)
+    responses = sample_responses(models, prompts, config, keys=keys)
+    wait()
+    generation = clock.lap()
+    experience = gather_experience(models, prompts, responses, config)
+    score = reward_of_score(experience, models, config)
+    rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+    wait()
+    experienced = clock.lap()
+    learn(models, rollout, config, step=step, ema=None, ptx=None)
+    wait()
+    training = clock.lap()
+    return {
+        "flip": models.hybrid_engine.seconds,
+        "generation": generation,
+        "experience": experienced,
+        "training": training,
+        "iteration": generation + experienced + training,
+    }
