@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 RUNS = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 from pipeline.launch.remote import Errand, run_everywhere
 
 node = [sys.executable, "-m", "pipeline.launch.node", sys.executable, "-c"]
