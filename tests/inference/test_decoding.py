@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from inference.generation import generate
+from inference import decoding
+from inference.generation import answer_each, generate
+from inference.passes import Pass
 from inference.requests import Response
+from inference.sampling import Sampler
 from inference.tape import Tape
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import TokenBatch
@@ -147,6 +150,39 @@ def test_long_answers_have_the_log_probabilities_of_training_to_the_bit_too(
 
     said = torch.tensor([each for response in responses for each in response.logprobs])
     assert torch.equal(said, recomputed(model, responses))
+
+
+def test_a_proved_tape_serves_the_sequences_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded("llama", tmp_path, **_LLAMA)
+    if not isinstance(kernel(torch.float32, 64), Built) or order_of(torch.float32, 128) is None:
+        pytest.skip("there are no kernels that leave rows without a sequence alone")
+    made: list[int] = []
+
+    class Counted(decoding.TapedRows):
+        def __init__(self, modules: Pass, num_rows: int) -> None:
+            made.append(num_rows)
+            super().__init__(modules, num_rows)
+
+    def lengths(served: bool) -> list[list[int]]:
+        monkeypatch.setattr(decoding, "WIDER", 4 if served else 1)
+        made.clear()
+        ended = answer_each(
+            model,
+            [*PROMPTS, *PROMPTS],
+            Sampler(temperature=1.0, seed=3),
+            max_new_tokens=20,
+            stop_ids=[],
+            stop_when=lambda index, ids: len(ids) == 8 + index,
+        )
+        return [each.response.ids for each in sorted(ended, key=lambda each: each.index)]
+
+    monkeypatch.setattr(decoding, "TapedRows", Counted)
+    ours = lengths(served=True)
+    assert made == [16]
+    assert lengths(served=False) == ours
+    assert made == [16, 8, 4]
 
 
 def test_a_model_whose_python_looks_at_numbers_runs_its_modules(
