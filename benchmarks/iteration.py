@@ -53,7 +53,7 @@ def iterate(
     rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
     wait()
     experienced = clock.lap()
-    learn(models, rollout, config, step=step, ema=None, ptx=None)
+    learn(models, rollout, config, step=step, forward=experience.forward)
     wait()
     training = clock.lap()
     return {

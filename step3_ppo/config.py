@@ -71,6 +71,12 @@ class PPOConfig(StepConfig):
     ppo_epochs: int = 1
     """Passes over each rollout."""
 
+    reuse_forward: bool = True
+    """Where a rollout is one micro-batch, let the first update go back through the pass that gave
+    the old log-probabilities and values, instead of computing it again. It saves a fifth of the
+    work after generation and changes no bit; it takes the activations of actor and critic at once.
+    """
+
     kl_coef: float = 0.05
     """Weight of the per-token KL penalty (log pi - log pi_ref) inside the reward."""
 
@@ -135,6 +141,12 @@ class PPOConfig(StepConfig):
 
     samples_every: int = 20
     """Iterations between printed samples of fixed prompts (print_answers_interval)."""
+
+    def reuses_forward(self, *, processes: int) -> bool:
+        """Whether the rollout of each of so many processes is one micro-batch, and is reused."""
+        of_process = -(-self.rollout_size // processes)
+        is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
+        return self.reuse_forward and is_one
 
     @property
     def max_length(self) -> int:

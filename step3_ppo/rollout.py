@@ -3,7 +3,8 @@
 Dimension names: B responses of this process, T response tokens (padded), K without padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,29 @@ from torch import Tensor
 from inference.generation import Response, generate
 from pipeline.data.batches import TokenBatch, collate, local_micro_batches, pad
 from pipeline.data.examples import Encoded
-from pipeline.distributed import global_sums, local_device
+from pipeline.distributed import global_sums, local_device, world_size
+from pipeline.models.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import gae, token_rewards, whiten
 from step3_ppo.models import Models
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One pass of actor and critic over a process's whole rollout, with the graph to go back."""
+
+    policy: TokenLogprobs
+    values: Float[Tensor, " K"]
+
+    def answers(self) -> dict[str, Tensor]:
+        """What the models said, without graphs."""
+        assert self.policy.entropy is not None
+        return {
+            "logprobs": self.policy.logprobs.detach(),
+            "entropy": self.policy.entropy.detach(),
+            "values": self.values.detach(),
+        }
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,9 @@ class Experience:
 
     score: Float[Tensor, " B"]
     """The reward model's raw score of the whole sequence."""
+
+    forward: Forward | None = None
+    """What the first update can go back through, once."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +133,13 @@ def gather_experience(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Response],
     config: PPOConfig,
+    *,
+    train_actor: bool = True,
 ) -> Experience:
-    """Ask actor, reference, critic and reward model about the responses, without dropout."""
+    """Ask actor, reference, critic and reward model about the responses, without dropout.
+
+    `train_actor` tells whether the first update will train the actor beside the critic.
+    """
     sequences = [
         Encoded([*prompt, *response.ids], [False] * len(prompt) + [True] * len(response.ids))
         for prompt, response in zip(prompts, responses, strict=True)
@@ -121,11 +148,17 @@ def gather_experience(
         name: [torch.empty(0)] * len(sequences)
         for name in ("logprobs", "entropy", "ref_logprobs", "values", "score")
     }
+    reuses = config.reuses_forward(processes=world_size())
+    kept: Forward | None = None
     max_tokens = config.micro_batch_size * config.max_length
     for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
         rows = part or [0]
         batch = collate([sequences[row] for row in rows]).to(local_device())
-        said = _ask(models, batch, config)
+        said = _ask_frozen(models, batch, config)  # before there are graphs in memory
+        with nullcontext() if reuses else _without_graphs(models):
+            forward = _forward(models, batch, config, train_actor=train_actor)
+        said |= forward.answers()
+        kept = forward if reuses else None
         lengths = [len(responses[row].ids) for row in rows]
         for name, answer in said.items():
             pieces = answer.split(lengths) if name != "score" else answer.unbind()
@@ -143,20 +176,32 @@ def gather_experience(
         entropy=pad(answers["entropy"])[0],
         values=pad(answers["values"])[0],
         score=torch.stack(answers["score"]),
+        forward=kept,
     )
 
 
-def _ask(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
-    with evaluating(models.actor.model), evaluating(models.critic.model):
-        actor = models.actor(batch, temperature=config.temperature, entropy=True)
-        values = models.critic(batch)
+def _ask_frozen(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
     return {
-        "logprobs": actor.logprobs,
-        "entropy": actor.entropy,
         "ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature),
-        "values": values,
         "score": models.reward.scores(batch),
     }
+
+
+def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_actor: bool) -> Forward:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and train_actor):
+        policy = models.actor(
+            batch,
+            temperature=config.temperature,
+            entropy=True,
+            entropy_learns=config.entropy_coef > 0,
+        )
+    return Forward(policy, models.critic(batch))
+
+
+@contextmanager
+def _without_graphs(models: Models) -> Iterator[None]:
+    with evaluating(models.actor.model), evaluating(models.critic.model):
+        yield
 
 
 def reward_of_score(experience: Experience, models: Models, config: PPOConfig) -> Tensor:

@@ -39,6 +39,7 @@ from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import load_prompts
 from step3_ppo.ptx import PtxStream
 from step3_ppo.rollout import (
+    Forward,
     Rollout,
     finish_rollout,
     gather_experience,
@@ -99,14 +100,18 @@ def train(config: PPOConfig) -> Path:
             )
             seconds_generation = clock.lap()
 
-            experience = gather_experience(models, inputs, responses, config)
+            experience = gather_experience(
+                models, inputs, responses, config, train_actor=step > config.critic_warmup_steps
+            )
             score = reward_of_score(experience, models, config)
             rollout = finish_rollout(experience, score, config, kl_coef=controller.coef)
             statistics = rollout_statistics(rollout, score)
             check_rollout_gap(statistics["rollout_gap"], models)
             seconds_experience = clock.lap()
 
-            updates = learn(models, rollout, config, step=step, ema=ema, ptx=ptx)
+            updates = learn(
+                models, rollout, config, step=step, forward=experience.forward, ema=ema, ptx=ptx
+            )
             run.log(
                 step,
                 tokens=updates.tokens,
@@ -145,13 +150,15 @@ def learn(
     config: PPOConfig,
     *,
     step: int,
-    ema: Ema | None,
-    ptx: PtxStream | None,
+    forward: Forward | None = None,
+    ema: Ema | None = None,
+    ptx: PtxStream | None = None,
 ) -> Updates:
     """Update actor and critic over the epochs and minibatches of one rollout.
 
-    The order of the responses depends on (seed, step, epoch) alone, so that every process cuts the
-    same minibatches, however many processes hold them.
+    Which responses share a minibatch depends on (seed, step, epoch) alone, so that every process
+    cuts the same minibatches, however many processes hold them. `forward` is the pass over the
+    rollout that the first of them goes back through, where there is one.
     """
     updates = Updates()
     for epoch in range(config.ppo_epochs):
@@ -160,7 +167,9 @@ def learn(
         )
         order = torch.randperm(config.rollout_size, generator=generator)
         for minibatch in order.split(config.batch_size):
-            slots = minibatch.tolist()  # slot s of the rollout is row s // W of process s % W
+            # In order: a minibatch of all responses then is the rollout as it was scored. Slot s of
+            # the rollout is row s // W of process s % W.
+            slots = sorted(minibatch.tolist())
             rows = [slot // world_size() for slot in slots if slot % world_size() == rank()]
             update = update_models(
                 models,
@@ -169,6 +178,7 @@ def learn(
                 config,
                 train_actor=step > config.critic_warmup_steps,
                 ptx=ptx,
+                forward=forward if updates.count == 0 else None,
             )
             updates.add(update)
             if step == 1 and updates.count == 1:

@@ -12,7 +12,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.losses import policy_loss, policy_ratio, value_loss
 from step3_ppo.models import Models
 from step3_ppo.ptx import PtxStream
-from step3_ppo.rollout import Minibatch, Rollout
+from step3_ppo.rollout import Forward, Minibatch, Rollout
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ def update_models(
     *,
     train_actor: bool,
     ptx: PtxStream | None,
+    forward: Forward | None = None,
 ) -> Update:
     """Learn from this process's `rows` of a minibatch that all processes share.
 
     Every token of the minibatch weighs the same, wherever and in whichever micro-batch it lies.
+    `forward` is the rollout's own pass over these rows, if the models have not changed since.
     With `target_kl`, a minibatch whose approximate KL to the old policy is over 1.5 times the
     target changes nothing and says so.
     """
@@ -81,7 +83,14 @@ def update_models(
     maxima = {"ratio_max": 0.0, "ratio_error": 0.0}
     for part in local_micro_batches(lengths, max_tokens=max_tokens):
         minibatch = rollout.minibatch([rows[index] for index in part])
-        said = _backward(models, minibatch, config, num_tokens=num_tokens, train_actor=train_actor)
+        said = _backward(
+            models,
+            minibatch,
+            config,
+            num_tokens=num_tokens,
+            train_actor=train_actor,
+            forward=forward,
+        )
         for name, largest in maxima.items():
             maxima[name] = max(largest, said.pop(name).item())
         for name, value in said.items():
@@ -109,16 +118,28 @@ def update_models(
 
 
 def _backward(
-    models: Models, minibatch: Minibatch, config: PPOConfig, *, num_tokens: int, train_actor: bool
+    models: Models,
+    minibatch: Minibatch,
+    config: PPOConfig,
+    *,
+    num_tokens: int,
+    train_actor: bool,
+    forward: Forward | None,
 ) -> dict[str, Tensor]:
-    """Add the gradients of one micro-batch; return sums over its tokens."""
+    """Add the gradients of one micro-batch; return sums over its tokens.
+
+    One model is through before the other begins, so that one graph is in memory, unless both are
+    there already.
+    """
     clip_high = config.clip if config.clip_high is None else config.clip_high
-    with torch.set_grad_enabled(train_actor):
-        said = models.actor(
-            minibatch.tokens,
-            temperature=config.temperature,
-            entropy=config.entropy_coef > 0,
-        )
+    entropy_learns = config.entropy_coef > 0
+    if forward is None:
+        with torch.set_grad_enabled(train_actor):
+            said = models.actor(
+                minibatch.tokens, temperature=config.temperature, entropy=entropy_learns
+            )
+    else:
+        said = forward.policy
     actor_loss = policy_loss(
         said.logprobs,
         minibatch.old_logprobs,
@@ -128,12 +149,12 @@ def _backward(
         dual_clip=config.dual_clip,
     )
     objective = actor_loss
-    if said.entropy is not None:
+    if entropy_learns and said.entropy is not None:
         objective = objective - config.entropy_coef * said.entropy.sum()
     if train_actor:
         models.actor.backward(objective / num_tokens)
 
-    values = models.critic(minibatch.tokens)
+    values = models.critic(minibatch.tokens) if forward is None else forward.values
     critic_loss = value_loss(
         values, minibatch.old_values, minibatch.returns, clip=config.value_clip
     )

@@ -148,6 +148,8 @@ def _merged(steps: Sequence[Settings]) -> Settings:
 
 
 def _ladder(config: StepConfig, machine: Machine, divisions: Sequence[int]) -> Iterator[Settings]:
+    if hasattr(config, "reuse_forward"):
+        yield {"reuse_forward": False}
     yield {"micro_batch_size": 1}
     yield of_models(config, CHECKPOINTING)
     if hasattr(config, "replica"):

@@ -53,6 +53,11 @@ class Shape:
         return self.micro_batches * (2 if self.has_ptx and role == "actor" else 1)
 
     @property
+    def reuses_forward(self) -> bool:
+        """Whether models learn from the passes that scored a rollout, which wait for each other."""
+        return self.section == "ppo" and self._said.reuses_forward(processes=self.world)
+
+    @property
     def has_ptx(self) -> bool:
         """Whether the actor also learns from texts, in passes of their own."""
         return self.section == "ppo" and self._said.ptx_coef > 0

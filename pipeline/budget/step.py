@@ -141,6 +141,26 @@ class _Step:
                 after |= _moments("texts")
             yield from self.gradients(model, after)
             after |= _moments(model.role)
+        if self.shape.reuses_forward and len(trained) > 1:
+            yield from self.waiting(*trained)
+
+    def waiting(self, first: CountedModel, second: CountedModel) -> Iterator[Item]:
+        """What the passes that scored a rollout keep for the way back.
+
+        That of the first model is there while the second is run, that of the second until the first
+        has found its gradients.
+        """
+        both = frozenset({"both"})
+        for model in (first, second):
+            taken = self.measured(model, self.training(model))
+            if taken is None:
+                continue
+            yield Item("activations", model.role, taken.kept, moments=both)
+            yield Item("logits", model.role, taken.head - taken.kept, moments=both)
+            if model is second:
+                yield Item("activations", model.role, taken.kept, moments=_moments(first.role))
+        gathered = self.sizes[second.role]["gathered"]
+        yield Item("gathered", second.role, gathered, moments=both)
 
     def gradients(self, model: CountedModel, after: frozenset[str]) -> Iterator[Item]:
         """What comes and goes while one model finds its gradients, and what stays `after` that."""

@@ -40,6 +40,7 @@ def linear_logprobs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_learns: bool = True,
     uniform: bool = False,
     tile: int | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
@@ -52,6 +53,7 @@ def linear_logprobs(
         targets: token ids.
         temperature: divides the logits.
         entropy: whether the entropy of each distribution is asked for.
+        entropy_learns: whether a loss will count it; it decides about memory.
         uniform: whether the loss will weigh all log-probabilities the same; it decides about speed.
         tile: logits of a tile; by default `TILE` of them, and a single one up to `WHOLE`.
 
@@ -67,7 +69,13 @@ def linear_logprobs(
     check(hidden, weight, bias, targets)
     if len(targets) * len(weight) <= (WHOLE if tile is None else tile):
         return reference.linear_logprobs(
-            hidden, weight, bias, targets, temperature=temperature, entropy=entropy
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature=temperature,
+            entropy=entropy,
+            entropy_learns=entropy_learns,
         )
     tile = tile or TILE.get(weight.device.type, TILE["cpu"])
     matrix_learns = weight.requires_grad or (bias is not None and bias.requires_grad)

@@ -185,10 +185,15 @@ def linear_logprobs(
     *,
     temperature: float,
     entropy: bool,
+    entropy_learns: bool = True,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Log-probabilities of the targets, and entropies, of softmax(hidden @ weight.T + bias)."""
     return logprobs_of(
-        F.linear(hidden, weight, bias), targets, temperature=temperature, entropy=entropy
+        F.linear(hidden, weight, bias),
+        targets,
+        temperature=temperature,
+        entropy=entropy,
+        entropy_learns=entropy_learns,
     )
 
 
@@ -198,16 +203,23 @@ def logprobs_of(
     *,
     temperature: float,
     entropy: bool,
+    entropy_learns: bool = True,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """The same from logits, which `temperature` divides; nats, fp32."""
+    """The same from logits, which `temperature` divides; nats, fp32.
+
+    An entropy that nothing learns from has no graph, which would be as large as the logits.
+    """
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    logprobs = -F.cross_entropy(logits, targets, reduction="none")
-    return logprobs, categorical_entropy(logits) if entropy else None
+    all_logprobs = logits.log_softmax(dim=-1)
+    logprobs = -F.nll_loss(all_logprobs, targets, reduction="none")
+    if not entropy:
+        return logprobs, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_learns):
+        return logprobs, categorical_entropy(all_logprobs)
 
 
-def categorical_entropy(logits: Float[Tensor, "K V"]) -> Float[Tensor, " K"]:
-    """-sum p log p of the distribution softmax(logits), in nats."""
-    logprobs = logits.log_softmax(dim=-1)
+def categorical_entropy(logprobs: Float[Tensor, "K V"]) -> Float[Tensor, " K"]:
+    """-sum p log p of distributions given by their log p, in nats."""
     return -(logprobs.exp() * logprobs).sum(dim=-1)

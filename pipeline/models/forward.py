@@ -64,11 +64,13 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        entropy_learns: bool = True,
         uniform: bool = False,
     ) -> TokenLogprobs:
         """Log-probabilities of `batch.targets`; `temperature` divides the logits.
 
-        `uniform` says that the loss will weigh them all the same, which makes it faster.
+        `entropy_learns` says that the loss will count an entropy that is asked for; `uniform`, that
+        it will weigh all log-probabilities the same, which makes it faster.
         """
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
@@ -81,12 +83,19 @@ class Policy(nn.Module):
                 targets,
                 temperature=temperature,
                 entropy=entropy,
+                entropy_learns=entropy_learns,
                 uniform=uniform,
                 tile=self.tile,
             )
         else:
             logits = self._logits(batch)
-            said = logprobs_of(logits, targets, temperature=temperature, entropy=entropy)
+            said = logprobs_of(
+                logits,
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                entropy_learns=entropy_learns,
+            )
         return TokenLogprobs(*said)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:

@@ -1,0 +1,96 @@
+"""The plan's bytes of step 3's learning are those that a real iteration takes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.memory import peak_bytes_of
+from inference.generation import Response
+from pipeline.budget.machine import Machine
+from pipeline.budget.step import step_memory
+from pipeline.models.embedded import build_tokenizer
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Models
+from step3_ppo.rollout import finish_rollout, gather_experience, reward_of_score
+from step3_ppo.train import learn
+from tests.families import tiny_causal_lm, tiny_classifier
+from tests.step3_ppo.toy import toy_config, toy_models
+
+ROWS, PROMPT, ANSWER = 8, 32, 32
+NOT_MEASURED = ("runtime",)
+"""What is not made of tensors."""
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds actor and reward model, of a few megabytes each."""
+    directory = tmp_path_factory.mktemp("larger")
+    tokenizer = build_tokenizer()
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 256,
+    }
+    models = {
+        "actor": tiny_causal_lm("llama", **shape),
+        "reward": tiny_classifier("llama", **shape),
+    }
+    for name, model in models.items():
+        model.save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+    return directory
+
+
+def measured(models: Models, config: PPOConfig) -> float:
+    """Of experience and learning; the first time is not counted, which makes what stays."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(20, 60, (ROWS, PROMPT + ANSWER), generator=generator).tolist()
+    prompts = [row[:PROMPT] for row in ids]
+    responses = [Response(row[PROMPT:], [-1.0] * ANSWER, stopped=False) for row in ids]
+
+    def iteration() -> None:
+        experience = gather_experience(models, prompts, responses, config)
+        score = reward_of_score(experience, models, config)
+        rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+        learn(models, rollout, config, step=1, forward=experience.forward)
+
+    iteration()
+    return peak_bytes_of(iteration)
+
+
+def planned(config: PPOConfig) -> float:
+    memory = step_memory(config, section="ppo", machine=Machine(1, 1, None, None))
+    assert not memory.unknown
+    phases = [phase for phase in memory.phases if phase.name in ("score", "train")]
+    return max(
+        phase.peak("device") - sum(phase.by_kind("device").get(kind, 0) for kind in NOT_MEASURED)
+        for phase in phases
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("reuse", "micro_batch_size"), [(False, 8), (True, 8), (True, 4)])
+def test_an_iteration_takes_what_was_planned(
+    larger: Path, *, reuse: bool, micro_batch_size: int, checkpointing: bool
+) -> None:
+    config = toy_config(
+        larger,
+        max_prompt_length=PROMPT,
+        max_new_tokens=ANSWER,
+        micro_batch_size=micro_batch_size,
+        reuse_forward=reuse,
+    )
+    actor, critic = (
+        replace(model, gradient_checkpointing=checkpointing)
+        for model in (config.actor, config.critic)
+    )
+    config = replace(config, actor=actor, critic=critic)
+
+    taken = measured(toy_models(config), config)
+
+    assert planned(config) == pytest.approx(taken, rel=0.05)

@@ -1,0 +1,164 @@
+"""The first update goes back through the pass that scored the rollout: half the work, no bit."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import LoraConfig
+from pipeline.distributed import rank, world_size
+from step3_ppo.config import PPOConfig
+from step3_ppo.rollout import (
+    finish_rollout,
+    gather_experience,
+    reward_of_score,
+    sample_responses,
+)
+from step3_ppo.train import learn
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
+
+STEPS = 2
+
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "epochs": {"ppo_epochs": 3, "temperature": 0.7},
+    "warm-up": {"critic_warmup_steps": 1},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "adapters": {"lora": LoraConfig(rank=4)},
+    "recomputation": {"gradient_checkpointing": True},
+    "stage 3": {"zero_stage": 3},
+}
+
+
+def config_of(toy: Path, *, reuse: bool, **changes: Any) -> PPOConfig:
+    """What a model has of the changes goes to actor and critic."""
+    of_models = ("precision", "lora", "gradient_checkpointing", "zero_stage")
+    own = {name: changes.pop(name) for name in of_models if name in changes}
+    config = toy_config(toy, reuse_forward=reuse, **changes)
+    if "precision" in own:
+        frozen = replace(config.reward, precision=own["precision"])
+        config = replace(config, reward=frozen)
+    actor, critic = replace(config.actor, **own), replace(config.critic, **own)
+    return replace(config, actor=actor, critic=critic)
+
+
+def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -> dict[str, Any]:
+    """Masters of both models, metrics, and how often each model was run with a graph."""
+    config = config_of(Path(directory), reuse=reuse, **changes)
+    models = toy_models(config)
+    engines = {"actor": models.actor, "critic": models.critic}
+    passes = dict.fromkeys(engines, 0)
+
+    def count(name: str) -> None:
+        passes[name] += torch.is_grad_enabled()
+
+    for name, engine in engines.items():
+        engine.model.register_forward_hook(lambda *_, name=name: count(name))
+    metrics: list[dict[str, float]] = []
+    for step in range(1, STEPS + 1):
+        rows = list(range(len(PROMPTS)))[rank() :: world_size()]
+        keys = [step * len(PROMPTS) + row for row in rows]
+        prompts = [PROMPTS[row] for row in rows]
+        responses = sample_responses(models, prompts, config, keys=keys)
+        experience = gather_experience(
+            models, prompts, responses, config, train_actor=step > config.critic_warmup_steps
+        )
+        score = reward_of_score(experience, models, config)
+        rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+        updates = learn(models, rollout, config, step=step, forward=experience.forward)
+        metrics.append(updates.values())
+    masters = {name: torch.cat(engine.masters()) for name, engine in engines.items()}
+    return {"masters": masters, "metrics": metrics, "passes": passes}
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
+    again = two_iterations(str(toy), CASES[case], reuse=False)
+    reused = two_iterations(str(toy), CASES[case], reuse=True)
+
+    assert same(again["masters"], reused["masters"])
+    assert again["metrics"] == reused["metrics"]
+    epochs = CASES[case].get("ppo_epochs", 1)
+    actor_steps = STEPS - CASES[case].get("critic_warmup_steps", 0)
+    expected = {"actor": actor_steps * epochs, "critic": STEPS * epochs}
+    assert again["passes"] == reused["passes"] == expected
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nor_on_two_processes(toy: Path, stage: int) -> None:
+    changes = {"zero_stage": stage, "micro_batch_size": 4}
+
+    again = run_ranks(two_iterations_again, str(toy), changes)
+    reused = run_ranks(two_iterations_reused, str(toy), changes)
+
+    for before, after in zip(again, reused, strict=True):
+        assert same(before["masters"], after["masters"])
+        assert before["metrics"] == after["metrics"]
+
+
+def two_iterations_again(directory: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    return two_iterations(directory, changes, reuse=False)
+
+
+def two_iterations_reused(directory: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    return two_iterations(directory, changes, reuse=True)
+
+
+def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
+    def passes(*, reuse: bool) -> int:
+        config = toy_config(toy, reuse_forward=reuse)
+        models = toy_models(config)
+        responses = sample_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
+        calls: list[str] = []
+        for name, engine in {"actor": models.actor, "critic": models.critic}.items():
+            engine.model.register_forward_hook(lambda *_, name=name: calls.append(name))
+        experience = gather_experience(models, PROMPTS, responses, config)
+        score = reward_of_score(experience, models, config)
+        rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+        learn(models, rollout, config, step=1, forward=experience.forward)
+        assert calls.count("actor") == calls.count("critic")
+        return calls.count("actor")
+
+    assert passes(reuse=False) == 2
+    assert passes(reuse=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "reuses"),
+    [
+        ({"rollout_size": 8, "batch_size": 8, "micro_batch_size": 8}, 1, True),
+        ({"rollout_size": 8, "batch_size": 8, "micro_batch_size": 4}, 1, False),
+        ({"rollout_size": 8, "batch_size": 8, "micro_batch_size": 4}, 2, True),
+        ({"rollout_size": 9, "batch_size": 9, "micro_batch_size": 4}, 2, False),
+        ({"rollout_size": 8, "batch_size": 4, "micro_batch_size": 8}, 1, False),
+        ({"rollout_size": 8, "batch_size": 8, "reuse_forward": False}, 1, False),
+    ],
+)
+def test_only_a_rollout_of_one_micro_batch_is_kept(
+    settings: dict[str, Any], processes: int, reuses: bool
+) -> None:
+    assert PPOConfig(**settings).reuses_forward(processes=processes) is reuses
+
+
+def test_nothing_is_kept_of_a_rollout_in_pieces(toy: Path) -> None:
+    config = toy_config(toy, micro_batch_size=4)
+    models = toy_models(config)
+    responses = sample_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
+
+    experience = gather_experience(models, PROMPTS, responses, config)
+
+    assert experience.forward is None
+    assert not any(
+        each.requires_grad for each in (experience.logprobs, experience.values, experience.entropy)
+    )
