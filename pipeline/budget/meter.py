@@ -21,9 +21,18 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.engine.zero import in_backward
+from pipeline.kernels.cpu.build import has_avx512, multiplies_bf16
 from pipeline.models.attention import whole_pieces
 
 PRODUCTS = ("mm", "addmm", "bmm")
+
+
+def widens_products() -> bool:
+    """Whether PyTorch computes products of bf16 matrices in fp32 memory of its own on this machine.
+
+    oneDNN does, on processors with AVX-512 that have no instructions for bf16.
+    """
+    return has_avx512() and not multiplies_bf16()
 """Operations that a matrix product ends in."""
 
 
@@ -63,10 +72,14 @@ class PassBytes:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, while they are alive."""
+    """Counts the bytes of the storages that operations make, while they are alive.
 
-    def __init__(self) -> None:
+    With `on_cpu` also what this machine's processor takes inside of them.
+    """
+
+    def __init__(self, *, on_cpu: bool = False) -> None:
         super().__init__()
+        self._widens = on_cpu and widens_products()
         self.held = 0
         self.peaks = [0]
         """Most that was held, in each stretch of the work; the last one goes on."""
@@ -100,6 +113,8 @@ class Meter(TorchDispatchMode):
                     self._products.add(id(storage))
                 elif not is_new and name.endswith("_") and not name.startswith("_"):
                     self._products.discard(id(storage))
+        if self._widens and name in PRODUCTS and result.dtype == torch.bfloat16:
+            self._note(4 * result.numel())
         return result
 
     def _are_equal(self, one: Tensor, other: Tensor) -> bool:
@@ -136,8 +151,8 @@ class Meter(TorchDispatchMode):
         """Note the highest moment from now on by itself."""
         self.peaks.append(self.held)
 
-    def _note(self) -> None:
-        self.peaks[-1] = max(self.peaks[-1], self.held)
+    def _note(self, more: int = 0) -> None:
+        self.peaks[-1] = max(self.peaks[-1], self.held + more)
 
 
 class _Fused(torch.autograd.Function):
@@ -213,7 +228,7 @@ def _again(part: nn.Module, *, on_cpu: bool) -> Iterator[RemovableHandle]:
 @contextmanager
 def metered(model: nn.Module, *, on_cpu: bool = False) -> Iterator[Meter]:
     """Count all but the model's own parameters, their gradients and its buffers."""
-    meter = Meter()
+    meter = Meter(on_cpu=on_cpu)
     params = list(model.parameters())
     meter.ignore([*params, *(param.grad for param in params), *model.buffers()])
     with ExitStack() as stack:

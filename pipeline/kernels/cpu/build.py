@@ -227,11 +227,18 @@ def instruction_flags() -> tuple[str, ...]:
 
 def bf16_flags() -> tuple[str, ...]:
     """What products of bf16 numbers gain from, and the compiler may use on this machine."""
+    return ("-mavx512bf16",) if has_avx512() and multiplies_bf16() else ()
+
+
+def has_avx512() -> bool:
+    """Whether PyTorch uses vectors of 512 bits here."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def multiplies_bf16() -> bool:
+    """Whether the processor has instructions for it."""
     # PyTorch doesn't promise its question; unasked the answer is no.
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    if torch.backends.cpu.get_cpu_capability() == "AVX512" and supported():
-        return ("-mavx512bf16",)
-    return ()
+    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
 def seal(library: Path) -> None:
