@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from inference.decoding import FEWEST, Decoder
+from inference.decoding import Decoder
 from inference.peers import peers_of
 from inference.requests import Recorder, Request
 from inference.sampling import Sampler
 from inference.slots import Continuation, NextToken, SlotCache
+from pipeline.kernels.cpu.rows import fewest_rows
 from pipeline.models.attention import Layout, Ragged, round_up
 from pipeline.models.forward import base_model
 
@@ -102,6 +103,8 @@ class Slots:
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
         plain = base_model(model)
+        self._fewest = fewest_rows(plain.dtype) if self.device.type == "cpu" else 1
+        """Rows of a pass, as those of training have many, and are rounded so."""
         # No part of this refers back to it: what a pass keeps goes when the slots do.
         self._modules = Modules(model, self.cache, self.device)
         self._decode = Decoder(
@@ -194,7 +197,7 @@ class Slots:
             for place in range(length)
         ]
         # Padding goes on from the last piece, whose tokens don't see what comes after them.
-        padding = 0 if self.device.type != "cpu" else round_up(len(tokens), FEWEST) - len(tokens)
+        padding = round_up(len(tokens), self._fewest) - len(tokens)
         layout = (
             Continuation(slots[0], first, lengths[0])
             if first
@@ -202,7 +205,7 @@ class Slots:
         )
         ends = torch.tensor(lengths).cumsum(0) - 1
         # Logits of as many tokens as there are rows in a pass at least, for the same reason.
-        again = 0 if self.device.type != "cpu" else max(0, FEWEST - len(ends))
+        again = max(0, self._fewest - len(ends))
         last = torch.cat([ends, ends[-1:].expand(again)]).to(self.device)
         inputs = torch.tensor(
             [

@@ -18,13 +18,10 @@ from inference.slots import NextToken
 from inference.taped import TapedRows
 from pipeline.kernels.choice import chosen
 from pipeline.kernels.cpu.linear import is_built
+from pipeline.kernels.cpu.rows import fewest_rows
 from pipeline.models.attention import round_up
 
 logger = logging.getLogger(__name__)
-
-FEWEST = 4
-"""Rows of a pass on the CPU. Products of fewer are rounded otherwise than those of training, which
-have many; where a kernel of ours has the same bits, it computes no more rows than are asked for."""
 
 MANY = 64
 """Up to so many rows there are passes of powers of two; beyond it more padding would cost more than
@@ -141,7 +138,9 @@ class Decoder:
             return rows
         if count == 1 and (not self._repeats or not self._few_rows_are_equal()):
             return 1
-        return round_up(rows, FEWEST)
+        # Products of fewer are rounded otherwise than those of training, which have many; where a
+        # kernel of ours has the same bits, it computes no more rows than are asked for.
+        return round_up(rows, fewest_rows(self._dtype))
 
     def _few_rows_are_equal(self) -> bool:
         """Whether a kernel rounds products of one row like those of many."""

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.engine.zero import in_backward
 from pipeline.kernels.cpu.build import has_avx512, multiplies_bf16
-from pipeline.models.attention import whole_pieces
+from pipeline.kernels.cpu.pieces import whole_pieces
 
 PRODUCTS = ("mm", "addmm", "bmm")
 
@@ -33,6 +33,8 @@ def widens_products() -> bool:
     oneDNN does, on processors with AVX-512 that have no instructions for bf16.
     """
     return has_avx512() and not multiplies_bf16()
+
+
 """Operations that a matrix product ends in."""
 
 

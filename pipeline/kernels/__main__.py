@@ -124,7 +124,7 @@ def generation_row(
 def linear_row(dtype: torch.dtype) -> Row:
     """A linear layer of few rows, on the CPU."""
     inputs, outputs = HEADS * HEAD_SIZE, 4 * HEADS * HEAD_SIZE
-    found = linear.kernel(dtype, inputs)
+    found = linear.kernel(dtype, inputs, outputs)
     x, weight = (torch.randn(rows, inputs).to(dtype) for rows in (SEQUENCES, outputs))
     out = torch.empty(SEQUENCES, outputs, dtype=dtype)
 

@@ -21,16 +21,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from pipeline.kernels.cpu.pieces import whole_pieces
+
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
 """Attention reads keys in multiples of so many, in training as in generation: both then add up a
 softmax alike, to the bit, whatever shares the call."""
-
-BLOCK, PIECE = 512, 192
-"""PyTorch's attention on the CPU goes through keys in blocks of so many, and adds up the values of
-a block in pieces of so many - but in halves, if a block has less than two pieces and more than
-one."""
 
 MAX_PADDING = 1.3
 """Sequences share one attention call while it computes at most this many times their tokens."""
@@ -150,12 +147,6 @@ def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) ->
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple that is not below `number`."""
     return -(-number // multiple) * multiple
-
-
-def whole_pieces(length: int) -> int:
-    """The smallest number of keys from `length` on that are added up in no halves."""
-    last = (length - 1) % BLOCK + 1
-    return length + (2 * PIECE - last if PIECE < last < 2 * PIECE else 0)
 
 
 def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> Group:

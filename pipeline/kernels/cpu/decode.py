@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, build
 from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
+from pipeline.kernels.cpu.pieces import piece
 from pipeline.kernels.cpu.threads import parallel
 
 SOURCE = HERE / "decode.cpp"
@@ -62,9 +63,8 @@ def decode_attention(
 ) -> Float[Tensor, "B H D"]:
     """Attention of the last token of each of the first B slots; nothing is checked here.
 
-    The bits are those of a causal pass over the whole sequence, if it has no more than 192 keys or
-    as many as `pipeline.models.attention.whole_pieces` says; of others PyTorch adds up the values
-    in other pieces.
+    The bits are those of a causal pass over the whole sequence, if it has as many keys as
+    `whole_pieces` says, or no more than a piece; of others PyTorch adds up the values otherwise.
     """
     out = torch.empty(query.shape, dtype=query.dtype) if out is None else out
     call = Attention(
@@ -95,14 +95,35 @@ def kernel(dtype: torch.dtype, size: int) -> Built | str:
 
     Asked of PyTorch itself, on sequences whose products come out otherwise in every other order.
     """
+    pieces = (piece(),) if dtype == torch.float32 else PIECES_BF16
     try:
-        built = build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS, optional=bf16_flags())
+        fitting = (
+            built
+            for each in pieces
+            if adds_up_alike(built := build_for(dtype, each), dtype=dtype, size=size)
+        )
+        return next(fitting, "PyTorch's attention adds up otherwise on this machine")
     except NotBuiltError as error:
         return str(error)
-    query, key, value = (tensor.to(dtype) for tensor in probe(size))
+
+
+def build_for(dtype: torch.dtype, piece: int) -> Built:
+    """The kernel that cuts sums of values after so many keys.
+
+    Raises:
+        NotBuiltError: there is no compiler, or it fails.
+    """
+    defines: dict[str, str | int] = {"NUMBER": FORMATS[dtype], "PIECE": piece}
+    return build(SOURCE, defines, FLAGS, optional=bf16_flags())
+
+
+def adds_up_alike(built: Built, *, dtype: torch.dtype, size: int) -> bool:
+    """Whether it has PyTorch's bits for sequences whose sums come out otherwise in other orders."""
+    query, key, value = (tensor.to(dtype) for tensor in probe(dtype, size))
     with torch.inference_mode():
         whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    rows = torch.arange(0, LENGTH, PROBE_STEP)
+    # The last one sees all pairs of large values: what is left of the others shows in any format.
+    rows = query.shape[2] - 1 - torch.arange(0, query.shape[2], PROBE_STEP)
     asked = query[0, :, rows].transpose(0, 1).contiguous()
     got = decode_attention(
         asked,
@@ -113,25 +134,34 @@ def kernel(dtype: torch.dtype, size: int) -> Built | str:
         sliding_window=None,
         built=built,
     )
-    if not torch.equal(got, whole[0, :, rows].transpose(0, 1)):
-        return "PyTorch's attention adds up otherwise on this machine"
-    return built
+    return torch.equal(got, whole[0, :, rows].transpose(0, 1))
 
 
-LENGTH, PROBE_STEP = 384, 13
-"""Keys of the probe, and every so manieth of its tokens is compared."""
+PIECES_BF16 = (192, 384)
+"""Keys whose values are added up in one go in bf16, as far as is known; sequences are not padded to
+whole pieces then, so that those that are cut in halves have other bits."""
+
+LENGTHS = {torch.float32: 512, torch.bfloat16: 384}
+"""Keys of the probe."""
+
+LARGE = {torch.float32: (8, 22), torch.bfloat16: (16, 30)}
+"""Exponents of its large values: next to them a sum has no room for the others' last bits."""
+
+PROBE_STEP = 13
+"""Every so manieth of its tokens is compared, from the last one on."""
 
 
-def probe(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, (1, 2, LENGTH, size) each, for which the order of addition matters.
+def probe(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, (1, 2, M, size) each, for which the order of addition matters.
 
     Half of the values come in pairs of neighbours in a shuffled order that are large and cancel
     each other; one head's keys are alike, so that its weights are, and the other's are not.
     """
     generator = torch.Generator().manual_seed(size)
-    query, key, value = torch.randn(3, 1, 2, LENGTH, size, generator=generator)
+    length = LENGTHS[dtype]
+    query, key, value = torch.randn(3, 1, 2, length, size, generator=generator)
     query[:, 0] = 0
-    pairs = torch.randperm(LENGTH, generator=generator)[: LENGTH // 2].view(2, -1)
-    large = 2.0 ** torch.randint(8, 22, (pairs.shape[1], size), generator=generator)
+    pairs = torch.randperm(length, generator=generator)[: length // 2].view(2, -1)
+    large = 2.0 ** torch.randint(*LARGE[dtype], (pairs.shape[1], size), generator=generator)
     value[0, 0, pairs[0]], value[0, 0, pairs[1]] = large, -large
     return query, key, value

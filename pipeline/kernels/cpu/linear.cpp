@@ -34,7 +34,16 @@ struct Product {  // mirrored in pipeline/kernels/cpu/linear.py
     int64_t block;       // inputs of a block; whole units
     int32_t turned;
     int32_t bias_first;  // the sum over blocks begins with the bias; else it is added at the end
+    int32_t halves;      // what is left of more than a block and less than two is cut in halves
 };
+
+// Inputs of the next block, if so many are left.
+inline int64_t block_of(const Product& by, int64_t left) {
+    if (left <= by.block) return left;
+    if (!by.halves || left >= 2 * by.block) return by.block;
+    const int64_t units = left / Number::NUMBERS;
+    return (units + 1) / 2 * Number::NUMBERS;
+}
 
 // The sums of R rows of x go on over `count` units.
 template <int R>
@@ -98,8 +107,8 @@ void compute_panel(const Product& by, int64_t output) {
     const auto* bias = static_cast<const Stored*>(by.bias);
     for (int n = 0; bias != nullptr && n < live; n++) shift[n] = Number::widen(bias[output + n]);
 
-    for (int64_t first = 0; first < by.inputs; first += by.block) {
-        const int64_t end = first + by.block < by.inputs ? first + by.block : by.inputs;
+    for (int64_t first = 0, end; first < by.inputs; first = end) {
+        end = first + block_of(by, by.inputs - first);
         std::memset(sums, 0, by.rows * PANEL * sizeof(float));
         for (int64_t begin = first; begin < end; begin += CHUNK * Number::NUMBERS) {
             const int64_t left = (end - begin) / Number::NUMBERS;

@@ -28,6 +28,8 @@ FEWEST_OUTPUTS = 16
 
 PROBE_ROWS = 64
 PROBE_OUTPUTS = 96
+MOST_PROBED = 512
+"""Outputs beyond which an order does not depend on how many there are."""
 
 
 class Product(ctypes.Structure):
@@ -36,7 +38,7 @@ class Product(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "block")),
-        *((name, ctypes.c_int32) for name in ("turned", "bias_first")),
+        *((name, ctypes.c_int32) for name in ("turned", "bias_first", "halves")),
     ]
 
 
@@ -49,6 +51,9 @@ class Order:
 
     bias_first: bool
     """The sum over blocks begins with the bias; else it ends with it."""
+
+    halves: bool = False
+    """Inputs that are left, more than a block and less than two, are cut in halves."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     kernels = choice.chosen()
     if kernels == "off" or not is_of_few_rows(x, weight, bias, out):
         return None
-    found = next(refusals(x, weight, bias, out), None) or kernel(x.dtype, x.shape[-1])
+    found = next(refusals(x, weight, bias, out), None) or kernel(x.dtype, *weight.T.shape)
     if isinstance(found, str):
         choice.settle("linear layers", found, kernels)
         return None
@@ -137,12 +142,12 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ite
         yield f"it is written for an even number of inputs, not {x.shape[-1]}"
 
 
-def kernel(dtype: torch.dtype, inputs: int) -> tuple[Built, Order] | str:
+def kernel(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[Built, Order] | str:
     """The kernel for products of so many inputs and PyTorch's order of them, or why there is none.
 
     The reason is a clause.
     """
-    built, order = library(dtype), order_of(dtype, inputs)
+    built, order = library(dtype), order_of(dtype, inputs, min(outputs, MOST_PROBED))
     if isinstance(built, NotBuiltError):
         return str(built)
     if order is None:
@@ -171,6 +176,7 @@ def make(
         block=order.block,
         turned=not weight.is_contiguous(),
         bias_first=order.bias_first,
+        halves=order.halves,
     )
     kept = (x, weight, out) if bias is None else (x, weight, out, bias)
     return Linear(built, product, rows, kept)
@@ -191,7 +197,7 @@ def is_built(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def order_of(dtype: torch.dtype, inputs: int) -> Order | None:
+def order_of(dtype: torch.dtype, inputs: int, outputs: int = PROBE_OUTPUTS) -> Order | None:
     """The order in which PyTorch adds up so many products here, or None if it is none we know.
 
     Asked of PyTorch itself: products of `probe` come out otherwise in every other order.
@@ -199,7 +205,7 @@ def order_of(dtype: torch.dtype, inputs: int) -> Order | None:
     built = library(dtype)
     if isinstance(built, NotBuiltError):
         return None
-    x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs))
+    x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs, outputs))
     with torch.inference_mode():
         expected = [F.linear(x, weight, each) for each in (bias, None)]
     out = torch.empty_like(expected[0])
@@ -221,9 +227,15 @@ def orders(dtype: torch.dtype, inputs: int) -> Iterator[Order]:
         for block in dict.fromkeys(each for each in blocks if 0 < each <= inputs):
             if block % unit == 0:
                 yield Order(block, bias_first)
+        if inputs > HALVED:
+            yield Order(HALVED, bias_first, halves=True)
 
 
-def probe(inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+HALVED = 384
+"""Inputs of a block of MKL's on processors with AVX-512 and without AMX."""
+
+
+def probe(inputs: int, outputs: int = PROBE_OUTPUTS) -> tuple[Tensor, Tensor, Tensor]:
     """x, weight and bias whose products depend on the order of addition, even rounded to 8 bits.
 
     Half of the inputs come in pairs whose products are large and cancel each other: what is added
@@ -231,8 +243,8 @@ def probe(inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     generator = torch.Generator().manual_seed(inputs)
     x = torch.randn(PROBE_ROWS, inputs, generator=generator)
-    weight = torch.randn(PROBE_OUTPUTS, inputs, generator=generator)
-    bias = torch.randn(PROBE_OUTPUTS, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator)
     pairs = inputs // 4
     first, second = torch.randperm(inputs, generator=generator)[: 2 * pairs].view(2, pairs)
     large = 2.0 ** torch.randint(8, 22, (PROBE_ROWS, pairs), generator=generator)

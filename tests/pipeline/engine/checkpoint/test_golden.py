@@ -28,11 +28,16 @@ def test_a_golden_checkpoint_is_read_to_the_bit_and_goes_on(golden: Path) -> Non
 
     assert engine.steps == STEPS
     assert numbers(engine) == state["numbers"]
-    straight = golden_engine()
-    train(straight, range(STEPS + 1))
-    train(engine, range(STEPS, STEPS + 1))
-    for name, values in numbers(straight).items():
-        assert numbers(engine)[name] == pytest.approx(values, rel=1e-5), name
+    fresh, straight = golden_engine(), golden_engine()
+    EngineCheckpoints(fresh).load(golden)
+    train(straight, range(STEPS))
+    for each in (engine, fresh, straight):
+        train(each, range(STEPS, STEPS + 1))
+    assert numbers(engine) == numbers(fresh)
+    # The bias before a normalization has no gradient but rounding, which each processor has of its
+    # own, and of which Adam makes whole steps.
+    for name in ("0.weight", "1.weight", "1.bias", "2.weight", "2.bias", "1.running_var"):
+        assert numbers(engine)[name] == pytest.approx(numbers(straight)[name], rel=1e-4), name
 
 
 def test_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
