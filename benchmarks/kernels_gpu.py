@@ -17,29 +17,26 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1.
 """
 
 import argparse
-import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_gates import report
+from benchmarks.kernels_gpu_bench import Bench
+from benchmarks.kernels_gpu_decode import run_decode
+from benchmarks.kernels_gpu_small import run_small
 from pipeline.kernels.cuda import adam, append, decode, sample
-from pipeline.kernels.cuda.gpu import OPTIONS, PRELUDE, SOURCES, Gpu, gpu_of
+from pipeline.kernels.cuda.gpu import OPTIONS, PRELUDE, SOURCES, gpu_of
 from pipeline.kernels.cuda.nvrtc import Nvrtc, find_nvrtc
-from pipeline.kernels.decode_reference import Scores
 from pipeline.kernels.reference import AdamW, Weights
 
 SHARES = {
@@ -53,77 +50,7 @@ SHARES = {
 }
 """Phases, and the parts of the budget that they may take."""
 
-BEYOND_CACHE = 256 << 20
-"""Bytes that timed buffers have together at least: four times the second-level cache of an H200."""
-
-REPEATS = 20
-
-HEADS = {
-    "OPT-1.3B": (32, 32, 64),
-    "Llama-7B": (32, 32, 128),
-    "Llama-3-8B": (32, 8, 128),
-    "Llama-3-70B, an eighth": (8, 1, 128),
-}
-"""Query heads, heads of keys, head size."""
-
 STEP = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, multiplier=0.5)
-
-
-@dataclass
-class Bench:
-    """A device with its kernels, and what was found so far."""
-
-    gpu: Gpu
-    nvrtc: Nvrtc
-    tiny: bool
-    output: Path
-    memory: Callable[[], AbstractContextManager[None]] = nullcontext
-    """To run kernels inside of."""
-
-    copy_bandwidth: float = 0.0
-    """Bytes a second of a copy, read and written."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    deadline: float = 0.0
-
-    def tell(self, phase: str, **figures: object) -> None:
-        """Keep a line."""
-        row = {"phase": phase, **figures}
-        self.rows.append(row)
-        with (self.output / "results.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def in_time(self, phase: str, cases: Sequence[Any]) -> Iterator[Any]:
-        """The cases, until the phase's time is over."""
-        for number, case in enumerate(cases):
-            if time.monotonic() > self.deadline:
-                self.tell(phase, left_off=len(cases) - number)
-                return
-            yield case
-
-    def seconds(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Median seconds of one of the calls, which are alike but for their buffers."""
-        for call in calls:
-            call()
-        if self.tiny:
-            start = time.perf_counter()
-            for call in calls:
-                call()
-            return (time.perf_counter() - start) / len(calls)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        times: list[float] = []
-        for _ in range(REPEATS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / len(calls))
-        return statistics.median(times)
 
 
 def run_compile(bench: Bench, _: argparse.Namespace) -> None:
@@ -279,95 +206,6 @@ def _step_of_pytorch(shards: Sequence[adam.Shard]) -> Callable[[], None]:
     return step
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """One call of decode attention, in bf16, all sequences of one length."""
-
-    model: str
-    batch: int
-    length: int
-    num_splits: int | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the keys and values."""
-        _, kv_heads, size = HEADS[self.model]
-        return 2 * 2 * self.batch * self.length * kv_heads * size
-
-
-def run_decode(bench: Bench, _: argparse.Namespace) -> None:
-    """Batches and lengths of four models, beside attention of PyTorch; then numbers of splits."""
-    cases = [
-        Decoding(model, batch, length)
-        for length in (512, 2048, 128, 8192)
-        for batch in (64, 16, 1, 256)
-        for model in HEADS
-    ]
-    cases += [
-        Decoding("Llama-3-8B", batch, length, splits)
-        for batch in (1, 16)
-        for length in (2048, 8192)
-        for splits in (1, 2, 4, 8, 16, 32)
-    ]
-    cases = [case for case in cases if case.num_bytes < 32 << 30]
-    if bench.tiny:
-        cases = [Decoding("Llama-3-70B, an eighth", 1, 20), Decoding("OPT-1.3B", 1, 9, 2)]
-    for case in bench.in_time("decode", cases):
-        _time_decoding(bench, case)
-
-
-def _time_decoding(bench: Bench, case: Decoding) -> None:
-    heads, kv_heads, size = HEADS[case.model]
-    device, scaling = bench.gpu.device, size**-0.5
-    width = case.length + 32  # a slot is wider than its sequence
-    copies = 1 if bench.tiny else -(-BEYOND_CACHE // case.num_bytes)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-    caches = [[numbers(case.batch, kv_heads, width, size) for _ in range(2)] for _ in range(copies)]
-    query = numbers(case.batch, heads, size)
-    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
-    scores = Scores(lengths=lengths, scaling=scaling)
-    mask = (torch.arange(width, device=device) < case.length).expand(case.batch, 1, 1, width)
-
-    def ours(key: Tensor, value: Tensor) -> Tensor:
-        return decode.decode_attention(
-            query,
-            key,
-            value,
-            scores,
-            gpu=bench.gpu,
-            longest=case.length,
-            num_splits=case.num_splits,
-        )
-
-    def masked(key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query[:, :, None], key, value, attn_mask=mask, scale=scaling, enable_gqa=True
-        )
-
-    def live(key: Tensor, value: Tensor) -> Tensor:
-        key, value = key[:, :, : case.length], value[:, :, : case.length]
-        return F.scaled_dot_product_attention(
-            query[:, :, None], key, value, scale=scaling, enable_gqa=True
-        )
-
-    def timed(attend: Callable[[Tensor, Tensor], Tensor]) -> float:
-        return bench.seconds([lambda each=each: attend(*each) for each in caches])
-
-    with bench.memory():
-        seconds = timed(ours)
-    anchors = {} if case.num_splits else {"masked": timed(masked), "live": timed(live)}
-    bench.tell(
-        "decode",
-        **vars(case),
-        ours=seconds,
-        share=case.num_bytes / seconds / bench.copy_bandwidth,
-        **anchors,
-    )
-
-
 def run_loop(bench: Bench, args: argparse.Namespace) -> None:
     """256 tokens after prompts of 256, batch 64: with the kernel, without, and transformers."""
     del args
@@ -467,8 +305,6 @@ def main(argv: Sequence[str]) -> int:
         bench = make_bench(args, Path(scratch))
         bench.tell("environment", **environment(bench, args))
         # What later phases are compared with comes first of all that is timed.
-        from benchmarks.kernels_gpu_small import run_small
-
         run = {"compile": run_compile, "correct": run_correct, "ceilings": run_ceilings}
         run |= {"adam": run_adam, "decode": run_decode, "small": run_small, "loop": run_loop}
         for phase, seconds in SHARES.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from benchmarks.kernels_gpu import HEADS, Bench
+from benchmarks.kernels_gpu_bench import HEADS, Bench
 from inference.sampling import Sampler, inverse_transform
 from pipeline.kernels.cuda import append, sample
 from pipeline.kernels.sampling_reference import Draw
