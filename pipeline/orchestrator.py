@@ -10,6 +10,7 @@ from pipeline.engine.deepspeed.read import notice_of
 from pipeline.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
+from pipeline.plan.make import make_plan
 from pipeline.plan.output import (
     REPORT,
     SUMMARY,
@@ -21,7 +22,7 @@ from pipeline.plan.output import (
     read_summary,
     record_step,
 )
-from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
 from pipeline.report.findings import findings
 from pipeline.report.results import read_results

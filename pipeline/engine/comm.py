@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.distributed import gather_objects, rank, world_size
-from pipeline.engine.config import ZeroConfig
 from pipeline.watch.position import HERE, DesyncError
 
 SUM_BLOCK = 65536
@@ -318,17 +317,3 @@ def _reduce_scatter_single(shard: Tensor, full: Tensor) -> Work:
         work = reduce(shard, full, async_op=True)
     assert work is not None
     return work
-
-
-def make_collectives(device: torch.device, zero: ZeroConfig) -> Collectives:
-    """The fastest collectives between the processes there are; all of them call it in step."""
-    pin_memory = zero.offload.pin_memory
-    if world_size() == 1:
-        return Collectives(device, pin_memory=pin_memory)
-    if device.type == "cpu" and zero.shared_memory:
-        from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
-
-        if on_one_machine():
-            return SharedMemoryCollectives()
-    deterministic = zero.reduction == "deterministic"
-    return GroupCollectives(device, deterministic=deterministic, pin_memory=pin_memory)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.distributed import local_device
 from pipeline.engine.buffers import BufferPool
-from pipeline.engine.comm import make_collectives
+from pipeline.engine.collectives import make_collectives
 from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.precision import LossScaler

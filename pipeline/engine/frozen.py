@@ -9,7 +9,7 @@ from torch import nn
 from pipeline.config import TrainedModelConfig
 from pipeline.distributed import local_device
 from pipeline.engine.buffers import BufferPool
-from pipeline.engine.comm import make_collectives
+from pipeline.engine.collectives import make_collectives
 from pipeline.engine.setup import build_units, placement_of
 from pipeline.engine.zero import ZeroModel
 

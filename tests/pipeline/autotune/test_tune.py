@@ -18,7 +18,7 @@ from pipeline.budget.machine import GIB, Machine
 from pipeline.budget.step import step_memory
 from pipeline.errors import ConfigError
 from pipeline.orchestrator import main
-from pipeline.plan.plan import make_plan
+from pipeline.plan.make import make_plan
 from train import STAGES
 
 TOY = tuple(replace(stage, module="tests.pipeline.autotune.toy_trial") for stage in STAGES)

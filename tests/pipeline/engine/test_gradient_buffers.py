@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed import barrier, rank
-from pipeline.engine.comm import make_collectives, tree_sum
+from pipeline.engine.collectives import make_collectives
+from pipeline.engine.comm import tree_sum
 from pipeline.engine.config import ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.shared_memory import AHEAD, SLOTS

@@ -13,8 +13,9 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.launch.environment import PLANNED
 from pipeline.orchestrator import main
 from pipeline.plan.describe import describe_plan
+from pipeline.plan.make import make_plan
 from pipeline.plan.memory import insist_on_memory, memory_lines, memory_of, refusals
-from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.plan import Plan
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 from tests.pipeline.stages import TOY_STAGES

@@ -1,0 +1,86 @@
+"""How a command line becomes a plan."""
+
+from collections.abc import Mapping, Sequence
+
+from pipeline.budget.ladder import Settings, nested
+from pipeline.budget.machine import Machine, parse_machine, this_machine
+from pipeline.launch.commands import devices_of
+from pipeline.launch.hosts import Host, is_this_machine
+from pipeline.launch.layout import Layout, layout
+from pipeline.launch.local import list_gpus
+from pipeline.plan.inputs import check_inputs
+from pipeline.plan.output import finished_steps
+from pipeline.plan.plan import Plan
+from pipeline.plan.request import Request, Stage, parse_request
+from pipeline.plan.resolve import said_settings, step_configs
+from pipeline.settings import Layer
+
+
+def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
+    """The plan for a command line; reads the output directory and changes nothing.
+
+    Raises:
+        UserError: an option, an input or the output directory can't be used.
+    """
+    said = parse_request(argv, stages)
+    request = said.request
+    if request.plan_for is not None:
+        machine = parse_machine(request.plan_for)
+        where = _imagined(machine)
+    else:
+        where = layout(request)
+        machine = _machine(where, request)
+    chosen: Mapping[str, Settings] = {}
+    if request.plan == "auto":
+        # It counts bytes with PyTorch, which takes seconds to load.
+        from pipeline.plan.auto import choose
+
+        chosen = choose(said, stages, machine)
+    layers = {name: Layer(nested(each), "--plan auto") for name, each in chosen.items()}
+    configs = step_configs(said, stages, world=machine.world, chosen=layers)
+    finished = finished_steps(request, stages, configs)
+    check_inputs(request, stages, configs)
+    asked = tuple(stage for stage in stages if stage.number in request.step)
+    return Plan(
+        request=request,
+        stages=asked,
+        configs=configs,
+        finished=frozenset(finished),
+        where=where,
+        machine=machine,
+        chosen=chosen,
+        all_stages=tuple(stages),
+        said={stage.name: said_settings(said, stage) for stage in stages},
+    )
+
+
+def _machine(where: Layout, request: Request) -> Machine:
+    """This machine, where it is one of those of the job, which are taken to be like it."""
+    if where.by == "process":
+        return this_machine(processes=1, world=1, gpus=list_gpus()[:1])
+    each = max(len(host.slots) for host in where.hosts)
+    world = where.processes or 1
+    own = _own_host(where, request)
+    if own is not None:
+        return this_machine(processes=each, world=world, gpus=devices_of(own, request))
+    return Machine(each, world, None, None, "each machine of the job", unread_gpus=True)
+
+
+def _own_host(where: Layout, request: Request) -> Host | None:
+    """The host that is this machine; None where `train.py` runs beside the job."""
+    if where.by in ("node", "hand"):
+        return where.hosts[request.node_rank or 0]
+    own = (host for host in where.hosts if is_this_machine(host.name.rpartition("@")[2]))
+    return next(own, None)
+
+
+def _imagined(machine: Machine) -> Layout:
+    """Processes on machines that are not there."""
+    slots = tuple(range(machine.processes))
+    if machine.world == 1:
+        return Layout("process")
+    if machine.world == machine.processes:
+        return Layout("node", (Host("localhost", slots),))
+    count = machine.world // machine.processes
+    hosts = tuple(Host(f"machine {number}", slots) for number in range(count))
+    return Layout("hand", hosts, count)
