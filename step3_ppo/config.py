@@ -74,8 +74,8 @@ class PPOConfig(StepConfig):
     reuse_forward: bool = True
     """Where a rollout is one micro-batch, let the first update go back through the pass that gave
     the old log-probabilities and values, instead of computing it again. It saves a fifth of the
-    work after generation and changes no bit; it takes the activations of actor and critic at once.
-    """
+    work after generation, to the same bits (but for adapters on vocabularies whose logits are
+    computed in tiles), and takes the activations of actor and critic at once."""
 
     kl_coef: float = 0.05
     """Weight of the per-token KL penalty (log pi - log pi_ref) inside the reward."""

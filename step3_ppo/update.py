@@ -221,7 +221,9 @@ def check_rollout_gap(gap: float, models: Models) -> None:
 def check_first_update(update: Update, models: Models) -> None:
     """Stop at once where the first minibatch's ratio is not 1: nothing has been learned yet.
 
-    fp32 allows 1e-3 for sums in another order; below fp32, where rounding is coarse, 0.5.
+    fp32 allows 1e-3 for sums in another order; below fp32, where rounding is coarse, 0.5. Where the
+    update goes back through the pass that scored the rollout, it is 1 but for rows that don't
+    belong together; `check_rollout_gap` compares policies in any case.
 
     Raises:
         OffPolicyError: masks, positions or precision differ between rollout and training.

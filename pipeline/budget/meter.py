@@ -22,9 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.engine.zero import in_backward
 from pipeline.kernels.cpu.build import has_avx512, multiplies_bf16
-from pipeline.kernels.cpu.pieces import whole_pieces
+from pipeline.kernels.cpu.pieces import piece, whole_pieces
 
 PRODUCTS = ("mm", "addmm", "bmm")
+"""Operations that a matrix product ends in."""
 
 
 def widens_products() -> bool:
@@ -33,9 +34,6 @@ def widens_products() -> bool:
     oneDNN does, on processors with AVX-512 that have no instructions for bf16.
     """
     return has_avx512() and not multiplies_bf16()
-
-
-"""Operations that a matrix product ends in."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,9 @@ class PassBytes:
     tail: int
     """At the highest moment from which only the first block and the embeddings are to go."""
 
+    waits: int
+    """Between the forward pass and the backward pass, logits included."""
+
     @property
     def peak(self) -> int:
         """At the highest moment of all."""
@@ -70,6 +71,7 @@ class PassBytes:
             added(self.blocks, more.blocks),
             added(self.head, more.head),
             more.tail,
+            added(self.waits, more.waits),
         )
 
 
@@ -198,8 +200,8 @@ class _FusedAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = _heads(*args, **(kwargs or {}))
-        more = whole_pieces(key.shape[2]) - key.shape[2]
-        if more and self.on_cpu and query.dtype == torch.float32:
+        if self.on_cpu and query.dtype == torch.float32:
+            more = whole_pieces(key.shape[2]) - key.shape[2]
             key, value = (F.pad(each, (0, 0, 0, more)) for each in (key, value))
         return _Fused.apply(query, key, value)
 
@@ -230,6 +232,8 @@ def _again(part: nn.Module, *, on_cpu: bool) -> Iterator[RemovableHandle]:
 @contextmanager
 def metered(model: nn.Module, *, on_cpu: bool = False) -> Iterator[Meter]:
     """Count all but the model's own parameters, their gradients and its buffers."""
+    if on_cpu:
+        piece()  # is found by computing, in which nothing may stand in for PyTorch
     meter = Meter(on_cpu=on_cpu)
     params = list(model.parameters())
     meter.ignore([*params, *(param.grad for param in params), *model.buffers()])
@@ -289,6 +293,7 @@ def measure_pass(
                         hook for part in block.children() for hook in _again(part, on_cpu=on_cpu)
                     ]
             loss = run()
+            waits = meter.held
             if trains:
                 torch.autograd.backward(loss)  # not its method, inside of which modes are off
         finally:
@@ -297,7 +302,8 @@ def measure_pass(
             for param in params:
                 param.grad = None
     blocks = [peak for index, peak in enumerate(meter.peaks) if index != head]
-    return PassBytes(kept, max(blocks), meter.peaks[head], meter.peaks[-1] if trains else 0)
+    tail = meter.peaks[-1] if trains else 0
+    return PassBytes(kept, max(blocks), meter.peaks[head], tail, waits)
 
 
 def _on_the_way_back(meter: Meter) -> Callable[..., None]:

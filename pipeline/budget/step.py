@@ -148,17 +148,22 @@ class _Step:
         """What the passes that scored a rollout keep for the way back.
 
         That of the first model is there while the second is run, that of the second until the first
-        has found its gradients.
+        has found its gradients. The first one's entropy is computed on the way, before there is any
+        of the second.
         """
+        asked, kept = (self.measured(first, how(first)) for how in (self.asking, self.training))
+        if asked is not None and kept is not None:
+            alone = frozenset({"forward"})
+            yield Item("activations", first.role, kept.kept, moments=alone)
+            yield Item("logits", first.role, asked.head - asked.kept, moments=alone)
         both = frozenset({"both"})
-        for model in (first, second):
+        for model, moments in ((first, both), (second, both | _moments(first.role))):
             taken = self.measured(model, self.training(model))
-            if taken is None:
-                continue
-            yield Item("activations", model.role, taken.kept, moments=both)
-            yield Item("logits", model.role, taken.head - taken.kept, moments=both)
-            if model is second:
-                yield Item("activations", model.role, taken.kept, moments=_moments(first.role))
+            if taken is not None:
+                yield Item("activations", model.role, taken.kept, moments=moments)
+                yield Item("logits", model.role, taken.waits - taken.kept, moments=moments)
+            if self.sizes[model.role]["gathered"]:  # the root stays whole until it is gone back
+                yield Item("gathered", model.role, _whole_root(model), moments=moments)
         gathered = self.sizes[second.role]["gathered"]
         yield Item("gathered", second.role, gathered, moments=both)
 

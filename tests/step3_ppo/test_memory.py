@@ -25,12 +25,12 @@ NOT_MEASURED = ("runtime",)
 
 
 @pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that holds actor and reward model, of a few megabytes each."""
+def larger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds actor and reward model, with so many words or the tokenizer's."""
     directory = tmp_path_factory.mktemp("larger")
     tokenizer = build_tokenizer()
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": request.param or len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 352,
         "num_hidden_layers": 4,
@@ -74,7 +74,11 @@ def planned(config: PPOConfig) -> float:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("reuse", "micro_batch_size"), [(False, 8), (True, 8), (True, 4)])
+@pytest.mark.parametrize(
+    ("larger", "reuse", "micro_batch_size"),
+    [(None, False, 8), (None, True, 8), (None, True, 4), (8000, False, 8), (8000, True, 8)],
+    indirect=["larger"],
+)
 def test_an_iteration_takes_what_was_planned(
     larger: Path, *, reuse: bool, micro_batch_size: int, checkpointing: bool
 ) -> None:

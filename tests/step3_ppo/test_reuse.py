@@ -1,4 +1,4 @@
-"""The first update goes back through the pass that scored the rollout: half the work, no bit."""
+"""The first update goes back through the pass that scored the rollout, to the same bits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +32,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "adapters": {"lora": LoraConfig(rank=4)},
+    "a limit on the KL": {"target_kl": 1e-9, "ppo_epochs": 2},
     "recomputation": {"gradient_checkpointing": True},
     "stage 3": {"zero_stage": 3},
 }
@@ -70,6 +71,7 @@ def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -
         experience = gather_experience(
             models, prompts, responses, config, train_actor=step > config.critic_warmup_steps
         )
+        assert (experience.forward is not None) == reuse
         score = reward_of_score(experience, models, config)
         rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
         updates = learn(models, rollout, config, step=step, forward=experience.forward)
@@ -95,12 +97,12 @@ def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
     assert again["passes"] == reused["passes"] == expected
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_nor_on_two_processes(toy: Path, stage: int) -> None:
+@pytest.mark.parametrize(("processes", "stage"), [(2, 0), (2, 3), (3, 3)])
+def test_nor_on_several_processes(toy: Path, processes: int, stage: int) -> None:
     changes = {"zero_stage": stage, "micro_batch_size": 4}
 
-    again = run_ranks(two_iterations_again, str(toy), changes)
-    reused = run_ranks(two_iterations_reused, str(toy), changes)
+    again = run_ranks(two_iterations_again, str(toy), changes, world_size=processes)
+    reused = run_ranks(two_iterations_reused, str(toy), changes, world_size=processes)
 
     for before, after in zip(again, reused, strict=True):
         assert same(before["masters"], after["masters"])

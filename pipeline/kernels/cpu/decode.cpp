@@ -5,9 +5,9 @@
 // exponential function (after Malossi et al. 2015, Fast Exponential Computation on SIMD Architectures,
 // with its coefficients): keys in blocks of 512, each with a maximum of its own; the sum of a softmax in
 // as many parts as a vector has lanes; products of values in the order of their keys. NUMBER chooses the
-// number format of all tensors, PIECE after how many keys a sum of values is cut: it is added up in one
-// go, or in halves if it is shorter than two pieces. A head of keys is turned once for all query heads
-// that share it.
+// number format of all tensors, PIECE after how many terms a sum is cut: values over keys into pieces, a
+// score over the numbers of a head, where it is shorter than two pieces, into halves. A head of keys is turned
+// once for all query heads that share it.
 
 #include <cmath>
 #include <limits>

@@ -11,6 +11,7 @@ from pipeline.budget.meter import Meter, PassBytes, measure_pass, metered
 from pipeline.budget.passes import Pass, Rows, pass_bytes
 from pipeline.config import TrainedModelConfig
 from pipeline.data.batches import TokenBatch
+from pipeline.kernels.cpu.pieces import piece
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
 from pipeline.models.trained import prepared
@@ -70,6 +71,18 @@ def test_attention_keeps_its_inputs_its_output_and_a_number_a_row() -> None:
         assert meter.held == 64 * KIB + 2 * 4 * 128 * 4
         out.sum().backward()
     assert meter.peak == 4 * 64 * KIB + 2 * 4 * 128 * 4 + 8  # three gradients; the sum and its own
+
+
+def test_what_pytorch_is_asked_is_not_answered_by_the_meter() -> None:
+    """Training would cut its sums otherwise on the process that planned."""
+    piece.cache_clear()
+    query = torch.empty(1, 1, 300, 16, device="meta")
+    with metered(nn.Identity(), on_cpu=True):
+        F.scaled_dot_product_attention(query, query, query)
+    found = piece()
+    piece.cache_clear()
+
+    assert piece() == found
 
 
 def test_the_tail_is_what_is_left_when_the_first_block_is_reached() -> None:
