@@ -1,5 +1,6 @@
 """What an earlier version of the program saved is read by this one, or refused by its format."""
 
+import functools
 import json
 import shutil
 import zlib
@@ -36,8 +37,10 @@ def test_a_golden_checkpoint_is_read_to_the_bit_and_goes_on(golden: Path) -> Non
     assert numbers(engine) == numbers(fresh)
     # The bias before a normalization has no gradient but rounding, which each processor has of its
     # own, and of which Adam makes whole steps.
+    # A step moves a weight by 0.1; processors differ by 1e-6 after three.
+    near = functools.partial(pytest.approx, rel=1e-5, abs=2e-6)
     for name in ("0.weight", "1.weight", "1.bias", "2.weight", "2.bias", "1.running_var"):
-        assert numbers(engine)[name] == pytest.approx(numbers(straight)[name], rel=1e-4), name
+        assert numbers(engine)[name] == near(numbers(straight)[name]), name
 
 
 def test_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
