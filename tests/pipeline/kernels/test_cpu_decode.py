@@ -11,7 +11,7 @@ from pipeline.kernels.attention import decode_attention, kernel_for
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.cpu import decode
 from pipeline.kernels.cpu.build import Built
-from pipeline.kernels.cpu.pieces import whole_pieces
+from pipeline.kernels.cpu.pieces import BLOCK, PIECES, piece, whole_pieces
 from pipeline.kernels.decode_reference import Scores
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -47,6 +47,12 @@ def require_kernel(dtype: torch.dtype, size: int) -> None:
     [
         *((torch.float32, whole_pieces(length)) for length in (192, 300, 704, 1024)),
         *((torch.bfloat16, length) for length in (192, 384)),
+        pytest.param(
+            *(torch.bfloat16, BLOCK),
+            marks=pytest.mark.skipif(
+                piece() != PIECES[0], reason="a whole block is added up in halves here"
+            ),
+        ),
     ],
 )
 def test_each_token_has_the_bits_of_a_pass_over_the_whole_sequence(
