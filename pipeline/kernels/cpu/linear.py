@@ -232,7 +232,7 @@ def orders(dtype: torch.dtype, inputs: int) -> Iterator[Order]:
 
 
 HALVED = 384
-"""Inputs of a block of MKL's on processors with AVX-512 and without AMX."""
+"""Inputs of a block of MKL's on a processor with AVX-512 but without instructions for bf16."""
 
 
 def probe(inputs: int, outputs: int = PROBE_OUTPUTS) -> tuple[Tensor, Tensor, Tensor]:

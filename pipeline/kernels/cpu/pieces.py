@@ -17,8 +17,8 @@ BLOCK = 512
 """Keys that share a maximum, and a product."""
 
 PIECES = (192, 256)
-"""Lengths of a piece that are known, in fp32: MKL's on Intel processors with AMX, and on those
-with AVX-512 before, which halve a whole block."""
+"""Lengths of a piece that are known, in fp32: MKL's on AMD's Zen 5, and on a processor with AVX-512
+but without instructions for bf16, where a whole block is halved."""
 
 ROWS, SIZE = 32, 64
 """Tokens that ask in the probe, as a single one would not do, and numbers of a head."""
