@@ -145,6 +145,21 @@ def test_step_3_may_generate_by_more_processes_together() -> None:
     assert mend(resident, gpus(4, 80), generating, divisions=(1, 2)) == Mend({"replica": "release"})
 
 
+def test_step_3_may_run_its_models_again_before_it_learns() -> None:
+    """What is kept of a rollout's pass until its update is the first thing to be given up."""
+
+    def kept(config: StepConfig, _: Machine) -> StepMemory:
+        ppo: PPOConfig = config  # pyright: ignore[reportAssignmentType]
+        items = (Item("graphs", "actor", (30 if ppo.reuse_forward else 20) * ppo.micro_batch_size),)
+        return StepMemory((Phase("train", items),))
+
+    start = PPOConfig(micro_batch_size=2, replica="release")
+
+    assert mend(start, gpus(1, 59), kept) == Mend({"reuse_forward": False})
+    assert mend(start, gpus(1, 39), kept) == Mend({"micro_batch_size": 1})
+    assert mend(start, gpus(1, 29), kept) == Mend({"reuse_forward": False, "micro_batch_size": 1})
+
+
 @pytest.mark.parametrize(
     ("family", "shape", "processes", "sizes"),
     [
