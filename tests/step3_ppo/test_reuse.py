@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +102,14 @@ def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
 def test_nor_on_several_processes(toy: Path, processes: int, stage: int) -> None:
     changes = {"zero_stage": stage, "micro_batch_size": 4}
 
-    again = run_ranks(two_iterations_again, str(toy), changes, world_size=processes)
-    reused = run_ranks(two_iterations_reused, str(toy), changes, world_size=processes)
+    again, reused = (
+        run_ranks(partial(two_iterations, reuse=reuse), str(toy), changes, world_size=processes)
+        for reuse in (False, True)
+    )
 
     for before, after in zip(again, reused, strict=True):
         assert same(before["masters"], after["masters"])
         assert before["metrics"] == after["metrics"]
-
-
-def two_iterations_again(directory: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    return two_iterations(directory, changes, reuse=False)
-
-
-def two_iterations_reused(directory: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    return two_iterations(directory, changes, reuse=True)
 
 
 def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
