@@ -22,7 +22,8 @@ def check_inputs(
     on trust: whether they exist shows when they are loaded.
 
     Raises:
-        ModelError: a model directory is missing; if a step makes it, the command that runs it.
+        ModelError: a model directory is missing; if a step makes it, the command that runs it. Or
+            the step would clear it away before it is read.
         DataError: a data file is missing.
     """
     makers = {configs[stage.name].output_dir: stage for stage in stages}
@@ -31,6 +32,7 @@ def check_inputs(
             continue
         config = configs[stage.name]
         for name, path in model_paths(config):
+            _check_kept(_spelled(f"{stage.section}.{name}", path, request), path, stage, config)
             maker = makers.get(Path(path))
             if maker is None:
                 _check_model(_spelled(f"{stage.section}.{name}", path, request), path)
@@ -67,6 +69,18 @@ def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "data.path", config.data.path
     yield "data.eval_path", config.data.eval_path
     yield "ptx_data", getattr(config, "ptx_data", ())
+
+
+def _check_kept(name: str, path: str, stage: Stage, config: StepConfig) -> None:
+    """Raise where the step clears the directory of its own model before it begins."""
+    if not is_local(path):
+        return
+    directory = config.output_dir
+    if Path(path).expanduser().resolve().is_relative_to(directory.resolve()):
+        raise ModelError(
+            f"{name} {path} lies in {directory}, which step {stage.number} clears before it reads"
+            " the model; move the model out, or choose another --output-dir"
+        )
 
 
 def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> None:

@@ -52,6 +52,34 @@ def test_the_command_that_makes_the_reward_model_names_its_start(tmp_path: Path)
     assert "`python train.py --step 2 --reward-model a/b --output-dir" in sentence
 
 
+@pytest.mark.parametrize(
+    ("step", "setting", "place"),
+    [
+        ("1", "--actor-model", "step1_sft"),
+        ("3", "--ppo.actor.path", "step3_ppo/actor"),
+        ("3", "--ppo.reference.path", "step3_ppo/../step3_ppo/ema"),
+    ],
+)
+def test_a_step_does_not_clear_its_own_model_away(
+    tmp_path: Path, step: str, setting: str, place: str
+) -> None:
+    for name in ("step1_sft", "step2_reward", "step3_ppo/actor", "step3_ppo/ema"):
+        model(tmp_path / name, "config.yaml", "result.json")
+    own = str(tmp_path / place)
+
+    for said in ("--overwrite", "--resume"):
+        sentence = complaint("--step", step, "--output-dir", str(tmp_path), setting, own, said)
+
+        assert f"{own} lies in {tmp_path}/step{step}" in sentence
+        assert f"which step {step} clears before it reads the model; move the model out" in sentence
+
+
+def test_a_model_of_another_run_is_read_from_there(tmp_path: Path) -> None:
+    earlier = model(tmp_path / "step3_ppo" / "actor", "result.json")
+
+    check("--output-dir", str(tmp_path / "another"), "--actor-model", earlier, "--overwrite")
+
+
 def test_earlier_output_is_accepted_when_it_is_finished(tmp_path: Path) -> None:
     model(tmp_path / "step1_sft", "config.yaml", "result.json")
 
