@@ -45,6 +45,9 @@ class _Part:
     eval: list[Example]
 
 
+OF_ROWS = ("split", "fields", "eval_fraction")
+"""Settings of how a user's rows are read and shared out."""
+
 MAX_HELD_OUT = 2048
 """Rows cut off for evaluation, at the most; more would tell little and be missed in training."""
 
@@ -85,7 +88,13 @@ def _embedded(config: DataConfig, *, step: int, seed: int) -> StageData:
     from pipeline.data.embedded import stage_examples
 
     train, held_out = stage_examples(step=step, seed=seed)
-    return StageData(train, held_out[: config.max_eval_rows], [])
+    usual = DataConfig()
+    unused = [name for name in OF_ROWS if getattr(config, name) != getattr(usual, name)]
+    notes = [
+        f"data.{name} is not used: the built-in task has rows of its own for every step"
+        for name in unused
+    ]
+    return StageData(train, held_out[: config.max_eval_rows], notes)
 
 
 def _read(paths: Sequence[str], config: DataConfig, step: int, notes: list[str]) -> list[_Part]:

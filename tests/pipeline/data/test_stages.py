@@ -245,6 +245,18 @@ def test_the_embedded_task_does_not_mix(tmp_path: Path) -> None:
     assert "can't be mixed with other data" in refused("embedded", path)
 
 
+def test_the_embedded_task_says_which_settings_it_does_not_use() -> None:
+    plain = load("embedded")
+    said = load("embedded", split=(1.0, 1.0, 1.0), fields={"prompt": "q"}, eval_fraction=0.5)
+
+    assert plain.notes == []
+    assert said.notes == [
+        f"data.{name} is not used: the built-in task has rows of its own for every step"
+        for name in ("split", "fields", "eval_fraction")
+    ]
+    assert (said.train, said.eval) == (plain.train, plain.eval)
+
+
 def test_real_preferences_are_cut_for_the_steps() -> None:
     if not (SHARED_DATA / "hh-rlhf").is_dir():
         pytest.skip(f"no data in {SHARED_DATA / 'hh-rlhf'}")
