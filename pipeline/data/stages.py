@@ -4,6 +4,7 @@ Rows for evaluation are taken out first and are the same for every step. The oth
 three disjoint parts, one for each step. Everything follows from the paths and the seed.
 """
 
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pipeline.data.named import named_set
 from pipeline.data.shapes import check_fields, read_row
 from pipeline.data.sources import Row, Source, read_source
 from pipeline.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 _NEEDS = {
     1: "a response (chosen, response, output, messages, ...)",
@@ -53,13 +56,19 @@ MAX_HELD_OUT = 2048
 
 
 def load_examples(config: DataConfig, *, step: int, seed: int) -> StageData:
-    """The examples `step` (1, 2 or 3) trains on and is evaluated on.
+    """The examples `step` (1, 2 or 3) trains on and is evaluated on; the log gets the notes.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
-    if EMBEDDED in config.path:
-        return _embedded(config, step=step, seed=seed)
+    read = _embedded if EMBEDDED in config.path else _read_and_share
+    data = read(config, step=step, seed=seed)
+    for note in data.notes:
+        logger.info("data for step %d: %s", step, note)
+    return data
+
+
+def _read_and_share(config: DataConfig, *, step: int, seed: int) -> StageData:
     notes: list[str] = []
     parts = _read(config.path, config, step, notes)
     train = _mix(parts, seed, notes)

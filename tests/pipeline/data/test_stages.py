@@ -245,7 +245,10 @@ def test_the_embedded_task_does_not_mix(tmp_path: Path) -> None:
     assert "can't be mixed with other data" in refused("embedded", path)
 
 
-def test_the_embedded_task_says_which_settings_it_does_not_use() -> None:
+def test_the_embedded_task_says_which_settings_it_does_not_use(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="pipeline.data.stages")
     plain = load("embedded")
     said = load("embedded", split=(1.0, 1.0, 1.0), fields={"prompt": "q"}, eval_fraction=0.5)
 
@@ -255,6 +258,7 @@ def test_the_embedded_task_says_which_settings_it_does_not_use() -> None:
         for name in ("split", "fields", "eval_fraction")
     ]
     assert (said.train, said.eval) == (plain.train, plain.eval)
+    assert caplog.messages == [f"data for step 1: {note}" for note in said.notes]
 
 
 def test_real_preferences_are_cut_for_the_steps() -> None:
