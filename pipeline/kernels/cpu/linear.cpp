@@ -14,13 +14,16 @@
 //
 // The lanes of a vector are neighbouring outputs: weights are turned on their way into the cache.
 
+#include <algorithm>
+
 #include "vectors.h"
 
 namespace {
 
-constexpr int MOST_TOGETHER = LANES == 16 ? 6 : 3;  // rows whose sums stay in registers
+constexpr int MOST_TOGETHER = LANES == 16 ? 12 : 6;  // rows whose sums stay in registers
 constexpr int PANEL = 2 * LANES;  // outputs computed together
-constexpr int CHUNK = 128;        // units of a panel that are turned at a time
+constexpr int CHUNK = 128;        // units of a panel that are turned at a time, at the most
+constexpr int AHEAD = 256;        // units after which what is fetched now is turned, at the most
 constexpr int MOST_ROWS = 64;     // mirrored in pipeline/kernels/cpu/linear.py
 
 struct Product {  // mirrored in pipeline/kernels/cpu/linear.py
@@ -65,11 +68,12 @@ void add_units(const Stored* x, int64_t stride, const uint32_t* panel, int count
             std::memcpy(sums + r * PANEL + half * LANES, &sum[r][half], sizeof(Vector));
 }
 
+// The same of `rows` rows, R at the most.
 template <int R>
 void add_rows(const Stored* x, int64_t stride, int64_t rows, const uint32_t* panel, int count, float* sums) {
-    for (; rows >= R; rows -= R, x += R * stride, sums += R * PANEL)
-        add_units<R>(x, stride, panel, count, sums);
-    if constexpr (R > 1) add_rows<R - 1>(x, stride, rows, panel, count, sums);
+    if constexpr (R > 1)
+        if (rows < R) return add_rows<R - 1>(x, stride, rows, panel, count, sums);
+    add_units<R>(x, stride, panel, count, sums);
 }
 
 // `count` units from input `begin` of the outputs from `output` on: (count, PANEL). Outputs that there
@@ -78,6 +82,7 @@ void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uin
     const int64_t across = by.turned ? 1 : by.inputs, along = by.turned ? by.outputs : 1;
     const auto* weight = static_cast<const Stored*>(by.weight) + output * across + begin * along;
     const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
+    const int64_t units = by.inputs / Number::NUMBERS, ahead = std::min<int64_t>(units, AHEAD);
     int k = 0;
     if (!by.turned && live == PANEL)
         for (; k + LANES <= count; k += LANES)
@@ -85,8 +90,9 @@ void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uin
                 const Stored* from = weight + half * LANES * across + k * Number::NUMBERS;
                 Bits tile[LANES];
                 turn_rows(from, across * int64_t(sizeof(Stored)), tile);
-                // The next panel, if there is one, into the second cache: the first is full of this one.
-                for (int n = 0; n < LANES; n++) __builtin_prefetch(from + (n + PANEL) * across, 0, 2);
+                // Into the second cache: the first is full of this panel.
+                const int64_t later = begin / Number::NUMBERS + k + ahead < units ? ahead : PANEL * units - (units - ahead);
+                for (int n = 0; n < LANES; n++) __builtin_prefetch(from + n * across + later * Number::NUMBERS, 0, 2);
                 for (int i = 0; i < LANES; i++)
                     std::memcpy(panel + (k + i) * PANEL + half * LANES, &tile[i], sizeof(Bits));
             }
@@ -105,16 +111,22 @@ void compute_panel(const Product& by, int64_t output) {
     const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
     const auto* x = static_cast<const Stored*>(by.x);
     const auto* bias = static_cast<const Stored*>(by.bias);
+    // Where all rows' sums stay in registers, products and turning overlap: a tile is turned at a time.
+    const int chunk = by.rows > MOST_TOGETHER ? CHUNK : LANES;
+    const int64_t groups = (by.rows + MOST_TOGETHER - 1) / MOST_TOGETHER;
+    const int64_t together = (by.rows + groups - 1) / groups;
     for (int n = 0; bias != nullptr && n < live; n++) shift[n] = Number::widen(bias[output + n]);
 
     for (int64_t first = 0, end; first < by.inputs; first = end) {
         end = first + block_of(by, by.inputs - first);
         std::memset(sums, 0, by.rows * PANEL * sizeof(float));
-        for (int64_t begin = first; begin < end; begin += CHUNK * Number::NUMBERS) {
+        for (int64_t begin = first; begin < end; begin += chunk * Number::NUMBERS) {
             const int64_t left = (end - begin) / Number::NUMBERS;
-            const int count = left < CHUNK ? int(left) : CHUNK;
+            const int count = left < chunk ? int(left) : chunk;
             fill_panel(by, output, begin, count, panel);
-            add_rows<MOST_TOGETHER>(x + begin, by.inputs, by.rows, panel, count, sums);
+            for (int64_t row = 0; row < by.rows; row += together)
+                add_rows<MOST_TOGETHER>(x + row * by.inputs + begin, by.inputs, std::min(by.rows - row, together), panel,
+                                        count, sums + row * PANEL);
         }
         for (int64_t row = 0; row < by.rows; row++)
             for (int n = 0; n < PANEL; n++) {
@@ -136,22 +148,31 @@ void compute_panel(const Product& by, int64_t output) {
 
 struct Work {
     const Product* product;
-    int64_t next;  // first panel that no thread has taken
+    int64_t panels;
+    int64_t share;  // panels that a thread takes at once: neighbours in memory, of which one fetches the next
+    int64_t next;   // the first that no thread has taken
 };
 
 void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
     for (;;) {
-        const int64_t output = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED) * PANEL;
-        if (output >= work.product->outputs) return;
-        compute_panel(*work.product, output);
+        const int64_t first = __atomic_fetch_add(&work.next, work.share, __ATOMIC_RELAXED);
+        const int64_t end = std::min(first + work.share, work.panels);
+        if (first >= end) return;
+        for (int64_t panel = first; panel < end; panel++) compute_panel(*work.product, panel * PANEL);
     }
 }
+
+constexpr int SHARES = 4;          // of each thread: others may use its core
+constexpr int64_t SMALLEST = 12;   // panels of a share, where there are so many for each thread
 
 }  // namespace
 
 // The bits don't depend on how many threads there are.
 extern "C" void linear(const Product* product, Parallel parallel, int32_t threads) {
-    Work work{product, 0};
+    const int64_t panels = (product->outputs + PANEL - 1) / PANEL;
+    const int64_t each = (panels + threads - 1) / threads;
+    const int64_t share = std::min(each, std::max((each + SHARES - 1) / SHARES, SMALLEST));
+    Work work{product, panels, share, 0};
     on_threads(parallel, threads, run, &work);
 }
