@@ -22,6 +22,7 @@ from pipeline.distributed import global_max
 from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs import WHOLE, linear_logprobs
 from pipeline.kernels.reference import logprobs_of
+from pipeline.kernels.row_logprobs import row_logprobs
 from pipeline.models.attention import RAGGED, Ragged
 
 logger = logging.getLogger(__name__)
@@ -87,14 +88,21 @@ class Policy(nn.Module):
                 uniform=uniform,
                 tile=self.tile,
             )
-        else:
-            logits = self._logits(batch)
+        elif self.kernels == "off" or (entropy and entropy_learns and torch.is_grad_enabled()):
             said = logprobs_of(
-                logits,
+                self._logits(batch),
                 targets,
                 temperature=temperature,
                 entropy=entropy,
                 entropy_learns=entropy_learns,
+            )
+        else:
+            said = row_logprobs(
+                self._logits(batch),
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                at_once=self.tile,
             )
         return TokenLogprobs(*said)
 
