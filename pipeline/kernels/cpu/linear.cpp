@@ -31,7 +31,7 @@ struct Product {  // mirrored in pipeline/kernels/cpu/linear.py
     const void* weight;  // (outputs, inputs), or (inputs, outputs) where turned
     const void* bias;    // (outputs), or null
     void* out;           // (rows, outputs)
-    int64_t rows;        // 1 to MOST_ROWS
+    int64_t rows;        // at most MOST_ROWS
     int64_t inputs;      // whole units
     int64_t outputs;
     int64_t block;       // inputs of a block; whole units
@@ -90,8 +90,9 @@ void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uin
                 const Stored* from = weight + half * LANES * across + k * Number::NUMBERS;
                 Bits tile[LANES];
                 turn_rows(from, across * int64_t(sizeof(Stored)), tile);
-                // Into the second cache: the first is full of this panel.
-                const int64_t later = begin / Number::NUMBERS + k + ahead < units ? ahead : PANEL * units - (units - ahead);
+                // Of this panel or the next, into the second cache: the first is full of this panel.
+                const bool is_here = begin / Number::NUMBERS + k + ahead < units;
+                const int64_t later = is_here ? ahead : ahead + (PANEL - 1) * units;
                 for (int n = 0; n < LANES; n++) __builtin_prefetch(from + n * across + later * Number::NUMBERS, 0, 2);
                 for (int i = 0; i < LANES; i++)
                     std::memcpy(panel + (k + i) * PANEL + half * LANES, &tile[i], sizeof(Bits));
@@ -163,13 +164,14 @@ void run(void* argument) {
     }
 }
 
-constexpr int SHARES = 4;          // of each thread: others may use its core
-constexpr int64_t SMALLEST = 12;   // panels of a share, where there are so many for each thread
+constexpr int SHARES = 4;         // of each thread: others may use its core
+constexpr int64_t SMALLEST = 12;  // panels of a share, where there are so many for each thread
 
 }  // namespace
 
 // The bits don't depend on how many threads there are.
 extern "C" void linear(const Product* product, Parallel parallel, int32_t threads) {
+    if (product->rows == 0) return;
     const int64_t panels = (product->outputs + PANEL - 1) / PANEL;
     const int64_t each = (panels + threads - 1) / threads;
     const int64_t share = std::min(each, std::max((each + SHARES - 1) / SHARES, SMALLEST));

@@ -17,6 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 SIZES = ((48, 32), (102, 100), (288, 96), (290, 33), (768, 288), (1030, 64), (1030, 400))
 """Inputs and outputs: more and fewer than a block, whole panels and others."""
 
+COUNTS = (1, 3, 7, 12, 13, 30, 64)
+"""As many as go through together, fewer, and several times as many, evenly and not."""
+
 
 def known(dtype: torch.dtype, inputs: int, outputs: int = 96) -> None:
     """Skip where the machine adds up in an order of its own; there PyTorch does the work."""
@@ -42,7 +45,7 @@ def test_products_of_any_rows_have_the_bits_of_products_of_many(
     # An order of addition that is not PyTorch's shows in them, even after rounding.
     x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs, outputs))
 
-    for rows, shift, turned in itertools.product((1, 3, 7, 64), (None, bias), (False, True)):
+    for rows, shift, turned in itertools.product(COUNTS, (None, bias), (False, True)):
         expected = F.linear(x, weight, shift)[:rows]
         matrix = weight.T.contiguous().T if turned else weight
 
@@ -65,17 +68,18 @@ def test_other_orders_of_addition_give_other_bits() -> None:
         assert not torch.equal(out, F.linear(x, weight))
 
 
+@pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_only_the_rows_that_count_are_computed(dtype: torch.dtype) -> None:
+def test_only_the_rows_that_count_are_computed(dtype: torch.dtype, count: int) -> None:
     known(dtype, 48)
     x, weight = torch.randn(8, 48).to(dtype), torch.randn(40, 48).to(dtype)
     found, out = prepared(x, weight)
 
-    found.take(5)
+    found.take(count)
     found()
 
-    assert out[:5].isfinite().all()
-    assert out[5:].isnan().all()
+    assert out[:count].isfinite().all()
+    assert out[count:].isnan().all()
 
 
 def test_more_rows_than_there_are_are_refused() -> None:
