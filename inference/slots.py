@@ -7,7 +7,7 @@ G key heads, H query heads, D and E head sizes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from transformers import Cache, PreTrainedModel
 from inference.peers import kv_heads_here
 from pipeline.kernels import append
 from pipeline.kernels.attention import decode_attention, kernel_for
+from pipeline.kernels.cpu import decode as cpu_decode
+from pipeline.kernels.cpu.build import Built
 from pipeline.kernels.cuda.append import append_
 from pipeline.kernels.decode_reference import Scores
 from pipeline.models.attention import KEY_BLOCK, round_up
@@ -183,6 +185,13 @@ class NextToken:
         result = (F.pad(result, (0, 0, 0, 0, 0, padding)) if padding else result)[None]
         return result if out is None else out.copy_(result)
 
+    def ends(self, count: int) -> Int[Tensor, " B"]:
+        """One past the last key of each of so many slots; of those that nobody reads 0."""
+        if self._ends is None or len(self._ends) != count:
+            ends = [*self.lengths, *[0] * (count - len(self.lengths))]
+            self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
+        return self._ends
+
     def _by_kernel(
         self,
         query: Float[Tensor, "N H D"],
@@ -192,15 +201,11 @@ class NextToken:
         sliding_window: int | None,
         out: Float[Tensor, "N H D"] | None,
     ) -> Float[Tensor, "N H D"]:
-        if self._ends is None:
-            count = min(len(query), len(key))
-            ends = [*self.lengths, *[0] * (count - len(self.lengths))]
-            self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)
         return attend_by_kernel(
             query,
             key,
             value,
-            self._ends,
+            self.ends(min(len(query), len(key))),
             scaling=scaling,
             sliding_window=sliding_window,
             longest=max(self.lengths),
@@ -258,6 +263,36 @@ def attend_by_kernel(
         out=out[:count],
     )
     return out
+
+
+def prepare_attention(
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "S G M D"],
+    value: Float[Tensor, "S G M D"],
+    out: Float[Tensor, "1 N H D"],
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Callable[[NextToken], None] | None:
+    """What `NextToken.attend` does, ready to be repeated on this memory by the CPU's kernel.
+
+    None where there is no such kernel for these.
+    """
+    rows = query[0].transpose(0, 1)
+    built = kernel_for(rows, key, value)
+    if not isinstance(built, Built):
+        return None
+    count = min(len(rows), len(key))
+    call = cpu_decode.prepare(
+        rows[:count],
+        key[:count],
+        value[:count],
+        out[0, :count],
+        scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        built=built,
+    )
+    return lambda layout: call(layout.ends(count))
 
 
 class Continuation:

@@ -5,14 +5,15 @@ kernels take over products of few rows, whose rounding may be another, and are p
 pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.passes import Column, Pass, Repeated, RepeatError
-from inference.slots import NextToken
+from inference.slots import NextToken, prepare_attention
 from inference.tape import Call, Repeat, Tape, Writer
 from pipeline.kernels.choice import chosen
 from pipeline.kernels.cpu.linear import Linear, prepare
@@ -36,10 +37,10 @@ class Asked:
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
         """Attention as the layout of the pass has it."""
+        again: Callable[[NextToken], object] | None = None
 
-        def compute(out: Tensor | None) -> Tensor:
-            assert self.layout is not None
-            return self.layout.attend(
+        def attend(layout: NextToken, out: Tensor | None = None) -> Tensor:
+            return layout.attend(
                 query,
                 key,
                 value,
@@ -48,6 +49,18 @@ class Asked:
                 dropout=dropout,
                 out=out,
             )
+
+        def compute(out: Tensor | None) -> Tensor:
+            nonlocal again
+            assert self.layout is not None
+            if out is None:
+                return attend(self.layout)
+            if again is None:  # what the tensors are is looked at once
+                again = prepare_attention(
+                    query, key, value, out, scaling=scaling, sliding_window=sliding_window
+                ) or partial(attend, out=out)
+            again(self.layout)
+            return out
 
         if self.writer is None:
             return compute(None)

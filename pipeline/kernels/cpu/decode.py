@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,52 @@ def refusals(
         yield "a tensor begins between the places of two numbers in memory"
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Attention that can be called as often as one likes, on the memory it was made for."""
+
+    built: Built
+    call: Attention
+    tensors: tuple[Tensor, ...]
+    """They keep the memory that `call` points to."""
+
+    def __call__(self, lengths: Int[Tensor, " B"]) -> None:
+        """Attend to what the memory holds now; of each row one past the last key that it sees."""
+        self.call.lengths = lengths.data_ptr()
+        self.built.library.decode_attention(
+            ctypes.byref(self.call), parallel(), ctypes.c_int32(torch.get_num_threads())
+        )
+
+
+def prepare(
+    query: Float[Tensor, "B H D"],
+    key: Float[Tensor, "S G M D"],
+    value: Float[Tensor, "S G M D"],
+    out: Float[Tensor, "B H D"],
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    built: Built,
+) -> Prepared:
+    """The call on these tensors; nothing is checked here."""
+    call = Attention(
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        out=out.data_ptr(),
+        rows=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        width=key.shape[2],
+        size=query.shape[2],
+        query_row=query.stride(0),
+        query_head=query.stride(1),
+        window=sliding_window or 0,
+        scaling=scaling,
+    )
+    return Prepared(built, call, (query, key, value, out))
+
+
 def decode_attention(
     query: Float[Tensor, "B H D"],
     key: Float[Tensor, "S G M D"],
@@ -67,25 +114,10 @@ def decode_attention(
     `whole_pieces` says, or no more than a piece; of others PyTorch adds up the values otherwise.
     """
     out = torch.empty(query.shape, dtype=query.dtype) if out is None else out
-    call = Attention(
-        query=query.data_ptr(),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        out=out.data_ptr(),
-        lengths=lengths.data_ptr(),
-        rows=query.shape[0],
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        width=key.shape[2],
-        size=query.shape[2],
-        query_row=query.stride(0),
-        query_head=query.stride(1),
-        window=sliding_window or 0,
-        scaling=scaling,
+    call = prepare(
+        query, key, value, out, scaling=scaling, sliding_window=sliding_window, built=built
     )
-    built.library.decode_attention(
-        ctypes.byref(call), parallel(), ctypes.c_int32(torch.get_num_threads())
-    )
+    call(lengths)
     return out
 
 
