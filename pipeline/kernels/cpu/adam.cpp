@@ -182,28 +182,45 @@ struct Work {
     int64_t next;  // first element that no thread has taken
 };
 
-void* run(void* argument) {
+void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
     for (;;) {
         const int64_t begin = __atomic_fetch_add(&work.next, BLOCK, __ATOMIC_RELAXED);
-        if (begin >= work.n) return nullptr;
+        if (begin >= work.n) return;
         const int64_t left = work.n - begin;
         update(*work.vectors, *work.numbers, begin, int32_t(left < BLOCK ? left : BLOCK));
     }
 }
 
-}  // namespace
+void* run_and_end(void* argument) {
+    run(argument);
+    return nullptr;
+}
 
-// One step over n elements by so many threads, the calling one among them. The bits do not depend on
-// their number; where the system has no more threads, fewer do the work.
-extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, int32_t threads) {
-    Work work{vectors, numbers, n, 0};
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-    int64_t others = (threads < blocks ? threads : blocks) - 1;
-    if (others > MOST_THREADS) others = MOST_THREADS;
+// Threads of our own, the calling one among them; where the system has no more, fewer do the work.
+void on_new_threads(int64_t threads, Work& work) {
+    const int64_t others = (threads < MOST_THREADS ? threads : MOST_THREADS) - 1;
     pthread_t started[MOST_THREADS];
     int64_t count = 0;
-    while (count < others && pthread_create(&started[count], nullptr, run, &work) == 0) count++;
+    while (count < others && pthread_create(&started[count], nullptr, run_and_end, &work) == 0) count++;
     run(&work);
     for (int64_t i = 0; i < count; i++) pthread_join(started[i], nullptr);
+}
+
+// `GOMP_parallel` of PyTorch's OpenMP.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+
+}  // namespace
+
+// One step over n elements by so many threads: PyTorch's, which may be awake, or where it has none to
+// lend new ones. The bits do not depend on their number.
+extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, Parallel parallel, int32_t threads) {
+    Work work{vectors, numbers, n, 0};
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK, most = threads < blocks ? threads : blocks;
+    if (most < 2)
+        run(&work);
+    else if (parallel != nullptr)
+        parallel(run, &work, unsigned(most), 0);
+    else
+        on_new_threads(most, work);
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.threads import parallel
 from pipeline.kernels.reference import AdamW, Weights, random_keys
 
 SOURCE = Path(__file__).with_name("adam.cpp")
@@ -101,6 +102,7 @@ def run(built: Built, weights: Weights, gradient: Tensor, step: AdamW, *, thread
         ctypes.byref(vectors),
         ctypes.byref(numbers_of(step)),
         ctypes.c_int64(gradient.numel()),
+        parallel(),
         ctypes.c_int32(threads),
     )
 

@@ -17,6 +17,7 @@ from pipeline.config import Kernels
 from pipeline.errors import KernelError
 from pipeline.kernels import reference
 from pipeline.kernels.adam import adamw_
+from pipeline.kernels.cpu import adam as cpu
 from pipeline.kernels.cpu.adam import Variant, library
 from pipeline.kernels.cpu.build import Built
 from pipeline.kernels.reference import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
@@ -142,8 +143,14 @@ def test_the_bits_are_those_of_pytorchs_fused_adamw(
         assert name == "master" or torch.equal(value, optimizer.state[param][name])
 
 
+@pytest.mark.parametrize("lent", [True, False])
 @pytest.mark.parametrize("threads", [2, 3, 5])
-def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+def test_the_number_of_threads_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, threads: int, *, lent: bool
+) -> None:
+    """PyTorch's threads, or new ones where it has none to lend."""
+    if not lent:
+        monkeypatch.setattr(cpu, "parallel", lambda: None)
     option: dict[str, Any] = {"moments": BF16, "copy": BF16}
     weights, gradient = vectors(5 * 65536 + 123, **option)
     step = replace(STEP, seed=1)
