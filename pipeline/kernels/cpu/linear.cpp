@@ -164,7 +164,7 @@ void run(void* argument) {
     }
 }
 
-constexpr int SHARES = 4;         // of each thread: others may use its core
+constexpr int64_t SHARES = 4;     // of each thread at the most, all alike: others may use its core
 constexpr int64_t SMALLEST = 12;  // panels of a share, where there are so many for each thread
 
 }  // namespace
@@ -174,7 +174,7 @@ extern "C" void linear(const Product* product, Parallel parallel, int32_t thread
     if (product->rows == 0) return;
     const int64_t panels = (product->outputs + PANEL - 1) / PANEL;
     const int64_t each = (panels + threads - 1) / threads;
-    const int64_t share = std::min(each, std::max((each + SHARES - 1) / SHARES, SMALLEST));
-    Work work{product, panels, share, 0};
+    const int64_t shares = std::min(SHARES, std::max<int64_t>(each / SMALLEST, 1));
+    Work work{product, panels, (each + shares - 1) / shares, 0};
     on_threads(parallel, threads, run, &work);
 }
