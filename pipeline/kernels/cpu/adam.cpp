@@ -220,7 +220,7 @@ extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n,
     if (most < 2)
         run(&work);
     else if (parallel != nullptr)
-        parallel(run, &work, unsigned(most), 0);
+        parallel(run, &work, unsigned(threads), 0);  // all, for fewer would end the others
     else
         on_new_threads(most, work);
 }
