@@ -29,7 +29,7 @@ TILE = {"cpu": 2**23, "cuda": 2**26}
 """Logits of a tile of tokens, by device: 32 and 256 MiB of fp32. Smaller ones add to the matrix's
 gradient more often; larger ones make no product faster."""
 
-VOCABULARY_TILE = {"cpu": 2**21, "cuda": 2**26}
+VOCABULARY_TILE = {"cpu": 2**21, "cuda": TILE["cuda"]}
 """Logits of a tile of the vocabulary: 8 MiB of fp32 stay in the last cache of a CPU."""
 
 WHOLE = 2**26

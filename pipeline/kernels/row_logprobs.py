@@ -8,6 +8,7 @@ are those of the definition, `pipeline.kernels.reference.logprobs_of`, for rows 
 Dimension names: K targets, V vocabulary.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = {"cpu": 2**20, "cuda": 2**26}
+from pipeline.kernels.logprobs import TILE
+
+ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
 """Logits of the rows of one turn, by device: 4 and 256 MiB of fp32."""
 
 
@@ -35,7 +38,7 @@ def row_logprobs(
         targets: token ids.
         temperature: divides the logits.
         entropy: whether the entropy of each distribution is asked for; it has no graph.
-        at_once: logits of the rows of one turn; by default `ROWS` of them.
+        at_once: logits of the rows of one turn, two rows at least; by default `ROWS` of them.
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None for an entropy that nobody asked for.
@@ -96,6 +99,7 @@ def _log_softmax(logits: Float[Tensor, "R V"], temperature: float) -> Float[Tens
 
 
 def _turns(logits: Float[Tensor, "K V"], at_once: int) -> list[slice]:
+    """Alike, and none of a single row where there are more: PyTorch adds up one sum otherwise."""
     count, words = logits.shape
-    rows = max(1, at_once // words)
-    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+    turns = max(1, min(math.ceil(count * words / at_once), count // 2))
+    return [slice(count * turn // turns, count * (turn + 1) // turns) for turn in range(turns)]

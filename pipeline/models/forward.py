@@ -56,7 +56,7 @@ class Policy(nn.Module):
         self.model = model
         self.kernels: Kernels = kernels
         self.tile = tile
-        """Logits that may exist at once; None leaves it to `linear_logprobs`."""
+        """Logits that may exist at once in fp32; None leaves it to the kernels."""
         self._is_product: bool | None = None
 
     def forward(
