@@ -23,7 +23,7 @@ def check_inputs(
 
     Raises:
         ModelError: a model directory is missing; if a step makes it, the command that runs it. Or
-            the step would clear it away before it is read.
+            it lies where the step itself writes.
         DataError: a data file is missing.
     """
     makers = {configs[stage.name].output_dir: stage for stage in stages}
@@ -72,14 +72,15 @@ def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _check_kept(name: str, path: str, stage: Stage, config: StepConfig) -> None:
-    """Raise where the step clears the directory of its own model before it begins."""
+    """Raise where the model lies in the directory that is the step's own, to clear and to write."""
     if not is_local(path):
         return
     directory = config.output_dir
     if Path(path).expanduser().resolve().is_relative_to(directory.resolve()):
         raise ModelError(
-            f"{name} {path} lies in {directory}, which step {stage.number} clears before it reads"
-            " the model; move the model out, or choose another --output-dir"
+            f"{name} {path} lies in {directory}, where step {stage.number} writes and may clear"
+            " what is there before it reads the model; move the model out, or choose another"
+            " --output-dir"
         )
 
 

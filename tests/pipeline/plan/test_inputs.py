@@ -60,7 +60,7 @@ def test_the_command_that_makes_the_reward_model_names_its_start(tmp_path: Path)
         ("3", "--ppo.reference.path", "step3_ppo/../step3_ppo/ema"),
     ],
 )
-def test_a_step_does_not_clear_its_own_model_away(
+def test_a_step_does_not_begin_with_a_model_from_its_own_directory(
     tmp_path: Path, step: str, setting: str, place: str
 ) -> None:
     for name in ("step1_sft", "step2_reward", "step3_ppo/actor", "step3_ppo/ema"):
@@ -71,7 +71,7 @@ def test_a_step_does_not_clear_its_own_model_away(
         sentence = complaint("--step", step, "--output-dir", str(tmp_path), setting, own, said)
 
         assert f"{own} lies in {tmp_path}/step{step}" in sentence
-        assert f"which step {step} clears before it reads the model; move the model out" in sentence
+        assert f"where step {step} writes and may clear what is there before it reads" in sentence
 
 
 def test_a_model_of_another_run_is_read_from_there(tmp_path: Path) -> None:
