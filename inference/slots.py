@@ -280,7 +280,7 @@ def prepare_attention(
     """
     rows = query[0].transpose(0, 1)
     built = kernel_for(rows, key, value)
-    if not isinstance(built, Built):
+    if not isinstance(built, Built) or not out.is_contiguous():
         return None
     count = min(len(rows), len(key))
     call = cpu_decode.prepare(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from pipeline.config import EMBEDDED
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.stages import load_examples
@@ -16,10 +17,10 @@ class PtxStream:
         self.chat = chat
         self.config = config
         data = config.data
-        if config.ptx_data:  # rows of its own: all of them, read by their own fields
-            data = replace(
-                data, path=config.ptx_data, split=(1.0, 0.0, 0.0), fields={}, eval_path=()
-            )
+        if config.ptx_data:  # rows of its own, read by their own fields
+            data = replace(data, path=config.ptx_data, fields={}, eval_path=())
+            if EMBEDDED not in data.path:  # all of them
+                data = replace(data, split=(1.0, 0.0, 0.0))
         self.examples = load_examples(data, step=1, seed=config.seed).train
         self.rows = RowStream(
             num_rows=len(self.examples), batch_size=config.batch_size, seed=config.seed
