@@ -87,7 +87,7 @@ def train(config: RewardConfig) -> Path:
     )
     with Run(config, name="step2_reward", total_steps=total_steps, is_main=is_main()) as run:
         model = trained_classifier(config.model, tokenizer, device=local_device(), seed=config.seed)
-        scorer = Scorer(model)
+        scorer = Scorer(model, kernels=config.model.kernels)
         engine = Engine(scorer, config.model, total_steps=total_steps)
         config = within_context(config, model)
         held_out = encode(data.eval, chat, config)

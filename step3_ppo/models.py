@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.peers import make_peers
-from pipeline.config import FrozenModelConfig, TrainedModelConfig
+from pipeline.config import FrozenModelConfig, Kernels, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
 from pipeline.distributed import local_device
@@ -53,7 +53,7 @@ class RewardModel:
     """
 
     def __init__(self, model: nn.Module, like: TrainedModelConfig) -> None:
-        self.engine = FrozenEngine(Scorer(model), like)
+        self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like)
         self.mean, self.std = stored_normalization(model)
 
     def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
@@ -73,9 +73,9 @@ class Critic(nn.Module):
     first estimates are on the scale of the returns.
     """
 
-    def __init__(self, model: nn.Module, *, normalize: bool) -> None:
+    def __init__(self, model: nn.Module, *, normalize: bool, kernels: Kernels = "auto") -> None:
         super().__init__()
-        self.scorer = Scorer(model)
+        self.scorer = Scorer(model, kernels=kernels)
         self.mean, self.std = stored_normalization(model) if normalize else (0.0, 1.0)
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, " K"]:
@@ -139,7 +139,7 @@ def load_models(
         total_steps=actor_iterations * updates,
     )
     critic_engine = Engine(
-        Critic(critic, normalize=config.normalize_score),
+        Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
         config.critic,
         total_steps=iterations * updates,
     )

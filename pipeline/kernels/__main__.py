@@ -19,14 +19,16 @@ from pipeline.cli import run_main, say
 from pipeline.config import Kernels
 from pipeline.kernels import (
     append_reference,
+    causal_reference,
     choice,
     decode_reference,
     reference,
     sampling_reference,
 )
 from pipeline.kernels.adam import adamw_, find
+from pipeline.kernels.causal import causal_attention
+from pipeline.kernels.cpu import attention_grad, linear
 from pipeline.kernels.cpu import decode as cpu_decode
-from pipeline.kernels.cpu import linear
 from pipeline.kernels.cpu.build import Built, NotBuiltError, cache_directory
 from pipeline.kernels.cuda import append, decode, sample
 from pipeline.kernels.cuda.gpu import Gpu
@@ -172,6 +174,25 @@ def attention_row(device: torch.device, dtype: torch.dtype, tokens: int) -> Row:
     return generation_row(name, found, by_kernel, by_definition)
 
 
+def whole_row(tokens: int) -> Row:
+    """Attention of a whole sequence in bf16, forward and backward, on the CPU."""
+    made = torch.randn(3, 1, tokens, HEADS, HEAD_SIZE).bfloat16().transpose(2, 3)
+    query, key, value = (each.requires_grad_() for each in made.unbind())
+
+    def with_kernels(kernels: Kernels) -> float:
+        return median_seconds(
+            lambda: causal_attention(query, key, value, kernels=kernels).sum().backward()
+        )
+
+    def plain() -> None:
+        out = causal_reference.causal_attention(query, key, value, scaling=HEAD_SIZE**-0.5)
+        out.sum().backward()
+
+    times = (with_kernels("auto"), with_kernels("off"), median_seconds(plain))
+    name = f"attention of whole sequences on cpu, 1 x {tokens}, {name_of(query.dtype)}"
+    return Row(name, times, describe(attention_grad.library()))
+
+
 def append_row(device: torch.device, tokens: int) -> Row:
     """Keys and values of a new token of each sequence, into the cache."""
     shape = (SEQUENCES, HEADS, tokens, HEAD_SIZE)
@@ -272,6 +293,7 @@ def main(argv: Sequence[str]) -> None:
         rows += [adamw_row(device, copy, args.elements) for copy in FORMATS]
         rows.append(logprobs_row(device, args.tokens))
     dtypes = (torch.float32, torch.bfloat16)
+    rows.append(whole_row(args.tokens))
     rows += [linear_row(dtype) for dtype in dtypes]
     rows += [attention_row(device, dtype, args.tokens) for device in devices for dtype in dtypes]
     if len(devices) == 1:

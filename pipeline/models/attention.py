@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from pipeline.config import Kernels
+from pipeline.kernels.causal import causal_attention
 from pipeline.kernels.cpu.pieces import whole_pieces
 
 RAGGED = "ragged"
@@ -65,7 +67,10 @@ class Group:
 class Ragged:
     """How sequences lie in one row, and which of them share an attention call."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, *, kernels: Kernels = "auto"
+    ) -> None:
+        self.kernels: Kernels = kernels
         self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self.lengths = tuple(lengths)
         self.device = device
@@ -103,15 +108,21 @@ class Ragged:
             more = whole_pieces(length) - length if exact else 0
             keys = torch.cat([group.tokens, group.tokens[:, -1:].expand(-1, more)], dim=1)
             window = window_mask(length, sliding_window, query.device, more=more)
-            attended = F.scaled_dot_product_attention(
+            taken = (
                 self._take(query, group.tokens),
                 self._take(key, keys),
                 self._take(value, keys),
-                attn_mask=window,
-                is_causal=window is None,
-                dropout_p=dropout,
-                scale=scaling,
-            )  # (B, H, T, E)
+            )
+            if window is None and dropout == 0.0:
+                attended = causal_attention(*taken, scaling=scaling, kernels=self.kernels)
+            else:
+                attended = F.scaled_dot_product_attention(
+                    *taken,
+                    attn_mask=window,
+                    is_causal=window is None,
+                    dropout_p=dropout,
+                    scale=scaling,
+                )  # (B, H, T, E)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         if self.even:
             return outputs[0].unsqueeze(0)

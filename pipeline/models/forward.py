@@ -126,7 +126,7 @@ class Policy(nn.Module):
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
         """What the output matrix is applied to, for each target."""
         backbone = cast("Backbone", base_model(self.model).base_model)
-        ragged = Ragged(batch.lengths, batch.input_ids.device)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
         before = batch.targets - 1
         if is_ragged(self.model):
             return backbone(**ragged_inputs(batch, ragged))[0][0][before]
@@ -135,7 +135,7 @@ class Policy(nn.Module):
     def _logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
         """The model's own logits that predict each target: those of the token before it."""
         before = batch.targets - 1
-        ragged = Ragged(batch.lengths, batch.input_ids.device)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
         if is_ragged(self.model):
             inputs = ragged_inputs(batch, ragged)
             return self.model(**inputs, logits_to_keep=before).logits[0]
@@ -149,16 +149,17 @@ class Scorer(nn.Module):
     at a token is the value of the state after it. The head runs in fp32.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:
         super().__init__()
         self.model = model
+        self.kernels: Kernels = kernels
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, " N"]:
         """Score at every token, fp32."""
         classifier = base_model(self.model)
         require_context(classifier, batch)
         backbone = cast("Backbone", classifier.base_model)
-        ragged = Ragged(batch.lengths, batch.input_ids.device)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
         if is_ragged(classifier):
             hidden = backbone(**ragged_inputs(batch, ragged))[0][0]
         else:

@@ -138,12 +138,13 @@ def test_what_is_sampled_has_the_log_probabilities_of_training_to_the_bit(
         assert torch.equal(said, recomputed(model, responses))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_answers_have_the_log_probabilities_of_training_to_the_bit_too(
-    tmp_path: Path,
+    tmp_path: Path, dtype: torch.dtype
 ) -> None:
     sizes = {**_LLAMA, "max_position_embeddings": 512}
-    model = loaded("llama", tmp_path, **sizes)
-    if not isinstance(kernel(torch.float32, 64), Built):
+    model = loaded("llama", tmp_path, **sizes).to(dtype)
+    if not isinstance(kernel(dtype, 64), Built) or order_of(dtype, 128) is None:
         pytest.skip("there are no kernels that add up as PyTorch does")
 
     # Longer than the 192 values that are added up in one go, and shorter than twice that.

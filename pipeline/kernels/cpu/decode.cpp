@@ -2,8 +2,7 @@
 // torch.nn.functional.scaled_dot_product_attention of whole sequences, as in training.
 //
 // What is added up is what PyTorch's own kernel adds up, in its order, with its two formulas for the
-// exponential function (after Malossi et al. 2015, Fast Exponential Computation on SIMD Architectures,
-// with its coefficients): keys in blocks of 512, each with a maximum of its own; the sum of a softmax in
+// exponential function: keys in blocks of 512, each with a maximum of its own; the sum of a softmax in
 // as many parts as a vector has lanes; products of values in the order of their keys. NUMBER chooses the
 // number format of all tensors, PIECE after how many terms a sum is cut: values over keys into pieces, a
 // score over the numbers of a head, where it is shorter than two pieces, into halves. A head of keys is turned
@@ -12,7 +11,7 @@
 #include <cmath>
 #include <limits>
 
-#include "vectors.h"
+#include "exponential.h"
 
 namespace {
 
@@ -42,73 +41,7 @@ inline int piece_of(int products) {
     return products <= PIECE ? products : products < 2 * PIECE ? products / 2 : PIECE;
 }
 
-inline Vector all(float value) { return value - Vector{}; }
-
-// So many bytes, and zeros.
-template <class To>
-inline To some(const void* from, int bytes) {
-    To to = {};
-    std::memcpy(&to, from, bytes);
-    return to;
-}
-
-inline Vector wide(Vector stored) { return stored; }
-inline Vector wide(Half stored) { return as<Vector>(__builtin_convertvector(stored, Bits) << 16); }
-
 using Line = decltype(Number::line());  // LANES numbers as they are stored
-
-typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
-
-inline Vector floor_of(Vector x) {
-    const Vector cut = __builtin_convertvector(__builtin_convertvector(x, Whole), Vector);
-    return cut - as<Vector>(as<Bits>(all(1.0f)) & as<Bits>(cut > x));
-}
-
-constexpr float LOWEST = -87.33654785f, HIGHEST = 88.72283173f;  // whose exponentials are normal
-constexpr float LOG2_E = 1.442695021629f;
-
-// exp(x) of x that are at most 0.
-inline Vector exp_of(Vector x, Float32) {
-    const Vector clamped = x > LOWEST ? x : all(LOWEST);
-    const Vector whole = floor_of(clamped * LOG2_E + 0.5f);
-    const Vector rest = clamped - whole * 0.693147182465f;
-    Vector sum = rest * 0.00828929059f + 0.0418978221f;
-    sum = rest * sum + 0.166676521f;
-    sum = rest * sum + 0.499991506f;
-    sum = rest * sum + 0.999999701f;
-    sum = rest * sum + 1.0f;
-    const Bits half_power = as<Bits>(__builtin_convertvector(whole - 1.0f, Whole) + 127) << 23;
-    const Vector result = sum * as<Vector>(half_power) * 2.0f;
-    return as<Vector>(as<Bits>(result) & as<Bits>(x >= LOWEST));
-}
-
-// For results that are rounded to 16 bits: x log2(e) becomes the exponent and the fraction of a float.
-inline Vector exp_of(Vector x, BFloat16) {
-    const Vector clamped = x > LOWEST ? x : all(LOWEST);
-    Vector power = clamped * LOG2_E;
-    const Vector fraction = power - floor_of(power);
-    Vector off = fraction * -0.079204240219773236f + -0.22433836478672356f;
-    off = fraction * off + 0.30354260500649682f;
-    off = fraction * off + 0.00010703434948458272f;
-    power = power - off;
-    const Vector bits = power * 8388608.0f + 8388608.0f * 127.0f;
-    const Bits result = as<Bits>(__builtin_convertvector(bits, Whole));
-    return as<Vector>(result & as<Bits>(x >= LOWEST));
-}
-
-// A sum over lanes, halves first.
-inline float sum_of(Vector parts) {
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; lane++) parts[lane] += parts[lane + width];
-    return parts[0];
-}
-
-inline float most_of(Vector numbers) {
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; lane++)
-            numbers[lane] = numbers[lane + width] > numbers[lane] ? numbers[lane + width] : numbers[lane];
-    return numbers[0];
-}
 
 constexpr int MOST_UNITS = MOST_SIZE / Number::NUMBERS;
 

@@ -127,18 +127,24 @@ def kernel(dtype: torch.dtype, size: int) -> Built | str:
 
     Asked of PyTorch itself, on sequences whose products come out otherwise in every other order.
     """
+    found = piece_of(dtype, size)
+    return found if isinstance(found, str) else build_for(dtype, found)
+
+
+@functools.cache
+def piece_of(dtype: torch.dtype, size: int) -> int | str:
+    """How many products PyTorch adds up in one go; why there is no kernel for that, a clause."""
     pieces = (piece(),) if dtype == torch.float32 else PIECES_BF16
     try:
-        fitting = (
-            built
-            for each in pieces
-            if adds_up_alike(built := build_for(dtype, each), dtype=dtype, size=size)
-        )
-        return next(fitting, "PyTorch's attention adds up otherwise on this machine")
+        for each in pieces:
+            if adds_up_alike(build_for(dtype, each), dtype=dtype, size=size):
+                return each
     except NotBuiltError as error:
         return str(error)
+    return "PyTorch's attention adds up otherwise on this machine"
 
 
+@functools.cache
 def build_for(dtype: torch.dtype, piece: int) -> Built:
     """The kernel that cuts sums of values after so many keys.
 

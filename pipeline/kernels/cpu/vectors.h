@@ -48,6 +48,31 @@ inline Bits begun(const void* from, int count) {
 #endif
 }
 
+// A sum over lanes, halves first.
+inline float sum_of(Vector parts) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) parts[lane] += parts[lane + width];
+    return parts[0];
+}
+
+inline float most_of(Vector numbers) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            numbers[lane] = numbers[lane + width] > numbers[lane] ? numbers[lane + width] : numbers[lane];
+    return numbers[0];
+}
+
+// So many bytes, and zeros.
+template <class To>
+inline To some(const void* from, int bytes) {
+    To to = {};
+    std::memcpy(&to, from, bytes);
+    return to;
+}
+
+inline Vector wide(Vector stored) { return stored; }
+inline Vector wide(Half stored) { return as<Vector>(__builtin_convertvector(stored, Bits) << 16); }
+
 struct Float32 {
     using Stored = float;
     static constexpr int NUMBERS = 1;  // of a unit

@@ -1,0 +1,105 @@
+"""Causal attention of whole sequences, forward and backward: by kernels in bf16 on a CPU.
+
+The definition is `pipeline.kernels.causal_reference`; see there for the dimension names. In fp32,
+where PyTorch's own kernels are fast and their bits are promised, they do the work.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipeline.config import Kernels
+from pipeline.kernels import choice
+from pipeline.kernels.cpu import attention as forward_kernel
+from pipeline.kernels.cpu import attention_grad as backward_kernel
+from pipeline.kernels.cpu import decode, heads
+from pipeline.kernels.cpu.build import Built, NotBuiltError
+
+NAME = "attention of whole sequences"
+
+
+def causal_attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B H M D"],
+    value: Float[Tensor, "B H M E"],
+    *,
+    scaling: float | None = None,
+    kernels: Kernels = "auto",
+) -> Float[Tensor, "B H T E"]:
+    """Attention of each token to itself and those before it; a score is `scaling` or D^-0.5 times.
+
+    There may be more keys than tokens, which nobody sees. What a sequence gets, and its gradients,
+    depend on no other sequence of the call.
+
+    Raises:
+        KernelError: `kernels` is required, and there is none for tensors in bf16 on a CPU.
+    """
+    built = _backward_for(query, key, value, kernels)
+    if built is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    factor = query.shape[3] ** -0.5 if scaling is None else scaling
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
+        return _Causal.apply(query, key, value, factor, built)
+    return _forward(query, key, value, factor)[0]
+
+
+def _backward_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Built | None:
+    """The kernel of the way back for these; None where PyTorch is to do all the work."""
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.numel() == 0:
+        return None
+    if kernels == "off" or torch.compiler.is_compiling():
+        return None
+    found = next(heads.refusals(query, key, value), None) or backward_kernel.library()
+    if isinstance(found, Built):
+        return found
+    choice.settle(NAME, str(found), kernels)
+    return None
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T"]]:
+    """Attention, and the logarithm of each token's sum of exponentials.
+
+    In the order in which decoding adds up as well; where that has no kernel, by PyTorch.
+    """
+    piece, built = decode.piece_of(query.dtype, query.shape[3]), forward_kernel.library()
+    if isinstance(piece, str) or isinstance(built, NotBuiltError):
+        choice.settle(NAME, str(built if isinstance(piece, int) else piece), "auto")
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+        return operator(query, key, value, 0.0, is_causal=True, scale=scaling)
+    return forward_kernel.attention(query, key, value, scaling=scaling, piece=piece, built=built)
+
+
+class _Causal(torch.autograd.Function):
+    """Keeps its inputs, its result and the logarithms: weights are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        built: Built,
+    ) -> Tensor:
+        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
+        ctx.scaling, ctx.built = scaling, built
+        out, logsumexp = _forward(query, key, value, scaling)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
+        ctx: Any,  # noqa: ANN401
+        grad: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        grads = backward_kernel.attention_grad(
+            grad, *ctx.saved_tensors, scaling=ctx.scaling, built=ctx.built
+        )
+        return (*grads, None, None)

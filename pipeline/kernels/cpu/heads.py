@@ -1,0 +1,49 @@
+"""Heads of whole sequences as `heads.h` has them, and which of them its kernels take."""
+
+import ctypes
+from collections.abc import Iterator
+
+from jaxtyping import Float
+from torch import Tensor
+
+MOST_SIZE = 256
+"""Numbers of a head; as in the source."""
+
+
+class Heads(ctypes.Structure):
+    """A tensor (B, H, T, D) whose last dimension lies side by side; the source has the same."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("sequence", "head", "token")),
+    ]
+
+
+def heads_of(tensor: Float[Tensor, "B H T D"]) -> Heads:
+    """Where a tensor's numbers lie."""
+    return Heads(tensor.data_ptr(), *tensor.stride()[:3])
+
+
+def empty_heads(like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
+    """Memory for a result, token after token, as models go on with it."""
+    return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
+
+
+def refusals(
+    query: Float[Tensor, "B H T D"], key: Float[Tensor, "B H M D"], value: Float[Tensor, "B H M E"]
+) -> Iterator[str]:
+    """Why the kernels don't take these tensors of bf16, in clauses; nothing where they do."""
+    size = query.shape[3]
+    if not query.dtype == key.dtype == value.dtype:
+        yield f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
+    if not query.shape == key.shape == value.shape:
+        yield (
+            f"queries of shape {tuple(query.shape)}, keys of {tuple(key.shape)} and values of"
+            f" {tuple(value.shape)} are not alike"
+        )
+    if not 0 < size <= MOST_SIZE or size % 2:
+        yield f"a head has {size} numbers"
+    if any(tensor.stride(3) != 1 for tensor in (query, key, value)):
+        yield "the numbers of a head don't lie side by side"
+    if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
+        yield "a tensor begins between the places of two numbers in memory"
