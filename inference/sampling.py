@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from inference.settings import Sampling
@@ -43,6 +43,16 @@ def uniforms(
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def words_of(
+    keys: Sequence[int], positions: int | Sequence[int]
+) -> tuple[UInt64[np.ndarray, " B"], UInt64[np.ndarray, " B"]]:
+    """Keys and positions as words of 64 bits, as many of both."""
+    words = np.asarray(keys, np.uint64)
+    return words, np.ascontiguousarray(
+        np.broadcast_to(np.asarray(positions, np.uint64), len(words))
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """How the next token is chosen; `inference/settings.py` says what each setting does."""
@@ -67,6 +77,11 @@ class Sampler:
     def forbids_early_ends(self) -> bool:
         """Whether some tokens can't be chosen at first."""
         return self.min_new_tokens > 0 and len(self.stop_ids) > 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are cut off."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def alters_logits(self) -> str | None:
@@ -101,6 +116,9 @@ class Sampler:
         scores = self._allowed(logits, positions, histories)
         if self.temperature == 0:
             tokens = likeliest_tokens(scores)
+        elif (drawn := self._by_cpu_kernel(logprobs, keys, positions)) is not None:
+            tokens, chosen = drawn
+            return tokens.tolist(), chosen.tolist()
         else:
             probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
             points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
@@ -112,8 +130,8 @@ class Sampler:
         self, logits: Float[Tensor, "B V"], keys: Sequence[int], positions: int | Sequence[int]
     ) -> tuple[list[int], list[float]]:
         """The same choice in one launch; uniform numbers are computed on the GPU."""
-        words = np.broadcast_arrays(np.asarray(keys, np.uint64), np.asarray(positions, np.uint64))
-        numbers = torch.from_numpy(np.stack(words).view(np.int64)).to(logits.device)
+        numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
+        numbers = numbers.to(logits.device)
         draw = Draw(
             seed=self.seed,
             temperature=self.temperature,
@@ -123,6 +141,17 @@ class Sampler:
         )
         tokens, logprobs = sampling.sample(logits, numbers[0], numbers[1], draw)
         return tokens.tolist(), logprobs.tolist()
+
+    def _by_cpu_kernel(
+        self,
+        logprobs: Float[Tensor, "B V"],
+        keys: Sequence[int],
+        positions: int | Sequence[int],
+    ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
+        """The same choice in one pass over memory, where every token may be chosen."""
+        if self.truncates or self.alters_logits:
+            return None
+        return sampling.draw(logprobs, *words_of(keys, positions), seed=self.seed)
 
     def _allowed(
         self,
@@ -142,7 +171,7 @@ class Sampler:
 
     def truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Top-k, then the nucleus of what is left, then min-p: the order of `transformers`."""
-        if self.top_k is None and self.top_p >= 1.0 and self.min_p == 0.0:
+        if not self.truncates:
             return probabilities
         probabilities = probabilities.double()
         if self.top_k is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +30,7 @@ from pipeline.kernels.adam import adamw_, find
 from pipeline.kernels.causal import causal_attention
 from pipeline.kernels.cpu import attention_grad, linear
 from pipeline.kernels.cpu import decode as cpu_decode
+from pipeline.kernels.cpu import draw as cpu_draw
 from pipeline.kernels.cpu.build import Built, NotBuiltError, cache_directory
 from pipeline.kernels.cuda import append, decode, sample
 from pipeline.kernels.cuda.gpu import Gpu
@@ -230,6 +232,28 @@ def sample_row(device: torch.device) -> Row:
     return generation_row(name, found, by_kernel, by_definition)
 
 
+def draw_row() -> Row:
+    """The next token of each sequence, of log-probabilities that are there, on the CPU."""
+    logits = 3 * torch.randn(SEQUENCES, WORDS)
+    logprobs = logits.log_softmax(dim=-1)
+    numbers = torch.arange(2 * SEQUENCES).view(2, -1)
+    keys, positions = numbers.numpy().astype(np.uint64)
+    found = cpu_draw.library()
+
+    def by_kernel() -> object:
+        assert isinstance(found, Built)
+        return cpu_draw.draw(logprobs, keys, positions, seed=0, built=found)
+
+    def by_definition() -> object:
+        return sampling_reference.sample(
+            logits, numbers[0], numbers[1], Draw(seed=0, temperature=1.0)
+        )
+
+    state = found if isinstance(found, Built) else str(found)
+    name = f"sampler without cuts on cpu, {SEQUENCES} x {WORDS}"
+    return generation_row(name, state, by_kernel, by_definition)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """As in a sentence."""
     return str(dtype).removeprefix("torch.")
@@ -299,7 +323,7 @@ def main(argv: Sequence[str]) -> None:
     if len(devices) == 1:
         nothing = (None, None, None)
         rows.append(Row("decode attention on cuda", nothing, describe(NO_GPU)))
-    rows += [append_row(devices[-1], args.tokens), sample_row(devices[-1])]
+    rows += [append_row(devices[-1], args.tokens), draw_row(), sample_row(devices[-1])]
     say(f"{torch.get_num_threads()} threads; kernels are kept in {cache_directory()}\n")
     say(table(rows))
     if len(devices) == 1:

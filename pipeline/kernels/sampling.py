@@ -3,11 +3,14 @@
 The definition is `pipeline.kernels.sampling_reference`; see there for the dimension names.
 """
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from pipeline.kernels import choice, sampling_reference
+from pipeline.kernels.cpu import draw as cpu
+from pipeline.kernels.cpu.build import Built
 from pipeline.kernels.cuda import sample as cuda
 from pipeline.kernels.cuda.gpu import Gpu
 from pipeline.kernels.sampling_reference import Draw
@@ -44,6 +47,32 @@ def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu |
         return None
     refusal, defines = reason or cuda.refusal(logits), cuda.specialisation(logits.dtype)
     return choice.gpu_for("sampling", logits.device, refusal, "sample", defines)
+
+
+def draw(
+    logprobs: Float[Tensor, "B V"],
+    keys: UInt64[np.ndarray, " B"],
+    positions: UInt64[np.ndarray, " B"],
+    *,
+    seed: int,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
+    """Tokens in proportion to their probability, and their log-probabilities.
+
+    For log-probabilities of a CPU of which none is cut off: those that training computes are to be
+    reported, to the bit. None where PyTorch is to do the work.
+
+    Raises:
+        KernelError: kernels are required, and there is none.
+    """
+    kernels = choice.chosen()
+    if logprobs.device.type != "cpu" or kernels == "off":
+        return None
+    built = cpu.library()
+    if isinstance(built, Built):
+        rows = logprobs.contiguous()
+        return cpu.draw(rows, keys, positions, seed=seed, built=built)
+    choice.settle("sampling", str(built), kernels)
+    return None
 
 
 def check(logits: Tensor, keys: Tensor, positions: Tensor, draw: Draw) -> None:

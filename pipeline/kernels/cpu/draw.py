@@ -1,0 +1,79 @@
+"""The call of `draw.cpp`: tokens drawn from log-probabilities."""
+
+import ctypes
+import functools
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt64
+from torch import Tensor
+
+from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
+from pipeline.kernels.cpu.threads import parallel
+
+SOURCE = HERE / "draw.cpp"
+
+
+class Draw(ctypes.Structure):
+    """One call; the source has the same structure."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("logprobs", "keys", "positions", "tokens", "chosen")
+        ),
+        *((name, ctypes.c_int64) for name in ("rows", "words")),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+@functools.cache
+def library() -> Built | NotBuiltError:
+    """The kernel, or why it can't be had; found out once in a process."""
+    try:
+        built = build(SOURCE, {"NUMBER": FORMATS[torch.float32]}, FLAGS)
+    except NotBuiltError as reason:
+        return reason
+    built.library.draw_room.restype = ctypes.c_int64
+    built.library.drawn_share.restype = ctypes.c_double
+    return built
+
+
+def draw(
+    logprobs: Float[Tensor, "B V"],
+    keys: UInt64[np.ndarray, " B"],
+    positions: UInt64[np.ndarray, " B"],
+    *,
+    seed: int,
+    built: Built,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Tokens, and their log-probabilities; nothing is checked here.
+
+    Args:
+        logprobs: fp32, side by side.
+        keys: number of each sequence, side by side.
+        positions: of each sequence's token, side by side.
+        seed: with key and position it gives the share of the cumulative weight that is drawn.
+        built: the kernel.
+    """
+    rows, words = logprobs.shape
+    tokens, chosen = torch.empty(rows, dtype=torch.long), torch.empty(rows)
+    room = np.empty(rows * built.library.draw_room(ctypes.c_int64(words)))
+    call = Draw(
+        logprobs.data_ptr(),
+        keys.ctypes.data,
+        positions.ctypes.data,
+        tokens.data_ptr(),
+        chosen.data_ptr(),
+        rows,
+        words,
+        seed % 2**64,
+    )
+    built.library.draw(
+        ctypes.byref(call),
+        ctypes.c_void_p(room.ctypes.data),
+        parallel(),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+    return tokens, chosen
