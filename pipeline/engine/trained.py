@@ -14,7 +14,7 @@ from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import build_optimizer, steps_in_one_pass
 from pipeline.errors import KernelError
 from pipeline.kernels.adam import adamw_, prepare
-from pipeline.kernels.reference import COPIES, AdamW, Weights
+from pipeline.kernels.reference import COPIES, AdamW, Weights, round_weights
 
 
 class TrainedParams:
@@ -209,11 +209,11 @@ class TrainedParams:
     def publish(self) -> None:
         """Round the masters into the weights, on all processes."""
         if self.flat.disk is not None:
-            self.flat.disk.write(self.master.detach())
+            self.flat.disk.write(round_weights(self.master.detach(), self.flat.settings.dtype))
             self.flat.publish()
             return
         self.comm.synchronize()
         own = self.own_weights
         if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master.detach())
+            own.copy_(round_weights(self.master.detach(), own.dtype))
         self.flat.publish()

@@ -148,7 +148,7 @@ def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:
         maximize=False,
     )
     if weights.copy is not None:
-        weights.copy.copy_(weights.master)
+        weights.copy.copy_(reference.round_weights(weights.master, weights.copy.dtype))
 
 
 def check(weights: Weights, gradient: Tensor) -> None:

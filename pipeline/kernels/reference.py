@@ -61,7 +61,7 @@ class Weights:
     """Moving average of its square, in the same type."""
 
     copy: Float[Tensor, " n"] | None = None
-    """bf16 or fp16: receives the new master, rounded."""
+    """bf16 or fp16: receives the new master, rounded as `round_weights` does it."""
 
     low_bits: Int16[Tensor, " n"] | None = None
     """What `master` in bf16 lacks of fp32, as `split_master` has it."""
@@ -83,7 +83,8 @@ def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None
     Rounded as PyTorch's fused AdamW rounds it in its SIMD lanes, so that both give the same bits:
     `m` and `v` end in a fused multiply-add each, all else is rounded operation by operation.
     (PyTorch rounds the last few elements of a vector otherwise, this rounds all alike.) Moments in
-    bf16 are rounded when they are stored; the step itself has them in fp32.
+    bf16 are rounded when they are stored; the step itself has them in fp32. Weights are rounded as
+    `round_weights` does it.
     """
     if step.overflow:
         return
@@ -107,7 +108,10 @@ def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None
     store(weights.exp_avg, exp_avg, None if random is None else random[0] >> 16)
     store(weights.exp_avg_sq, exp_avg_sq, None if random is None else random[1])
     if weights.copy is not None:
-        store(weights.copy, master, None if random is None else random[0])
+        if random is None:
+            weights.copy.copy_(round_weights(master, weights.copy.dtype))
+        else:
+            store(weights.copy, master, random[0])
     if low_bits is not None:
         master, rest = split_master(master)
         low_bits.copy_(rest)
@@ -158,23 +162,39 @@ def mix(x: Words) -> Words:
     return x ^ (x >> 16)
 
 
+def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """fp32 masters as the weights of `dtype` that a model computes with: the nearest.
+
+    Of two bf16 equally near it is the one of larger magnitude. With ties to even, as in fp16,
+    2^16 + 1 masters would have the same even weight, and the 16 bits beside it could not tell them
+    apart (`split_master`). Infinity stays, as does NaN.
+    """
+    if dtype == torch.bfloat16:
+        # The last bit takes what is half way, and nothing else, past the middle.
+        bits = masters.view(torch.int32)
+        moved = bits >> 15
+        moved &= 1
+        moved |= bits
+        masters = moved.view(torch.float32)
+    return masters.to(dtype)
+
+
 def split_master(
     master: Float[Tensor, " n"],
 ) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
-    """fp32 as bf16 and 16 bits more; `join_master` gives it back to the bit.
+    """fp32 as the bf16 of `round_weights` and 16 bits more: its own low ones.
 
-    The bf16 is the nearest one; of two equally near, that of the larger magnitude.
+    `join_master` gives it back, to the bit but for the payload of NaN.
     """
-    bits = master.view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    low = bits - (high << 16)
-    return high.short().view(torch.bfloat16), low.short()
+    return round_weights(master, torch.bfloat16), master.view(torch.int32).short()
 
 
 def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> Float[Tensor, " n"]:
     """The fp32 that `split_master` took apart."""
-    high = weights.view(torch.int16).int() << 16
-    return (high + low_bits.int()).view(torch.float32)
+    bits = weights.view(torch.int16).int()
+    bits <<= 16
+    bits += low_bits  # below zero where the weight was rounded up
+    return bits.view(torch.float32)
 
 
 def linear_logprobs(

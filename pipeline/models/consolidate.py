@@ -17,6 +17,7 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.engine.units import find_units
 from pipeline.errors import CheckpointError
+from pipeline.kernels.reference import round_weights
 from pipeline.models.deferred import places
 from pipeline.models.export import export
 from pipeline.models.forward import base_model
@@ -66,9 +67,13 @@ def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
     keys = set(checkpoint.keys())
 
     def read(parameter: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        kind = "weights" if f"{name}/weights/{prefix}{parameter}" in keys else "frozen"
+        trained = f"{name}/weights/{prefix}{parameter}"
+        if trained in keys:
+            masters = torch.empty(stop - start)
+            checkpoint.read(trained, start, masters)
+            return round_weights(masters, dtype)
         out = torch.empty(stop - start, dtype=dtype)
-        checkpoint.read(f"{name}/{kind}/{prefix}{parameter}", start, out)
+        checkpoint.read(f"{name}/frozen/{prefix}{parameter}", start, out)
         return out
 
     model = _build(described, checkpoint, read)

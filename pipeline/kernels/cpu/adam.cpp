@@ -62,6 +62,12 @@ inline uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
+// A master as a weight in bf16: the nearest, of two equally near that of larger magnitude.
+inline uint16_t nearest_weight(uint32_t bits) {
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return uint16_t(is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16);
+}
+
 struct Float32 {
     using Stored = float;
     static float load(Stored stored) { return stored; }
@@ -84,6 +90,14 @@ struct BFloat16 {
         // Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
         return Stored((stays ? bits : rounded) >> 16);
     }
+    static Stored store_weight(float value, uint32_t random) {
+#if STOCHASTIC
+        return store(value, random);
+#else
+        (void)random;
+        return nearest_weight(bits_of(value));
+#endif
+    }
 };
 
 struct Float16 {
@@ -96,7 +110,7 @@ struct Float16 {
         const uint32_t magnitude = (stored & 0x7c00u) == 0x7c00u ? special : finite;
         return from_bits(magnitude | uint32_t(stored & 0x8000u) << 16);
     }
-    static Stored store(float value, uint32_t) {
+    static Stored store_weight(float value, uint32_t) {
         const uint32_t bits = bits_of(value);
         const uint32_t magnitude = bits & 0x7fffffffu;
         const uint32_t rebias = (127u - 15u) << 23;
@@ -112,7 +126,6 @@ struct Float16 {
 
 struct None {
     using Stored = uint8_t;
-    static Stored store(float, uint32_t) { return 0; }
 };
 
 using Gradient = GRADIENT;
@@ -159,13 +172,12 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
         exp_avg[i] = Moment::store(average, low >> 16);
         exp_avg_sq[i] = Moment::store(square, high);
 #if HAS_COPY
-        copy[i] = Copy::store(weight, low);
+        copy[i] = Copy::store_weight(weight, low);
 #endif
 #if SPLIT
         const uint32_t bits = bits_of(weight);
-        const uint32_t rounded = (bits + 0x8000u) & 0xffff0000u;
-        master[i] = uint16_t(rounded >> 16);
-        low_bits[i] = int16_t(bits - rounded);
+        master[i] = nearest_weight(bits);
+        low_bits[i] = int16_t(bits);
 #else
         master[i] = weight;
 #endif

@@ -131,7 +131,6 @@ struct Element {
 };
 
 DEVICE void store_rounded(float value, float& out, u32) { out = value; }
-DEVICE void store_rounded(float value, F16& out, u32) { round_to(value, out); }
 DEVICE void store_rounded(float value, Bf16& out, u32 random) {
 #if STOCHASTIC
   const u32 bits = __float_as_uint(value);
@@ -142,6 +141,20 @@ DEVICE void store_rounded(float value, Bf16& out, u32 random) {
   }
 #endif
   round_to(value, out);
+}
+
+// A master as a weight in bf16: the nearest, of two equally near that of larger magnitude.
+DEVICE u16 nearest_weight(u32 bits) {
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<u16>(is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16);
+}
+DEVICE void store_weight(float value, F16& out, u32) { round_to(value, out); }
+DEVICE void store_weight(float value, Bf16& out, u32 random) {
+#if STOCHASTIC
+  store_rounded(value, out, random);
+#else
+  out.bits = nearest_weight(__float_as_uint(value));
+#endif
 }
 
 DEVICE void update(const Factors& f, u32 place, Element& x) {
@@ -164,11 +177,11 @@ DEVICE void update(const Factors& f, u32 place, Element& x) {
   master = master + f.step_size * average / (sqrtf(square) / f.root_correction + f.eps);
   store_rounded(average, x.exp_avg, low >> 16);
   store_rounded(square, x.exp_avg_sq, high);
-  if (HAS_COPY) store_rounded(master, x.copy, low);
+  if (HAS_COPY) store_weight(master, x.copy, low);
 #if SPLIT
-  const u32 bits = __float_as_uint(master), rounded = (bits + 0x8000u) & 0xffff0000u;
-  x.master.bits = static_cast<u16>(rounded >> 16);
-  x.low_bits = static_cast<u16>(bits - rounded);
+  const u32 bits = __float_as_uint(master);
+  x.master.bits = nearest_weight(bits);
+  x.low_bits = static_cast<u16>(bits);
 #else
   x.master = master;
 #endif

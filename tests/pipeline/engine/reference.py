@@ -64,8 +64,16 @@ def train_plainly(
                 master.grad = total[name] * factor if factor != 1.0 else total[name]
             optimizer.step()
             for name, param in params.items():
-                param.data.copy_(masters[name].detach())
+                param.data.copy_(rounded(masters[name].detach(), param.dtype))
     return Trained({name: p.detach().clone() for name, p in model.named_parameters()}, norms)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """To the nearest; of two bf16 equally near to that of larger magnitude."""
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    # As an integer fp32 is a magnitude, but for the sign, and bf16 its upper half.
+    return ((values.view(torch.int32) + 0x8000) >> 16).short().view(torch.bfloat16)
 
 
 def pairwise(parts: Sequence[Tensor]) -> Tensor:

@@ -205,24 +205,118 @@ def all_fp16() -> Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(FP16)
 
 
-@pytest.mark.parametrize("dtype", COPIES)
-def test_every_16_bit_number_and_what_lies_between_is_rounded_as_pytorch_rounds(
-    dtype: torch.dtype,
-) -> None:
+STILL = replace(STEP, weight_decay=0.0)
+"""Without a gradient nothing moves."""
+
+
+def around(dtype: torch.dtype) -> Tensor:
+    """Every number of a 16-bit format, and fp32 beside and between them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
     every = every[every.isfinite()]
     ulps = every.view(torch.int32)
     shifts = (-1, 0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001)
     values = torch.cat([(ulps + shift).view(FP32) for shift in shifts])
-    values = torch.cat([values[values.isfinite()], torch.tensor([65519.99, 65520.0, 3e38, -3e38])])
-    copy = torch.zeros(len(values), dtype=dtype)
-    weights = Weights(values.clone(), *torch.zeros(2, len(values)), copy)
-    still = replace(STEP, weight_decay=0.0)  # without a gradient nothing moves
+    return torch.cat([values[values.isfinite()], torch.tensor([65519.99, 65520.0, 3e38, -3e38])])
 
-    adamw_(weights, torch.zeros_like(values), still, kernels="required")
+
+def test_fp16_weights_are_rounded_as_pytorch_rounds() -> None:
+    values = around(FP16)
+    copy = torch.zeros(len(values), dtype=FP16)
+    weights = Weights(values.clone(), *torch.zeros(2, len(values)), copy)
+
+    adamw_(weights, torch.zeros_like(values), STILL, kernels="required")
 
     assert torch.equal(weights.master, values)
-    assert torch.equal(copy, values.to(dtype))
+    assert torch.equal(copy, values.half())
+
+
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_bf16_moments_are_rounded_as_pytorch_rounds(kernels: Kernels) -> None:
+    values = around(BF16)
+    weights = Weights(torch.zeros(len(values)), *torch.zeros(2, len(values), dtype=BF16))
+
+    # With a beta1 of 0 the moment is the gradient.
+    step = replace(STEP, betas=(0.0, 0.95), multiplier=1.0)
+    adamw_(weights, values, step, kernels=kernels)
+
+    assert torch.equal(weights.exp_avg, values.bfloat16())
+
+
+FURTHER = {-1: 0, 0: 0, 1: 0, 0x7FFF: 0, 0x8000: 1, 0x8001: 1}
+"""fp32's last bits above a bf16, and how many bf16 further it is rounded, away from zero."""
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_bf16_weights_are_the_nearest_and_of_two_equally_near_the_larger(
+    kernels: Kernels, *, split: bool
+) -> None:
+    every = torch.arange(-(2**15), 2**15)
+    values = torch.cat([(every * 2**16 + rest).int() for rest in FURTHER]).view(FP32)
+    expected = torch.cat([every + further for further in FURTHER.values()]).short().view(BF16)
+    values, expected = values[values.isfinite()], expected[values.isfinite()]
+    if split:
+        got, low_bits = reference.split_master(values)
+        weights = Weights(got, *torch.zeros(2, len(values)), low_bits=low_bits)
+    else:
+        got = torch.zeros(len(values), dtype=BF16)
+        weights = Weights(values, *torch.zeros(2, len(values)), got)
+
+    adamw_(weights, torch.zeros(len(values)), STILL, kernels=kernels)
+
+    assert torch.equal(got, expected)
+
+
+WEIGHTS = {
+    0x3F800000: 0x3F80,  # 1
+    0x3F807FFF: 0x3F80,
+    0x3F808000: 0x3F81,  # half way from an even one
+    0x3F818000: 0x3F82,  # and from an odd one
+    0xBF808000: 0xBF81,
+    0xBF807FFF: 0xBF80,
+    0x00007FFF: 0x0000,
+    0x00008000: 0x0001,
+    0x80000000: 0x8000,
+    0x7F7F7FFF: 0x7F7F,
+    0x7F7F8000: 0x7F80,  # beyond the largest comes infinity
+    0x7F800000: 0x7F80,
+    0xFF800000: 0xFF80,
+}
+"""fp32 and the bf16 that it is rounded to, as bits."""
+
+NANS = (0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF)
+"""Cut off the first two would be infinite, and rounded up the others zero."""
+
+
+def test_masters_are_rounded_to_the_nearest_bf16_ties_away_from_zero() -> None:
+    masters = torch.tensor(list(WEIGHTS)).int().view(FP32)
+
+    weights = reference.round_weights(masters, BF16)
+
+    assert [bits & 0xFFFF for bits in weights.view(torch.int16).tolist()] == list(WEIGHTS.values())
+
+
+def test_masters_are_rounded_to_fp16_with_ties_to_even() -> None:
+    # 1 + 2^-11 and 1 + 3 * 2^-11, between numbers 2^-10 apart.
+    masters = torch.tensor([0x3F801000, 0x3F803000]).int().view(FP32)
+
+    assert reference.round_weights(masters, FP16).tolist() == [1.0, 1 + 2 * 2**-10]
+
+
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_a_master_that_is_nan_stays_nan_split_or_not(kernels: Kernels) -> None:
+    masters = torch.tensor(NANS).int().view(FP32)
+    copy = torch.zeros(len(masters), dtype=BF16)
+    whole = Weights(masters.clone(), *torch.zeros(2, len(masters)), copy)
+    weights, low_bits = reference.split_master(masters)
+    split = Weights(weights, *torch.zeros(2, len(masters)), low_bits=low_bits)
+    assert reference.join_master(weights, low_bits).isnan().all()
+
+    adamw_(whole, torch.zeros(len(masters)), STEP, kernels=kernels)
+    adamw_(split, torch.zeros(len(masters)), STEP, kernels=kernels)
+
+    for each in (copy, weights, reference.join_master(weights, low_bits)):
+        assert each.isnan().all()
 
 
 def test_every_fp16_gradient_is_read_as_what_it_is() -> None:
@@ -245,7 +339,7 @@ def test_gradients_that_are_not_finite_leave_what_is_not_finite() -> None:
 
 
 def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
-    whole, gradient = vectors(10_000)
+    whole, gradient = vectors(10_000, copy=BF16)
     weights, low_bits = reference.split_master(whole.master)
     split = Weights(weights, whole.exp_avg.clone(), whole.exp_avg_sq.clone(), low_bits=low_bits)
 
@@ -254,10 +348,8 @@ def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
         adamw_(split, gradient, replace(STEP, step=step))
 
     assert torch.equal(reference.join_master(split.master, low_bits), whole.master)
-    # Its bf16 half is the rounded master; of two equally near ones it may be the other.
-    rounded = whole.master.bfloat16()
-    ties = (whole.master.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(split.master[~ties], rounded[~ties])
+    assert whole.copy is not None
+    assert torch.equal(split.master, whole.copy)
 
 
 def test_every_float_but_nan_survives_being_split() -> None:

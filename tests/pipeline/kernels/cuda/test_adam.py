@@ -197,6 +197,30 @@ def test_what_is_not_finite_stays_so_under_stochastic_rounding(emulator: Emulato
     assert copy.isfinite().sum() == 62
 
 
+@pytest.mark.parametrize("kind", [Kind(copy=BF16), Kind(split=True)], ids=str)
+def test_a_weight_half_way_between_two_is_rounded_away_from_zero(
+    kind: Kind, emulator: Emulator
+) -> None:
+    check_ties(kind, emulator)
+
+
+def check_ties(kind: Kind, emulator: Emulator) -> None:
+    masters = torch.tensor([0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x7FC00000]).int()
+    master, copy, low_bits = masters.view(F32), torch.zeros(5, dtype=BF16), None
+    if kind.split:
+        copy, low_bits = reference.split_master(master)
+        weights = Weights(copy, *torch.zeros(2, 5), low_bits=low_bits)
+    else:
+        weights = Weights(master, *torch.zeros(2, 5), copy)
+
+    shard = Shard(weights=weights, gradient=torch.zeros(5), lr=1.0, weight_decay=0.0)
+
+    by_kernel([shard], STEP, emulator)
+
+    bits = [each & 0xFFFF for each in copy.view(torch.int16).tolist()]
+    assert bits == [0x3F81, 0x3F82, 0xBF81, 0x3F80, 0x7FC0]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pieces_of_a_vector_round_stochastically_as_the_whole(
     schedule: int, emulator: Emulator

@@ -128,7 +128,8 @@ ADAM = {
         "static_cast<u32>(load_i64(&shard->first) + offset)",
         "static_cast<u32>(offset)",
     ),
-    "the split rounds down": ("(bits + 0x8000u) & 0xffff0000u", "bits & 0xffff0000u"),
+    "weights are rounded down": ("(bits + 0x8000u) >> 16", "bits >> 16"),
+    "ties of weights go to even": ("bits + 0x8000u", "bits + 0x7fffu + ((bits >> 16) & 1u)"),
 }
 
 ADAM_CASES = [
@@ -268,6 +269,7 @@ def adam_is_right(emulator: Emulator) -> bool:
         for test in (
             lambda: adam.check_bits(kind, emulator, shift=shift, schedule=schedule),  # noqa: B023
             lambda: adam.check_overflow(emulator),
+            lambda: adam.check_ties(adam.Kind(split=True), emulator),
         ):
             try:
                 test()
