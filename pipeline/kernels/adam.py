@@ -115,7 +115,7 @@ def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
     """PyTorch's own operations, on a piece at a time that fits into a core's cache."""
     tensors = weights.tensors() | {"gradient": gradient}
     on_cpu, numel = gradient.device.type == "cpu", gradient.numel()
-    fused = on_cpu and weights.low_bits is None and weights.exp_avg.dtype == torch.float32
+    fused = on_cpu and weights.exp_avg.dtype == torch.float32
     fused = fused and (step.seed is None or weights.copy is None)
     # PyTorch's fused class takes whole lines, the definition what is left.
     whole = numel // LINE * LINE if fused else 0
@@ -131,8 +131,11 @@ def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
 
 
 def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:
+    master = weights.master
+    if weights.low_bits is not None:
+        master = reference.join_master(master, weights.low_bits)
     adamw(
-        [weights.master],
+        [master],
         [gradient.float() * step.multiplier],
         [weights.exp_avg],
         [weights.exp_avg_sq],
@@ -148,7 +151,11 @@ def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:
         maximize=False,
     )
     if weights.copy is not None:
-        weights.copy.copy_(reference.round_weights(weights.master, weights.copy.dtype))
+        weights.copy.copy_(reference.round_weights(master, weights.copy.dtype))
+    if weights.low_bits is not None:
+        rounded, low_bits = reference.split_master(master)
+        weights.master.copy_(rounded)
+        weights.low_bits.copy_(low_bits)
 
 
 def check(weights: Weights, gradient: Tensor) -> None:
