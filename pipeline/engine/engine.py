@@ -1,7 +1,7 @@
 """The training engine: a model, its optimizer and the collectives between processes."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -168,19 +168,17 @@ class Engine:
             for name, gradient in group.full_gradients().items()
         }
 
-    def masters(self) -> list[Tensor]:
+    def masters(self) -> Iterator[Tensor]:
         """This process's part of the fp32 weights, one vector for each group.
 
-        They change with the next step, but for copies of what lives on a disk.
+        Each is to be read, or copied, before the next is asked for: the memory may be made for it.
         """
         self.zero.check_ready()
-        if self.disk is None:
-            return [group.master.detach() for group in self.groups]
-        return [group.master.detach().clone() for group in self.visit()]
+        return (group.master.detach() for group in self.visit())
 
     @torch.no_grad()
-    def load_masters(self, masters: list[Tensor]) -> None:
-        """Set the weights to what `masters` returned earlier, or an average of it."""
+    def load_masters(self, masters: Sequence[Tensor]) -> None:
+        """Set the weights to copies of what `masters` gave earlier, or an average of them."""
         self.zero.check_ready()
         self.comm.meet()  # another process may still read the weights as they are
         self.zero.updates += 1

@@ -77,7 +77,7 @@ def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -
         rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
         updates = learn(models, rollout, config, step=step, forward=experience.forward)
         metrics.append(updates.values())
-    masters = {name: torch.cat(engine.masters()) for name, engine in engines.items()}
+    masters = {name: torch.cat(list(engine.masters())) for name, engine in engines.items()}
     return {"masters": masters, "metrics": metrics, "passes": passes}
 
 

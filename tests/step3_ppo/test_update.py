@@ -228,11 +228,11 @@ def test_the_moving_average_follows_every_update(toy: Path) -> None:
     models = toy_models(config)
     rollout = toy_rollout(models, config)
     ema = Ema(models.actor, decay=0.75)
-    start = torch.cat(models.actor.masters()).clone()
+    start = torch.cat(list(models.actor.masters())).clone()
 
     learn(models, rollout, toy_config(toy), step=1, ema=ema, ptx=None)
 
-    now = torch.cat(models.actor.masters())
+    now = torch.cat(list(models.actor.masters()))
     torch.testing.assert_close(torch.cat(ema.weights), 0.75 * start + 0.25 * now)
 
 
