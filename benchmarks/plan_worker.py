@@ -133,7 +133,7 @@ def measured(model: nn.Module, settings: TrainedModelConfig) -> dict[str, float]
         "weights": sum(
             (flat.shard if flat.placement.shard_params else flat.full).nbytes for flat in flats
         ),
-        "masters": sum(g.master.nbytes for g in groups if not g.masters_are_weights),
+        "masters": sum(each.nbytes for group in groups for each in group.masters.beside()),
         "moments": sum(each.nbytes for group in groups for each in group.moments()),
         "gradients": gradients,
         "gradient_buffers": buffers,

@@ -154,7 +154,8 @@ class Checkpoints:
         num_bytes += sum(
             weight.nbytes for _, part in self._keeping_weights() for weight in part.weights
         )
-        on_gpu = any(group.master.is_cuda for each in engines for group in each.groups)
+        groups = [group for each in engines for group in each.groups]
+        on_gpu = any(group.flat.placement.optimizer_device.type == "cuda" for group in groups)
         self._writer.prepare(num_bytes, pinned=on_gpu)
 
     def _is_due(self, step: int) -> bool:
@@ -250,7 +251,8 @@ class Checkpoints:
                 part.load_state_dict(state["parts"][name])
             if isinstance(part, KeepsWeights) and name in state["weights"]:
                 if not part.weights:
-                    part.weights = [torch.zeros(group.master_numel) for group in part.engine.groups]
+                    groups = part.engine.groups
+                    part.weights = [torch.zeros(group.masters.numel) for group in groups]
                 read_weights(part.engine, name, checkpoint, part.weights)
         self._once = dict(state["once"])
         self._base = checkpoint.base.path.name if checkpoint.base is not None else None

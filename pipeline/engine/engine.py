@@ -174,7 +174,7 @@ class Engine:
         Each is to be read, or copied, before the next is asked for: the memory may be made for it.
         """
         self.zero.check_ready()
-        return (group.master.detach() for group in self.visit())
+        return (group.masters.fp32() for group in self.visit())
 
     @torch.no_grad()
     def load_masters(self, masters: Sequence[Tensor]) -> None:
@@ -183,8 +183,8 @@ class Engine:
         self.comm.meet()  # another process may still read the weights as they are
         self.zero.updates += 1
         for group, master in zip(self.visit(), masters, strict=True):
-            group.master.copy_(master)
-            group.publish()
+            with group.changing() as own:
+                own.copy_(master)
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -201,10 +201,10 @@ class Engine:
         self.comm.meet()
         self.zero.updates += 1
         for group in self.visit():
-            for name, place, elements in group.spans():
-                if name in weights:
-                    group.master.data[place] = weights[name].reshape(-1)[elements]
-            group.publish()
+            with group.changing() as own:
+                for name, place, elements in group.spans():
+                    if name in weights:
+                        own[place] = weights[name].reshape(-1)[elements]
 
     def turns(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each unit, whole until the next are asked for; in step on all."""

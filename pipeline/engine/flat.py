@@ -45,6 +45,9 @@ class Placement:
     param_device: torch.device
     """Of the own piece of the weights, at stage 3."""
 
+    params_on_disk: bool
+    """The own piece of the weights comes to main memory to be gathered, at stage 3."""
+
     optimizer_on_disk: bool
     """Masters and moments come to main memory for the update alone."""
 

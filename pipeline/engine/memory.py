@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 ADAM_BYTES = 16
 """Bytes a parameter in mixed-precision training with Adam (Rajbhandari et al. 2020, section 3.1): 2
-for the weight, 2 for its gradient, 4 each for master weight, momentum and variance."""
+for the weight, 2 for its gradient, 4 each for master weight, momentum and variance. This engine
+sums gradients in fp32 and keeps 2 bytes of the master beside the weight: 16 as well."""
 
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMB]?)", re.IGNORECASE)

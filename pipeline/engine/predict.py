@@ -15,6 +15,8 @@ from pipeline.distributed import local_device
 from pipeline.engine.disk_weights import BUFFERS
 from pipeline.engine.flat import ParamSettings, Placement
 from pipeline.engine.layout import padded_size
+from pipeline.engine.masters import BYTES as MASTER_BYTES
+from pipeline.engine.masters import kind_of_masters
 from pipeline.engine.optim import build_optimizer
 from pipeline.engine.setup import param_settings, placement_of
 from pipeline.engine.units import UnitParams, find_units
@@ -84,7 +86,8 @@ def predict(
 
     Returns:
         `weights`: as the model has them, at stage 3 the own piece; `masters`: fp32 copies of
-        trained weights that are below fp32 or live elsewhere, from stage 1 the own piece;
+        trained weights that are below fp32 or live elsewhere, from stage 1 the own piece, or the 16
+        bits that bf16 weights lack of them (a GPU is taken to have the kernel for that);
         `moments`: the optimizer's state after its first step; `gradients`: the own piece of their
         fp32 sum over micro-batches, at every stage, for each micro-batch is reduced as it is found,
         and in the deterministic mode all partial sums, from the first backward pass to the step;
@@ -102,12 +105,12 @@ def predict(
     in_weights = world if placement.shard_params else 1
     in_optimizer = world if placement.shard_optimizer else 1
     updated = sum(vector.numel for vector in trained) // in_optimizer
-    copied = [vector for vector in trained if _has_master(vector, placement)]
+    masters = sum(vector.numel * _master_bytes(vector, config, placement) for vector in trained)
     # As many partial sums as a binary counter has digits set at most.
     sums = (micro_batches + 1).bit_length() - 1 if placement.deterministic else 1
     return {
         "weights": sum(vector.num_bytes for vector in vectors) // in_weights,
-        "masters": 4 * sum(vector.numel for vector in copied) // in_optimizer,
+        "masters": masters // in_optimizer,
         "gradients": 4 * sums * sum(vector.numel for vector in trained) // world,
         "moments": 4 * updated * state_vectors(config.optim),
         "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches),
@@ -190,11 +193,10 @@ def _vectors(
     ]
 
 
-def _has_master(vector: Vector, placement: Placement) -> bool:
-    """Whether the optimizer updates a copy rather than the weights themselves."""
-    where = placement.param_device if placement.shard_params else placement.device
-    elsewhere = placement.optimizer_on_disk or where != placement.optimizer_device
-    return elsewhere or vector.settings.dtype != torch.float32
+def _master_bytes(vector: Vector, config: TrainedModelConfig, placement: Placement) -> int:
+    """Of a master, beside its weight."""
+    kind = kind_of_masters(vector.settings.dtype, placement, config.optim, config.kernels)
+    return MASTER_BYTES[kind]
 
 
 def _gradient_buffers(

@@ -28,6 +28,7 @@ def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
         optimizer_device=device if offload.optimizer == "none" else host,
         gradient_device=device if offload.gradients == "none" else host,
         param_device=device if offload.params == "none" else host,
+        params_on_disk=offload.params == "nvme",
         optimizer_on_disk=offload.optimizer == "nvme",
         deterministic=config.zero.reduction == "deterministic",
         pin_memory=offload.pin_memory,
@@ -89,9 +90,9 @@ def store_on_disk(
         return None
     assert offload.nvme_path is not None  # as OffloadConfig checks
     store = TensorStore(offload.nvme_path, rank=rank)
-    state = StreamedState(store, [group.master_numel for group in groups])
+    state = StreamedState(store, [group.masters.numel for group in groups])
     for index, group in enumerate(groups):
-        master = group.weights_in_fp32()
+        master = group.masters.from_weights()
         state.put(index, (master, torch.zeros_like(master), torch.zeros_like(master)))
     return state
 

@@ -32,7 +32,8 @@ class Sleep:
     def begin(self, kinds: Collection[Kind]) -> None:
         """Free what is of these kinds; what other processes read in place stays.
 
-        Masters that are the weights themselves go with the weights.
+        Masters that are the weights themselves go with the weights; split ones leave their low bits
+        to go by themselves.
         """
         asleep = {storage.data_ptr() for storage, _ in self._asleep}
         for tensor in self._tensors(kinds):
@@ -64,8 +65,8 @@ class Sleep:
                 for flat in unit.flats:
                     yield from (flat.full, flat.shard)
         for group in self.groups:
-            if "masters" in kinds and not group.masters_are_weights:
-                yield group.master.detach()
+            if "masters" in kinds:
+                yield from group.masters.beside()
             if "moments" in kinds:
                 yield from group.moments()
             if "gradients" in kinds:

@@ -21,11 +21,12 @@ from pipeline.errors import CheckpointError
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """Masters and moments of this process's pieces, and the model's own buffers.
 
-    Each is to be copied before the next is asked for: what lives on a disk leaves memory again.
+    Each is to be copied before the next is asked for: what lives on a disk leaves memory again, and
+    masters that are split are joined for the time.
     """
     engine.zero.check_ready()
     for group in engine.visit():
-        vectors = {"weights": group.master.detach(), **_moments(group)}
+        vectors = {"weights": group.masters.fp32(), **_moments(group)}
         for kind, vector in vectors.items():
             for name, place, elements in group.spans(own=True):
                 yield Fragment(f"{prefix}/{kind}/{name}", elements.start, vector[place])
@@ -99,8 +100,8 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
                 )
                 flat.publish()
     for group in engine.visit():
-        _load_group(group, prefix, checkpoint, described)
-        group.publish()
+        with group.changing() as masters:
+            _load_group(group, masters, prefix, checkpoint, described)
     for name, buffer in _buffers(engine).items():
         flat = torch.empty_like(buffer).reshape(-1)
         checkpoint.read(f"{prefix}/buffers/{name}", 0, flat)
@@ -124,16 +125,19 @@ def read_weights(
 
 
 def _load_group(
-    group: TrainedParams, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]
+    group: TrainedParams,
+    masters: Tensor,
+    prefix: str,
+    checkpoint: Checkpoint,
+    described: Mapping[str, Any],
 ) -> None:
-    master = group.master.detach()
     counters = _agreed(group, described["counters"])
     kept = _moments(group)
     moments = {
-        kind: kept[kind] if kind in kept else torch.zeros_like(master)
+        kind: kept[kind] if kind in kept else torch.zeros_like(masters)
         for kind in described["moments"]
     }
-    for kind, vector in {"weights": master, **moments}.items():
+    for kind, vector in {"weights": masters, **moments}.items():
         for name, place, elements in group.spans():
             checkpoint.read(f"{prefix}/{kind}/{name}", elements.start, vector[place])
     if counters or moments:
@@ -196,8 +200,7 @@ def _counters(group: TrainedParams) -> dict[str, float]:
 
 
 def _state(group: TrainedParams) -> Iterable[tuple[str, Tensor]]:
-    state = group.optimizer.state.get(group.master, {})
-    return [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
+    return [(name, value) for name, value in group.state.items() if isinstance(value, Tensor)]
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:

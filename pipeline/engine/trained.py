@@ -1,90 +1,80 @@
 """A flat vector of weights that learn: masters, gradients and their optimizer."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradients import FlatGradients
 from pipeline.engine.layout import num_chunks
+from pipeline.engine.masters import Kind, Masters, kind_of_masters
 from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import build_optimizer, steps_in_one_pass
 from pipeline.errors import KernelError
 from pipeline.kernels.adam import adamw_, prepare
-from pipeline.kernels.reference import COPIES, AdamW, Weights, round_weights
+from pipeline.kernels.reference import COPIES, AdamW, Weights
 
 
 class TrainedParams:
-    """fp32 masters of a flat vector, of the own piece or whole, with what trains them.
-
-    An fp32 weight that stays where it is computed is its own master.
-    """
+    """A flat vector with what trains it: masters, summed gradients and an optimizer."""
 
     def __init__(
         self, flat: FlatParams, pool: BufferPool, optim: OptimConfig, *, kernels: Kernels = "auto"
     ) -> None:
         self.flat, self.comm = flat, flat.comm
         self.kernels: Kernels = kernels
-        placement = flat.placement
-        own = self.own_weights
-        device = placement.optimizer_device
-        if placement.optimizer_on_disk:
-            self.master = nn.Parameter(torch.empty(0))
-        elif own.dtype == torch.float32 and own.device == device and flat.disk is None:
-            self.master = nn.Parameter(own.data)
-        else:
-            self.master = nn.Parameter(self.weights_in_fp32())
+        kind = kind_of_masters(flat.settings.dtype, flat.placement, optim, kernels)
+        self.one_pass = self._prepare(optim, kind)
+        # On a GPU a kernel may not be there, which on a CPU PyTorch stands in for.
+        self.masters = Masters(flat, "whole" if kind == "split" and not self.one_pass else kind)
         self.gradients = FlatGradients(flat, pool)
         settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
-        self.optimizer = build_optimizer([{"params": [self.master], **settings}], optim)
-        self.one_pass = kernels != "off" and steps_in_one_pass(optim, device)
-        if self.one_pass:
-            copy = self._copy
-            ready = prepare(device, copy=None if copy is None else copy.dtype, kernels=kernels)
+        self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
+
+    def _prepare(self, optim: OptimConfig, kind: Kind) -> bool:
+        """Whether the optimizer steps in one pass, with the kernel for it ready where one is."""
+        device, dtype = self.flat.placement.optimizer_device, self.flat.settings.dtype
+        if self.kernels != "off" and steps_in_one_pass(optim, device):
+            copy = dtype if kind == "whole" and dtype in COPIES else None
+            ready = prepare(device, copy=copy, split=kind == "split", kernels=self.kernels)
             # On a CPU PyTorch has the same bits without a kernel, on a GPU a faster class.
-            self.one_pass = ready or device.type == "cpu"
-        elif kernels == "required":
+            return ready or device.type == "cpu"
+        if self.kernels == "required":
             raise KernelError(
                 f"kernels required: there is none of {optim.name} on {device.type} with these"
                 " settings; set kernels auto, or take AdamW without optim.params"
             )
+        return False
 
     @property
-    def own_weights(self) -> Tensor:
-        """The weights whose masters this process keeps: its piece, or all at stage 0."""
-        return self.flat.shard if self.flat.placement.shard_optimizer else self.flat.full
+    def state(self) -> dict[str, Any]:
+        """What the optimizer keeps, by its own names: moments, and numbers for all weights."""
+        return self.optimizer.state[self.masters.param]
 
-    @property
-    def masters_are_weights(self) -> bool:
-        """Whether the masters have no memory of their own."""
-        storage = self.own_weights.untyped_storage()
-        return storage.data_ptr() == self.master.untyped_storage().data_ptr() != 0
-
-    def weights_in_fp32(self) -> Tensor:
-        """A copy of `own_weights` where the optimizer works, from the disk if they are there."""
-        disk = self.flat.disk
-        own = self.own_weights if disk is None else disk.read()
-        device = self.flat.placement.optimizer_device
-        copy = self.flat.placement.host_empty(own.numel(), torch.float32, device).copy_(own)
-        if disk is not None:
-            disk.give_back()
-        return copy
+    @contextmanager
+    def changing(self) -> Iterator[Float[Tensor, " n"]]:
+        """The fp32 masters, to change in place; then the weights follow, on all processes."""
+        self.comm.synchronize()  # before weights change that are being copied to the GPU
+        with self.masters.changing() as masters:
+            yield masters
+        self.publish()
 
     def attach(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Have masters and moments that live on a disk here, until `detach`."""
-        self.master.data = master
-        state = self.optimizer.state[self.master]
-        state.setdefault("step", torch.zeros(()))
-        state |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self.masters.param.data = master
+        self.state.setdefault("step", torch.zeros(()))
+        self.state.update(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
     def detach(self) -> None:
         """Let go of what `attach` brought."""
-        self.master.data = torch.empty(0)
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.optimizer.state[self.master][name] = torch.empty(0)
+        self.masters.param.data = torch.empty(0)
+        self.state.update(exp_avg=torch.empty(0), exp_avg_sq=torch.empty(0))
 
     def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
         """Of each parameter that has elements in these masters: where they lie, and which they are.
@@ -94,19 +84,13 @@ class TrainedParams:
         """
         flat = self.flat
         first = flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
-        low, high = first, first + self.master_numel
+        low, high = first, first + self.masters.numel
         if own:
             low = flat.comm.rank * flat.shard_numel
             high = low + flat.shard_numel
         for name, start, stop in flat.stretches(low, high):
             offset = flat.offsets[name]
             yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
-
-    @property
-    def master_numel(self) -> int:
-        """Elements of the masters, wherever they are."""
-        flat = self.flat
-        return flat.shard_numel if flat.placement.shard_optimizer else flat.numel
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The reduced gradient of each parameter, whole, by name; all processes call it."""
@@ -153,32 +137,43 @@ class TrainedParams:
             gradient.mul_(multiplier)
         if not sharded:
             gradient = self._gathered(gradient)
+        device = self.flat.placement.optimizer_device
+        rounded: Tensor | None = None
         if self.one_pass:
-            self._step_in_one_pass(gradient.to(self.master.device), multiplier)
+            rounded = self._step_in_one_pass(gradient.to(device), multiplier)
         else:
-            self.master.grad = gradient.to(self.master.device)
+            self.masters.param.grad = gradient.to(device)
             self.optimizer.step()
-            self.master.grad = None
+            self.masters.param.grad = None
         if not sharded:
             self.gradients.pool.give_back(gradient)
         self.gradients.clear()
-        if self.one_pass and self._copy is not None:
-            self.flat.publish()
-        else:
-            self.publish()
+        self.publish(rounded)
 
-    def _step_in_one_pass(self, gradient: Tensor, multiplier: float) -> None:
-        """What the optimizer would do, the factor and the rounding of the weights included."""
+    def _step_in_one_pass(self, gradient: Tensor, multiplier: float) -> Tensor | None:
+        """What the optimizer would do, the factor and the rounding of the weights included.
+
+        Returns:
+            The rounded weights, where the masters are others than these.
+        """
         (settings,) = self.optimizer.param_groups
-        master, state = self.master.detach(), self.optimizer.state[self.master]
+        state, masters = self.state, self.masters
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
-            state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")}
         if state["step"].is_cuda:  # as PyTorch's fused class has loaded it
             state["step"] = state["step"].cpu()
         state["step"] += 1
+        rounded = masters.room_for_weights()
+        stepped = masters.fp32() if masters.low_bits is None else masters.weights
         adamw_(
-            Weights(master, state["exp_avg"], state["exp_avg_sq"], copy=self._copy),
+            Weights(
+                stepped,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                copy=rounded,
+                low_bits=masters.low_bits,
+            ),
             gradient,
             AdamW(
                 lr=settings["lr"],
@@ -190,30 +185,14 @@ class TrainedParams:
             ),
             kernels=self.kernels,
         )
-
-    @property
-    def _copy(self) -> Tensor | None:
-        """The own weights, where they are a rounding of the masters beside them."""
-        if self.flat.disk is not None:
-            return None
-        own = self.own_weights
-        here = own.device == self.flat.placement.optimizer_device
-        return own if here and own.dtype in COPIES else None
+        return rounded
 
     def moments(self) -> list[Tensor]:
         """What the optimizer keeps for each weight."""
-        state = self.optimizer.state.get(self.master, {})
-        return [value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0]
+        state = self.state.values()
+        return [value for value in state if isinstance(value, Tensor) and value.ndim > 0]
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the weights, on all processes."""
-        if self.flat.disk is not None:
-            self.flat.disk.write(round_weights(self.master.detach(), self.flat.settings.dtype))
-            self.flat.publish()
-            return
-        self.comm.synchronize()
-        own = self.own_weights
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(round_weights(self.master.detach(), own.dtype))
+    def publish(self, rounded: Tensor | None = None) -> None:
+        """Have the weights follow the masters, on all processes; `rounded` is them already."""
+        self.masters.write_weights(rounded)
         self.flat.publish()

@@ -64,12 +64,17 @@ class Row:
 
 def adamw_row(device: torch.device, copy: torch.dtype | None, elements: int) -> Row:
     """AdamW as the engine uses it, for weights in this format."""
-    found = find(device, copy=copy)
+    split = copy == torch.bfloat16
+    found = find(device, copy=None if split else copy, split=split)
     generator = torch.Generator().manual_seed(0)
     master, gradient = torch.randn(2, elements, generator=generator).to(device)
     exp_avg, exp_avg_sq = torch.zeros(2, elements, device=device)
-    out = None if copy is None else torch.empty(elements, dtype=copy, device=device)
-    weights = Weights(master, exp_avg, exp_avg_sq, out)
+    out = low_bits = None
+    if split:
+        master, low_bits = reference.split_master(master)
+    elif copy is not None:
+        out = torch.empty(elements, dtype=copy, device=device)
+    weights = Weights(master, exp_avg, exp_avg_sq, out, low_bits)
     step = AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1, multiplier=0.5)
 
     def with_kernels(kernels: Kernels) -> float:

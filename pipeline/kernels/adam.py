@@ -58,12 +58,15 @@ def adamw_(
     _step_in_chunks(weights, gradient, step)
 
 
-def prepare(device: torch.device, *, copy: torch.dtype | None, kernels: Kernels) -> bool:
+def prepare(
+    device: torch.device, *, copy: torch.dtype | None, split: bool = False, kernels: Kernels
+) -> bool:
     """Have the kernel for fp32 vectors on `device` ready before the first step.
 
     Args:
         device: of the vectors.
         copy: the type of the rounded copy, if there is one.
+        split: whether the masters are bf16 weights and 16 bits more.
         kernels: off does nothing.
 
     Returns:
@@ -74,18 +77,20 @@ def prepare(device: torch.device, *, copy: torch.dtype | None, kernels: Kernels)
     """
     if kernels == "off":
         return False
-    found = find(device, copy=copy)
+    found = find(device, copy=copy, split=split)
     if isinstance(found, NotBuiltError):
         settle("AdamW", str(found), kernels)
         return False
     return True
 
 
-def find(device: torch.device, *, copy: torch.dtype | None) -> Built | Gpu | NotBuiltError:
+def find(
+    device: torch.device, *, copy: torch.dtype | None, split: bool = False
+) -> Built | Gpu | NotBuiltError:
     """What steps fp32 vectors on the CPU or a GPU, built if need be, or why nothing does."""
     if device.type == "cuda":
-        return _on_gpu(device, (torch.float32, torch.float32, copy, False), stochastic=False)
-    return cpu.library(cpu.Variant(torch.float32, torch.float32, copy))
+        return _on_gpu(device, (torch.float32, torch.float32, copy, split), stochastic=False)
+    return cpu.library(cpu.Variant(torch.float32, torch.float32, copy, split))
 
 
 def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | Gpu | NotBuiltError:

@@ -70,9 +70,12 @@ def ppo(path: str, **settings: Any) -> PPOConfig:
 
 @pytest.mark.parametrize(
     ("precision", "machine", "weights", "masters"),
-    [("fp32", GPU, 4, 0), ("bf16", CPU, 2, 4), ("auto", CPU, 4, 0), ("auto", GPU, 2, 4)],
+    [
+        *(("fp32", GPU, 4, 0), ("bf16", CPU, 2, 2), ("fp16", CPU, 2, 4)),
+        *(("auto", CPU, 4, 0), ("auto", GPU, 2, 2)),
+    ],
 )
-def test_a_trained_model_holds_16_bytes_a_parameter_and_18_with_16_bit_weights(
+def test_a_trained_model_holds_16_bytes_a_parameter_and_18_in_fp16(
     path: str, precision: str, machine: Machine, weights: int, masters: int
 ) -> None:
     found = kinds(phase("train", sft(path, precision=precision), machine).items, "model")

@@ -79,7 +79,7 @@ def test_an_optimizer_on_the_host_trains_alike(stage: int, params: str) -> None:
 
     engine, got = train(settings(stage, optimizer="cpu", params=params), torch.float32)
 
-    assert {group.master.device.type for group in engine.groups} == {"cpu"}
+    assert {group.masters.fp32().device.type for group in engine.groups} == {"cpu"}
     for name, weight in expected.items():
         # The CPU's AdamW and the GPU's round differently: to the bit where they are one.
         exact = local_device().type == "cpu"
@@ -109,6 +109,6 @@ def test_offloaded_vectors_are_pinned() -> None:
     engine, _ = train(settings(3, params="cpu", gradients="cpu", optimizer="cpu"), torch.bfloat16)
 
     assert all(flat.shard.is_pinned() for unit in engine.zero.units for flat in unit.flats)
-    assert all(group.master.is_pinned() for group in engine.groups)
+    assert all(each.is_pinned() for group in engine.groups for each in group.masters.beside())
     sums = [group.gradients.sum.finish() for group in engine.groups]
     assert all(each.is_pinned() for each in sums)

@@ -119,7 +119,7 @@ def test_clipping_scales_the_whole_gradient_to_the_limit() -> None:
 
     result = engine.step()
 
-    moment = engine.groups[0].optimizer.state[engine.groups[0].master]["exp_avg"]
+    moment = engine.groups[0].state["exp_avg"]
     assert result.grad_norm == pytest.approx(5.0)  # before clipping
     torch.testing.assert_close(moment[:2], 0.1 * torch.tensor([0.6, 0.8]))
 
@@ -137,7 +137,7 @@ def test_updates_too_small_for_bf16_add_up_in_the_fp32_masters() -> None:
     # bf16 has steps of 1/256 below 1: a hundred updates of 1e-4 are two and a half of them.
     assert seen[0] == 1.0
     assert seen[-1] == pytest.approx(0.99, abs=1 / 512)
-    assert engine.groups[0].master[0].item() == pytest.approx(0.99, rel=1e-4)
+    assert engine.groups[0].masters.fp32()[0].item() == pytest.approx(0.99, rel=1e-4)
 
 
 def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
@@ -157,7 +157,7 @@ def test_an_overflow_in_fp16_changes_nothing_and_the_second_one_halves_the_scale
     engine = Engine(model, settings(), total_steps=3)
     engine.backward(engine(torch.full((1,), 0.5)))
     engine.step()
-    state = engine.groups[0].optimizer.state[engine.groups[0].master]
+    state = engine.groups[0].state
     before = [model.weight.clone(), *(value.clone() for value in state.values())]
 
     scales = []
@@ -186,7 +186,7 @@ def test_small_fp16_gradients_survive_by_the_scale() -> None:
     engine.backward(engine(torch.full((1,), 1e-8)))  # below fp16's smallest number, 6e-8
     result = engine.step()
 
-    moment = engine.groups[0].optimizer.state[engine.groups[0].master]["exp_avg"]
+    moment = engine.groups[0].state["exp_avg"]
     assert result.grad_norm == pytest.approx(1e-8, rel=1e-2)
     assert moment[0].item() == pytest.approx(0.1 * 1e-8, rel=1e-2)  # the scale is taken out again
 

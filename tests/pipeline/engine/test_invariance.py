@@ -202,10 +202,7 @@ def adapters(stage: int) -> tuple[str, str, int]:
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     assert digest({name: weights[name] for name in frozen}) == before
     moments = sum(
-        each.nbytes
-        for group in engine.groups
-        for each in group.optimizer.state[group.master].values()
-        if each.numel() > 1
+        each.nbytes for group in engine.groups for each in group.state.values() if each.numel() > 1
     )
     return digest(weights), before, moments
 
@@ -248,9 +245,8 @@ def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
 def test_a_nap_in_the_middle_of_an_accumulation_changes_nothing(stage: int, dtype: str) -> None:
     same, moved = slept(stage, dtype)
 
-    # All weights, gradients and, from the second step, two moments; below fp32 also the masters.
-    weight = 2 if dtype == "bf16" else 0
-    whole = moved[0] // (4 + 4 + weight)
-    assert moved == [whole * (8 + weight)] * 2 + [whole * (16 + weight)] * 2
+    # All weights, in bf16 in two halves, gradients and, from the second step, two moments.
+    whole = moved[0] // (4 + 4)
+    assert moved == [whole * 8] * 2 + [whole * 16] * 2
     assert same
     assert [each[0] for each in run_ranks(slept, stage, dtype)] == [True, True]

@@ -37,8 +37,11 @@ def trained(
         for micro_batch in range(micro_batches):
             engine.backward(loss_of(engine, step, micro_batch, 0))
         engine.step()
-    state = [tensor for group in engine.visit() for tensor in [*group.moments(), group.master]]
-    state = [tensor.detach().clone() for tensor in state]
+    state = [
+        tensor.clone()
+        for group in engine.visit()
+        for tensor in (*group.moments(), group.masters.fp32())
+    ]
     with engine.gathered():
         return state + [param.detach().clone() for param in model.parameters()]
 

@@ -125,10 +125,10 @@ def test_a_model_is_counted_from_its_configuration(
         [str(stage), *(f"{size:,}" for size in (*line, sum(line)))]
         for stage, line in enumerate(
             [
-                (2 * flat, 4 * flat, 8 * flat, 2 * flat, buffers, 0),
-                (2 * flat, 2 * flat, 4 * flat, 2 * flat, buffers, 0),
-                (2 * flat, 2 * flat, 4 * flat, 2 * flat, buffers, 0),
-                (flat, 2 * flat, 4 * flat, 2 * flat, buffers, 2 * (3328 + 2 * 9472)),
+                (2 * flat, 2 * flat, 8 * flat, 2 * flat, buffers, 0),
+                (2 * flat, flat, 4 * flat, 2 * flat, buffers, 0),
+                (2 * flat, flat, 4 * flat, 2 * flat, buffers, 0),
+                (flat, flat, 4 * flat, 2 * flat, buffers, 2 * (3328 + 2 * 9472)),
             ]
         )
     ]

@@ -29,7 +29,7 @@ def state(engine: Engine) -> list[Tensor]:
     return [
         tensor.clone()
         for group in engine.groups
-        for tensor in (group.master.detach(), *group.optimizer.state[group.master].values())
+        for tensor in (group.masters.fp32(), *group.state.values())
     ]
 
 

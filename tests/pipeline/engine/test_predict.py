@@ -63,9 +63,11 @@ def bytes_of_weights(flat: FlatParams) -> int:
 def trained_bytes(groups: list[TrainedParams]) -> dict[str, int]:
     """Bytes of this process's masters that aren't the weights themselves, gradients and moments."""
     masters = sum(
-        group.master.nbytes
+        each.nbytes
         for group in groups
-        if group.master.untyped_storage().data_ptr()
+        for each in (group.masters.param, group.masters.low_bits)
+        if each is not None
+        and each.untyped_storage().data_ptr()
         not in (
             group.flat.full.untyped_storage().data_ptr(),
             group.flat.shard.untyped_storage().data_ptr(),
@@ -200,10 +202,10 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        (0, (2 * 3328, 4 * 3328, 8 * 3328, 4 * 1664, 4 * 3328, 0)),
-        (1, (2 * 3328, 4 * 1664, 8 * 1664, 4 * 1664, 4 * 3328, 0)),
-        (2, (2 * 3328, 4 * 1664, 8 * 1664, 4 * 1664, 4 * 3328, 0)),
-        (3, (2 * 1664, 4 * 1664, 8 * 1664, 4 * 1664, 4 * 3328, 2 * 3328)),
+        (0, (2 * 3328, 2 * 3328, 8 * 3328, 4 * 1664, 4 * 3328, 0)),
+        (1, (2 * 3328, 2 * 1664, 8 * 1664, 4 * 1664, 4 * 3328, 0)),
+        (2, (2 * 3328, 2 * 1664, 8 * 1664, 4 * 1664, 4 * 3328, 0)),
+        (3, (2 * 1664, 2 * 1664, 8 * 1664, 4 * 1664, 4 * 3328, 2 * 3328)),
     ],
 )
 def test_stages_share_out_more_and_more(stage: int, expected: tuple[int, ...]) -> None:
@@ -255,6 +257,42 @@ def test_on_a_disk_are_masters_of_fp32_weights_too(tmp_path: Path) -> None:
 
     assert predict(Blocks(), config, world=2, device=CPU)["masters"] == 4 * 1664
     assert offloaded(config, CPU) == {"masters": "nvme", "moments": "nvme"}
+
+
+def test_weights_on_a_disk_have_masters_in_memory(tmp_path: Path) -> None:
+    offload = OffloadConfig(params="nvme", nvme_path=tmp_path)
+    for dtype in DTYPES:
+        model, config = full(dtype), settings(3, zero=ZeroConfig(offload=offload))
+        expected = predict(model, config, world=1)["masters"]
+
+        engine = Engine(model, config, total_steps=2)
+
+        assert one_step(engine)["masters"] == expected
+        assert expected == sum(4 * group.masters.numel for group in engine.groups)
+
+
+@pytest.mark.parametrize(
+    ("changes", "held"),
+    [
+        ({}, 2),
+        ({"kernels": "off"}, 4),
+        ({"optim": OptimConfig(name="SGD")}, 4),
+        ({"optim": OptimConfig(params={"amsgrad": True})}, 4),
+        ({"zero": ZeroConfig(offload=OffloadConfig(optimizer="cpu"))}, 4),
+        ({"zero": ZeroConfig(offload=OffloadConfig(params="cpu"))}, 4),
+        ({"zero": ZeroConfig(offload=OffloadConfig(optimizer="cpu", params="cpu"))}, 2),
+    ],
+    ids=str,
+)
+def test_masters_of_bf16_weights_take_2_bytes_where_they_can_be_split_on_a_gpu(
+    changes: dict[str, Any], held: int
+) -> None:
+    model = Blocks().to(torch.bfloat16)
+
+    masters = predict(model, settings(3, **changes), world=2, device=GPU)["masters"]
+
+    assert masters == held * 1664
+    assert predict(model.half(), settings(3, **changes), world=2, device=GPU)["masters"] == 4 * 1664
 
 
 def test_what_lies_on_a_disk_passes_through_buffers_of_the_largest_vector(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def learn() -> list[Learned]:
             engine.backward(-engine(batch).logprobs.sum() / num_targets)
         gradient = torch.cat([each.flatten() for each in engine.gradients().values()])
         grad_norm = engine.step().grad_norm
-        weights = torch.cat([group.master.detach() for group in engine.groups])
+        weights = torch.cat([group.masters.fp32() for group in engine.groups])
         learned.append(Learned(len(parts), gradient, grad_norm, weights))
     return learned
 

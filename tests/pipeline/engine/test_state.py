@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.distributed import rank, world_size
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
@@ -28,8 +28,11 @@ WORLDS = (1, 2, 4)
 STAGES = (0, 1, 2, 3)
 
 
-def settings(stage: int, *, optim: OptimConfig | None = None, **zero: Any) -> TrainedModelConfig:
+def settings(
+    stage: int, *, optim: OptimConfig | None = None, kernels: Kernels = "auto", **zero: Any
+) -> TrainedModelConfig:
     return TrainedModelConfig(
+        kernels=kernels,
         zero_stage=stage,  # pyright: ignore[reportArgumentType]
         zero=ZeroConfig(reduction="deterministic", **zero),
         optim=optim or OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3),
@@ -150,6 +153,40 @@ def test_the_state_of_other_optimizers_is_whole(name: str, tmp_path: Path) -> No
 def test_what_is_offloaded_is_saved_and_comes_back(where: str, tmp_path: Path) -> None:
     for straight, resumed in run_ranks(go_on, str(tmp_path), OptimConfig(), OFFLOADED[where]):
         assert resumed == straight
+
+
+def state(engine: Engine) -> list[Tensor]:
+    """Masters in fp32, and moments."""
+    return [
+        vector.clone()
+        for group in engine.visit()
+        for vector in (group.masters.fp32(), *group.moments())
+    ]
+
+
+@pytest.mark.parametrize(("first", "second"), [("auto", "off"), ("off", "auto")])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_split_masters_and_whole_ones_go_on_from_each_other(
+    first: Kernels, second: Kernels, stage: int, tmp_path: Path
+) -> None:
+    straight = engine_at(stage, kernels=second)
+    train(straight, range(4))
+    saved = engine_at(1, kernels=first)
+    train(saved, range(2))
+    save(saved, tmp_path)
+
+    resumed = engine_at(stage, kernels=second)
+    resume(resumed, tmp_path)
+
+    pairs = zip(saved.groups, resumed.groups, strict=True)
+    assert all({one.masters.kind, two.masters.kind} == {"split", "whole"} for one, two in pairs)
+    assert all(map(torch.equal, state(resumed), state(saved)))
+    moment = next(iter(resumed.groups[0].moments()))
+    assert moment.dtype == torch.float32
+    assert not torch.equal(moment, moment.bfloat16().float())  # as a bf16 parameter's would be
+    train(resumed, range(2, 4))
+    assert all(map(torch.equal, state(resumed), state(straight)))
+    assert digest(weights(resumed)) == digest(weights(straight))
 
 
 def with_adapters(stage: int) -> Engine:

@@ -39,7 +39,7 @@ def numbers(engine: Engine) -> dict[str, list[float]]:
     """Weights, buffers and moments, as JSON has them."""
     found = {name: each.flatten().tolist() for name, each in engine.model.state_dict().items()}
     for index, group in enumerate(engine.groups):
-        for kind, value in group.optimizer.state[group.master].items():
+        for kind, value in group.state.items():
             found[f"{kind} of group {index}"] = value.flatten().tolist()
     return found
 

@@ -1,0 +1,168 @@
+"""Masters split into bf16 weights and 16 bits train as whole ones do, in half the memory."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.engine.engine import Engine
+from tests.distributed import run_ranks
+from tests.pipeline.engine.test_kernels import settings, trained
+from tests.pipeline.engine.test_stages import DTYPES, build, loss_of
+
+
+def kinds(engine: Engine) -> set[str]:
+    return {group.masters.kind for group in engine.groups}
+
+
+def engine_of(stage: int, kernels: str = "auto", dtype: str = "bf16", **zero: Any) -> Engine:
+    return Engine(build("llama", dtype), settings(stage, kernels, **zero), total_steps=3)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_weights_are_half_of_their_masters_at_every_stage(stage: int) -> None:
+    engine = engine_of(stage)
+
+    assert kinds(engine) == {"split"}
+    for group in engine.groups:
+        (low_bits,) = group.masters.beside()
+        assert low_bits.dtype == torch.int16
+        assert low_bits.nbytes == 2 * group.masters.numel
+        assert group.masters.param.numel() == 0
+
+
+def test_other_masters_are_whole_or_the_weights_themselves() -> None:
+    assert kinds(engine_of(1, "off")) == {"whole"}
+    assert kinds(engine_of(1, dtype="fp16")) == {"whole"}
+    assert kinds(engine_of(1, dtype="fp32")) == {"weights"}
+    for optim in (OptimConfig(name="SGD"), OptimConfig(params={"amsgrad": True})):
+        config = TrainedModelConfig(zero_stage=1, optim=optim)
+        assert kinds(Engine(build("llama", "bf16"), config, total_steps=1)) == {"whole"}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_split_masters_end_in_the_bits_of_whole_ones(stage: int) -> None:
+    """Moments, masters in fp32 and weights."""
+    split, whole = (trained(stage, kernels, "bf16") for kernels in ("auto", "off"))
+
+    assert len(split) == len(whole)
+    assert all(map(torch.equal, split, whole))
+
+
+def ended(stage: int, kernels: str) -> list[Tensor]:
+    return trained(stage, kernels, "bf16")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_they_do_on_two_processes(stage: int) -> None:
+    split, whole = (run_ranks(ended, stage, kernels) for kernels in ("auto", "off"))
+
+    for got, expected in zip(split, whole, strict=True):
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("offload", [{"optimizer": "nvme"}, {"params": "nvme"}])
+def test_offload_to_a_disk_has_whole_masters_with_the_same_bits(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
+    places = OffloadConfig(**offload, nvme_path=tmp_path)
+
+    assert kinds(engine_of(3, offload=places)) == {"whole"}
+    here, there = trained(3, "auto", "bf16"), trained(3, "auto", "bf16", offload=places)
+    assert all(map(torch.equal, here, there))
+
+
+class Row(nn.Module):
+    """Weights without decay, whose gradient is zero."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        return 0 * self.weight.float().sum()
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "split, by a kernel or PyTorch": {},
+    "whole": {"kernels": "off"},
+    "another optimizer": {"optim": OptimConfig(name="SGD")},
+    "masters on a disk": {"offload": {"optimizer": "nvme"}},
+    "weights on a disk": {"offload": {"params": "nvme"}},
+    "weights on a disk, whole": {"offload": {"params": "nvme"}, "kernels": "off"},
+}
+
+TIES = {
+    "bf16": ((0x3F808000, 0x3F818000, 0xBF808000), (1 + 2**-7, 1 + 2**-6, -1 - 2**-7)),
+    "fp16": ((0x3F801000, 0x3F803000, 0xBF801000), (1.0, 1 + 2**-9, -1.0)),
+}
+"""Masters half way between two weights, as bits, and the weights: fp16 is rounded to even."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", TIES)
+def test_a_master_half_way_between_two_weights_is_rounded_alike_everywhere(
+    dtype: str, place: str, tmp_path: Path
+) -> None:
+    changes = dict(PLACES[place])
+    offload = OffloadConfig(**changes.pop("offload", {}), nvme_path=tmp_path)
+    model = Row(DTYPES[dtype])
+    config = TrainedModelConfig(zero_stage=3, zero=ZeroConfig(offload=offload), **changes)
+    engine = Engine(model, config, total_steps=2)
+    bits, expected = TIES[dtype]
+    masters = torch.tensor(bits).int().view(torch.float32)
+
+    seen = []
+    engine.load_weights({"weight": torch.cat([masters, torch.zeros(1)])})
+    for _ in range(2):
+        with engine.gathered():
+            seen.append(tuple(model.weight.tolist()[:3]))
+        engine.backward(engine())
+        assert not engine.step().skipped
+
+    assert seen == [expected, expected]
+    assert torch.equal(next(iter(engine.masters()))[:3], masters)
+
+
+def test_masters_are_joined_one_group_at_a_time() -> None:
+    engine = engine_of(1)
+    masters = engine.masters()
+
+    first = weakref.ref(next(masters))
+
+    assert next(masters).dtype == torch.float32
+    assert first() is None
+
+
+def test_masters_that_are_set_come_back_to_the_bit() -> None:
+    engine = engine_of(0)
+    new = [master + 1 / 3 for master in engine.masters()]
+
+    engine.load_masters(new)
+
+    assert all(map(torch.equal, engine.masters(), new))
+    for group, master in zip(engine.groups, new, strict=True):
+        beside = (group.masters.weights.float() - master).abs()
+        assert (beside <= 2**-8 * master.abs()).all()  # the nearest has half of bf16's last bit
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_masters_that_sleep_are_the_low_bits(stage: int) -> None:
+    engine = engine_of(stage)
+    engine.backward(loss_of(engine, 0, 0, 0))
+    engine.step()
+    before = [master.clone() for master in engine.masters()]
+
+    engine.offload_states({"masters"})
+    moved = engine.sleep.num_bytes
+    with pytest.raises(RuntimeError, match="call reload_states"):
+        engine.masters()
+    engine.reload_states()
+
+    assert moved == sum(2 * group.masters.numel for group in engine.groups)
+    assert all(map(torch.equal, engine.masters(), before))
