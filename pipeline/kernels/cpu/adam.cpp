@@ -19,6 +19,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "threads.h"
+
 namespace {
 
 struct Numbers {  // mirrored in pipeline/kernels/cpu/adam.py
@@ -218,9 +220,6 @@ void on_new_threads(int64_t threads, Work& work) {
     run(&work);
     for (int64_t i = 0; i < count; i++) pthread_join(started[i], nullptr);
 }
-
-// `GOMP_parallel` of PyTorch's OpenMP.
-typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
 }  // namespace
 

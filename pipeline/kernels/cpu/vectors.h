@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#include "threads.h"
+
 namespace {
 
 #ifdef __AVX512F__
@@ -201,17 +203,6 @@ inline void turn_rows(const void* rows, int64_t stride, Bits* turned) {
     turn(tile);
     std::memcpy(turned, tile, sizeof tile);
 #endif
-}
-
-// Has a function called with an argument by so many threads: `GOMP_parallel` of PyTorch's OpenMP.
-typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-
-// `parallel` may be null: the calling thread does the work.
-inline void on_threads(Parallel parallel, int32_t threads, void (*run)(void*), void* work) {
-    if (parallel == nullptr || threads < 2)
-        run(work);
-    else
-        parallel(run, work, unsigned(threads), 0);
 }
 
 }  // namespace
