@@ -36,8 +36,10 @@ def causal_attention(
     depend on no other sequence of the call.
 
     Raises:
+        ValueError: the tensors don't fit one another; the sentence names one.
         KernelError: `kernels` is required, and there is none for tensors in bf16 on a CPU.
     """
+    check(query, key, value)
     built = _backward_for(query, key, value, kernels)
     if built is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -45,6 +47,34 @@ def causal_attention(
     if torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
         return _Causal.apply(query, key, value, factor, built)
     return _forward(query, key, value, factor)[0]
+
+
+def check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless the tensors fit one another.
+
+    Raises:
+        ValueError: one sentence, which names the tensor.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4 or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be numbers in 4 dimensions, and is {tensor.dtype} of shape"
+                f" {tuple(tensor.shape)}"
+            )
+        if (tensor.dtype, tensor.device) != (query.dtype, query.device):
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, the query {query.dtype} on"
+                f" {query.device}"
+            )
+    (*heads_of_query, tokens, size), (*heads_of_key, keys, key_size) = query.shape, key.shape
+    if heads_of_query != heads_of_key or size != key_size or keys < tokens:
+        raise ValueError(
+            f"keys of shape {tuple(key.shape)} are not those of queries of {tuple(query.shape)}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"values of shape {tuple(value.shape)} are not those of keys of {tuple(key.shape)}"
+        )
 
 
 def _backward_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Built | None:

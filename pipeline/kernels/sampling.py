@@ -62,17 +62,40 @@ def draw(
     reported, to the bit. None where PyTorch is to do the work.
 
     Raises:
+        ValueError: the tensors don't fit one another; the sentence names one.
         KernelError: kernels are required, and there is none.
     """
+    check_draw(logprobs, keys, positions)
     kernels = choice.chosen()
     if logprobs.device.type != "cpu" or kernels == "off":
         return None
     built = cpu.library()
-    if isinstance(built, Built):
-        rows = logprobs.contiguous()
-        return cpu.draw(rows, keys, positions, seed=seed, built=built)
-    choice.settle("sampling", str(built), kernels)
-    return None
+    if not isinstance(built, Built):
+        choice.settle("sampling", str(built), kernels)
+        return None
+    rows = logprobs.contiguous()
+    rows = rows.clone() if rows.data_ptr() % rows.element_size() else rows
+    return cpu.draw(rows, keys, positions, seed=seed, built=built)
+
+
+def check_draw(logprobs: Tensor, keys: np.ndarray, positions: np.ndarray) -> None:
+    """Raise unless the numbers fit one another.
+
+    Raises:
+        ValueError: one sentence, which names what does not.
+    """
+    if logprobs.ndim != 2 or logprobs.shape[1] == 0 or logprobs.dtype != torch.float32:
+        raise ValueError(
+            f"log-probabilities must be torch.float32 of (sequences, words), and are"
+            f" {logprobs.dtype} of shape {tuple(logprobs.shape)}"
+        )
+    for name, words in (("keys", keys), ("positions", positions)):
+        fits = words.dtype == np.uint64 and words.shape == logprobs.shape[:1]
+        if not fits or not words.flags.c_contiguous:
+            raise ValueError(
+                f"{name} must be uint64, {len(logprobs)} of them side by side, and is"
+                f" {words.dtype} of shape {words.shape} and strides {words.strides}"
+            )
 
 
 def check(logits: Tensor, keys: Tensor, positions: Tensor, draw: Draw) -> None:

@@ -34,8 +34,6 @@ def refusals(
 ) -> Iterator[str]:
     """Why the kernels don't take these tensors of bf16, in clauses; nothing where they do."""
     size = query.shape[3]
-    if not query.dtype == key.dtype == value.dtype:
-        yield f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if not query.shape == key.shape == value.shape:
         yield (
             f"queries of shape {tuple(query.shape)}, keys of {tuple(key.shape)} and values of"

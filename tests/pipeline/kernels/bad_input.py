@@ -10,13 +10,12 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels import (
@@ -30,7 +29,9 @@ from pipeline.kernels import (
     sampling,
     sampling_reference,
 )
+from pipeline.kernels.cpu import attention as cpu_attention
 from pipeline.kernels.cpu import decode as cpu_decode
+from pipeline.kernels.cpu import draw as cpu_draw
 from pipeline.kernels.cpu import linear
 from pipeline.kernels.cuda import adam as cuda_adam
 from pipeline.kernels.cuda.cache import CubinCache
@@ -40,53 +41,21 @@ from pipeline.kernels.decode_reference import Scores
 from pipeline.kernels.logprobs import linear_logprobs
 from pipeline.kernels.reference import AdamW, Weights
 from pipeline.kernels.sampling_reference import Draw
+from tests.pipeline.kernels.bad_input_cpu import ON_CPU
 from tests.pipeline.kernels.cuda.emulated import Emulator
+from tests.pipeline.kernels.inputs import (
+    BF16,
+    META,
+    Inputs,
+    Operator,
+    ints,
+    odd,
+    random,
+    shifted,
+    strided,
+)
 
-Inputs = dict[str, Any]
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
-BF16, META = torch.bfloat16, torch.device("meta")
-
-
-def odd(tensor: Tensor) -> Tensor:
-    """The same numbers, one byte behind the place where such numbers belong."""
-    memory = torch.zeros(tensor.nbytes + 64, dtype=torch.uint8)
-    gap = 1 - memory.data_ptr() % tensor.itemsize
-    moved = torch.frombuffer(
-        memory.numpy(), dtype=tensor.dtype, offset=gap % 64, count=tensor.numel()
-    )
-    return moved.view(tensor.shape).copy_(tensor)
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same numbers, one element behind a multiple of 16 bytes."""
-    memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
-    return memory[1:].view(tensor.shape).copy_(tensor)
-
-
-def strided(tensor: Tensor) -> Tensor:
-    """The same numbers, every other one of memory."""
-    return torch.stack([tensor, torch.full_like(tensor, 7)], dim=-1)[..., 0]
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator: good input, its call, its definition, and what is done to the input."""
-
-    inputs: Callable[[], Inputs]
-    call: Callable[[Inputs], Any]
-    definition: Callable[[Inputs], Any]
-    changes: Mapping[str, Callable[[Inputs], Inputs]]
-
-    on_gpu: bool = True
-    """Whether its tensors are taken for those of a GPU."""
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-
-
-def ints(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def vectors() -> Inputs:
@@ -214,67 +183,6 @@ ATTENTION = Operator(
 ATTENTION_ON_CPU = replace(ATTENTION, on_gpu=False)
 
 
-def layer() -> Inputs:
-    return {
-        "x": random(3, 48),
-        "weight": random(32, 48),
-        "bias": random(32),
-        "out": torch.full((3, 32), torch.nan),
-        "rows": 3,
-    }
-
-
-def multiply(inputs: Inputs) -> Tensor:
-    rows = inputs.pop("rows")
-    found = linear.prepare(**inputs)
-    if found is None:
-        return multiplied(inputs)
-    found.take(rows)
-    found()
-    return inputs["out"]
-
-
-def multiplied(inputs: Inputs) -> Tensor:
-    # The sum of a product and a matrix is what such a "bias" may come from.
-    product = F.linear(inputs["x"], inputs["weight"])
-    return product if inputs["bias"] is None else product + inputs["bias"]
-
-
-LINEAR = Operator(
-    layer,
-    multiply,
-    multiplied,
-    {
-        "good": lambda _: {},
-        "no bias": lambda _: {"bias": None},
-        "dtype": lambda _: {
-            name: each.double() for name, each in layer().items() if name != "rows"
-        },
-        "another dtype": lambda given: {"out": given["out"].to(BF16)},
-        "device": lambda given: {"out": given["out"].to(META)},
-        "stride": lambda given: {"x": strided(given["x"])},
-        "stride of the bias": lambda given: {"bias": strided(given["bias"])},
-        "stride of the weight": lambda given: {"weight": strided(given["weight"])},
-        "address": lambda given: {"weight": odd(given["weight"])},
-        "another address": lambda given: {"bias": shifted(given["bias"])},
-        "empty": lambda _: {"x": random(0, 48), "out": random(0, 32)},
-        "no inputs": lambda _: {"x": random(3, 0), "weight": random(32, 0)},
-        "a vector": lambda _: {"x": random(48), "out": random(32)},
-        "a weight that is a vector": lambda _: {
-            "weight": random(48),
-            "bias": random(1),
-            "out": random(3),
-        },
-        "a bias for each row": lambda _: {"bias": random(3, 32)},
-        "a bias of one number": lambda _: {"bias": random(1)},
-        "a result of another shape": lambda _: {"out": random(96)},
-        "rows that there are not": lambda _: {"rows": 4},
-        "rows below 0": lambda _: {"rows": -1},
-    },
-    on_gpu=False,
-)
-
-
 def appended() -> Inputs:
     return {
         "keys": random(2, 3, 8, 64),
@@ -360,9 +268,9 @@ OPERATORS = {
     "logprobs": LOGPROBS,
     "attention": ATTENTION,
     "attention on a CPU": ATTENTION_ON_CPU,
-    "linear": LINEAR,
     "append": APPEND,
     "sample": SAMPLE,
+    **ON_CPU,
 }
 
 
@@ -405,6 +313,8 @@ class Machine:
         find = adam._find
         adam._find, Driver.launch = on_gpu, counted
         cpu_decode.decode_attention = on_cpu(cpu_decode.decode_attention)
+        cpu_attention.attention = on_cpu(cpu_attention.attention)
+        cpu_draw.draw = on_cpu(cpu_draw.draw)
         linear.Linear.__call__ = on_cpu(linear.Linear.__call__)
         adam.gpu_of = choice.gpu_of = gpu_of  # pyright: ignore[reportAttributeAccessIssue]
         choice._compiled.cache_clear()

@@ -128,6 +128,65 @@ EXPECTED = {
         "refused: out must be torch.float32 on cpu of shape (2, 4, 64), side by side, and is"
         " torch.float32 on cpu of shape (2, 4, 32) and stride (128, 32, 1)"
     ),
+    "causal: good": "right by the kernel",
+    "causal: dtype": "right by PyTorch",
+    "causal: another dtype": (
+        "refused: key is torch.float32 on cpu, the query torch.bfloat16 on cpu"
+    ),
+    "causal: whole numbers": (
+        "refused: key must be numbers in 4 dimensions, and is torch.int32 of shape (1, 2, 9, 16)"
+    ),
+    "causal: device": "refused: value is torch.bfloat16 on meta, the query torch.bfloat16 on cpu",
+    "causal: stride": "right by PyTorch",
+    "causal: stride of the tokens": "right by the kernel",
+    "causal: address": "right by PyTorch",
+    "causal: another address": "right by the kernel",
+    "causal: empty": "right by PyTorch",
+    "causal: no tokens": "right by PyTorch",
+    "causal: no heads": "right by PyTorch",
+    "causal: an odd head": "right by PyTorch",
+    "causal: a head that is too large": "right by PyTorch",
+    "causal: more keys": "right by PyTorch",
+    "causal: fewer keys": (
+        "refused: keys of shape (1, 2, 4, 16) are not those of queries of (1, 2, 9, 16)"
+    ),
+    "causal: fewer values": (
+        "refused: values of shape (1, 2, 4, 16) are not those of keys of (1, 2, 9, 16)"
+    ),
+    "causal: another head size": (
+        "refused: keys of shape (1, 2, 9, 16) are not those of queries of (1, 2, 9, 8)"
+    ),
+    "causal: three dimensions": (
+        "refused: key must be numbers in 4 dimensions, and is torch.bfloat16 of shape (2, 9, 16)"
+    ),
+    "draw: good": "right by the kernel",
+    "draw: dtype": (
+        "refused: keys must be uint64, 2 of them side by side, and is int64 of shape (2,) and"
+        " strides (8,)"
+    ),
+    "draw: another dtype": (
+        "refused: log-probabilities must be torch.float32 of (sequences, words), and are"
+        " torch.float64 of shape (2, 40)"
+    ),
+    "draw: stride": "right by the kernel",
+    "draw: stride of the keys": (
+        "refused: keys must be uint64, 2 of them side by side, and is uint64 of shape (2,)"
+        " and strides (16,)"
+    ),
+    "draw: address": "right by the kernel",
+    "draw: empty": "right by the kernel",
+    "draw: no words": (
+        "refused: log-probabilities must be torch.float32 of (sequences, words), and are"
+        " torch.float32 of shape (2, 0)"
+    ),
+    "draw: a vector": (
+        "refused: log-probabilities must be torch.float32 of (sequences, words), and are"
+        " torch.float32 of shape (40,)"
+    ),
+    "draw: length": (
+        "refused: keys must be uint64, 2 of them side by side, and is uint64 of shape (3,)"
+        " and strides (8,)"
+    ),
     "linear: good": "right by the kernel",
     "linear: no bias": "right by the kernel",
     "linear: dtype": "right by PyTorch",
