@@ -106,7 +106,7 @@ class Sampler:
             histories: all tokens of each sequence, where `needs_history`.
 
         Raises:
-            KernelError: kernels are required, and there is none on this GPU for these.
+            KernelError: kernels are required, and there is none for these.
         """
         if sampling.kernel_for(logits, self.alters_logits) is not None:
             return self._by_kernel(logits, keys, positions)

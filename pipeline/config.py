@@ -242,7 +242,7 @@ class TrainedModelConfig(FrozenModelConfig):
     kernels: Kernels = "auto"
     """Kernels of our own (docs/kernels.md): auto uses those that this machine can build, required
     ends the run where one is missing, off leaves their work to PyTorch. They change memory and
-    speed."""
+    speed, and how attention in bf16 is rounded on a CPU."""
 
     def __post_init__(self) -> None:
         self.zero.offload.check(self.zero_stage)

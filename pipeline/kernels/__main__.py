@@ -28,7 +28,7 @@ from pipeline.kernels import (
 )
 from pipeline.kernels.adam import adamw_, find
 from pipeline.kernels.causal import causal_attention
-from pipeline.kernels.cpu import attention_grad, linear
+from pipeline.kernels.cpu import attention, attention_grad, linear
 from pipeline.kernels.cpu import decode as cpu_decode
 from pipeline.kernels.cpu import draw as cpu_draw
 from pipeline.kernels.cpu.build import Built, NotBuiltError, cache_directory
@@ -197,7 +197,10 @@ def whole_row(tokens: int) -> Row:
 
     times = (with_kernels("auto"), with_kernels("off"), median_seconds(plain))
     name = f"attention of whole sequences on cpu, 1 x {tokens}, {name_of(query.dtype)}"
-    return Row(name, times, describe(attention_grad.library()))
+    built = attention_grad.library()
+    piece = cpu_decode.piece_of(query.dtype, HEAD_SIZE)
+    way = piece if isinstance(piece, str) else attention.library()
+    return Row(name, times, f"forward {describe(way)}; backward {describe(built)}")
 
 
 def append_row(device: torch.device, tokens: int) -> Row:

@@ -32,21 +32,26 @@ def causal_attention(
 ) -> Float[Tensor, "B H T E"]:
     """Attention of each token to itself and those before it; a score is `scaling` or D^-0.5 times.
 
-    There may be more keys than tokens, which nobody sees. What a sequence gets, and its gradients,
-    depend on no other sequence of the call.
+    There may be more keys than tokens, which nobody sees. By the kernels, what a sequence gets and
+    its gradients depend on no other sequence of the call.
 
     Raises:
         ValueError: the tensors don't fit one another; the sentence names one.
         KernelError: `kernels` is required, and there is none for tensors in bf16 on a CPU.
     """
-    check(query, key, value)
+    if query.dtype == torch.bfloat16 and query.device.type == "cpu":
+        check(query, key, value)
+        # By its own layout a sequence's kernel would depend on what shares the call.
+        query, key, value = (
+            each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value)
+        )
     built = _backward_for(query, key, value, kernels)
     if built is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     factor = query.shape[3] ** -0.5 if scaling is None else scaling
     if torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
-        return _Causal.apply(query, key, value, factor, built)
-    return _forward(query, key, value, factor)[0]
+        return _Causal.apply(query, key, value, factor, kernels, built)
+    return _forward(query, key, value, factor, kernels)[0]
 
 
 def check(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -91,15 +96,16 @@ def _backward_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, kernels: Kernels
 ) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T"]]:
     """Attention, and the logarithm of each token's sum of exponentials.
 
-    In the order in which decoding adds up as well; where that has no kernel, by PyTorch.
+    In the order in which decoding adds up as well; where that has no kernel, by PyTorch, which cuts
+    sums where the longest sequence ends.
     """
     piece, built = decode.piece_of(query.dtype, query.shape[3]), forward_kernel.library()
     if isinstance(piece, str) or isinstance(built, NotBuiltError):
-        choice.settle(NAME, str(built if isinstance(piece, int) else piece), "auto")
+        choice.settle(f"forward {NAME}", str(built if isinstance(piece, int) else piece), kernels)
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
         return operator(query, key, value, 0.0, is_causal=True, scale=scaling)
     return forward_kernel.attention(query, key, value, scaling=scaling, piece=piece, built=built)
@@ -115,11 +121,12 @@ class _Causal(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         scaling: float,
+        kernels: Kernels,
         built: Built,
     ) -> Tensor:
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no parameter
         ctx.scaling, ctx.built = scaling, built
-        out, logsumexp = _forward(query, key, value, scaling)
+        out, logsumexp = _forward(query, key, value, scaling, kernels)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         return out
 
@@ -132,4 +139,4 @@ class _Causal(torch.autograd.Function):
         grads = backward_kernel.attention_grad(
             grad, *ctx.saved_tensors, scaling=ctx.scaling, built=ctx.built
         )
-        return (*grads, None, None)
+        return (*grads, None, None, None)

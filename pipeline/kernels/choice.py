@@ -33,7 +33,7 @@ def chosen() -> Kernels:
 
 
 def wanted(device: torch.device) -> bool:
-    """Whether an operator of generation whose kernels are all for GPUs is to look for one there."""
+    """Whether an operator of generation is to look for a kernel for GPUs there."""
     return device.type == "cuda" and chosen() != "off"
 
 

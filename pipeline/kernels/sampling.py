@@ -1,6 +1,7 @@
 """Drawing the next token of each sequence, by a kernel where there is one.
 
-The definition is `pipeline.kernels.sampling_reference`; see there for the dimension names.
+The definition is `pipeline.kernels.sampling_reference`; see there for the dimension names. A GPU's
+kernel takes logits; a CPU's what remains once there are log-probabilities.
 """
 
 import numpy as np

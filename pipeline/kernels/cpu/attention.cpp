@@ -1,10 +1,10 @@
 // Causal attention of whole sequences in bf16, on the CPU. Reference:
-// torch.nn.functional.scaled_dot_product_attention, whose bits it has, as decode.cpp has for one token;
-// what is added up in which order is said there.
+// torch.nn.functional.scaled_dot_product_attention. A token has the bits that decode.cpp gives it, where
+// is said what is added up in which order: PyTorch's, but for sums that it cuts by the length of a call.
 //
 // Keys, values and queries of a head are made fp32 once: a score and a sum of values are chains of fused
 // multiply-adds, TOKENS of them side by side for all keys that the last one sees. What others do not see
-// of these weighs 0, which changes no sum.
+// of these weighs 0, which changes no sum of finite numbers.
 
 #include <algorithm>
 #include <cmath>
@@ -13,11 +13,11 @@
 
 namespace {
 
-constexpr int TOKENS = 32;   // of a tile
+constexpr int TOKENS = 32;   // of a tile; mirrored in pipeline/kernels/cpu/attention.py
 constexpr int BLOCK = 512;   // keys that share a maximum; a multiple of TOKENS
 constexpr int TILES = BLOCK / LANES;
 
-struct Forward {  // mirrored in pipeline/kernels/cpu/whole.py
+struct Forward {  // mirrored in pipeline/kernels/cpu/attention.py
     Heads query;
     Heads key;
     Heads value;
@@ -27,7 +27,8 @@ struct Forward {  // mirrored in pipeline/kernels/cpu/whole.py
     int64_t heads;
     int64_t tokens;
     int64_t size;      // whole units
-    void* room;        // of forward_bytes() for each thread, at an address of a whole cache line
+    void* room;        // several of forward_bytes() bytes, at an address of a whole cache line
+    int64_t rooms;     // threads that are to work: others of the team have nothing to do
     int32_t piece;     // how many products are added up in one go
     float scaling;
 };
@@ -165,6 +166,7 @@ void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
     const Forward& by = *work.forward;
     const int64_t thread = __atomic_fetch_add(&work.threads, 1, __ATOMIC_RELAXED);
+    if (thread >= by.rooms) return;
     const Room room(by.tokens, by.size, static_cast<char*>(by.room) + thread * work.room_bytes);
     const int64_t tiles = (by.tokens + TOKENS - 1) / TOKENS;
     for (;;) {

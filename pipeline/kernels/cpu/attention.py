@@ -13,6 +13,8 @@ from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
 from pipeline.kernels.cpu.threads import parallel
 
 SOURCE = HERE / "attention.cpp"
+TOKENS = 32
+"""Of a tile; as in the source."""
 
 
 class Forward(ctypes.Structure):
@@ -23,6 +25,7 @@ class Forward(ctypes.Structure):
         ("logsumexp", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "size")),
         ("room", ctypes.c_void_p),
+        ("rooms", ctypes.c_int64),
         ("piece", ctypes.c_int32),
         ("scaling", ctypes.c_float),
     ]
@@ -50,9 +53,11 @@ def attention(
     batch, heads, tokens, size = query.shape
     out = empty_heads(query)
     logsumexp = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+    # The whole team is called: a smaller one would end the threads that PyTorch keeps awake.
     threads = torch.get_num_threads()
+    rooms = min(threads, batch * heads * -(-tokens // TOKENS))
     room_bytes = built.library.forward_bytes(ctypes.c_int64(tokens), ctypes.c_int64(size))
-    room = torch.empty(threads * room_bytes, dtype=torch.uint8)
+    room = query.new_empty(rooms * room_bytes, dtype=torch.uint8)
     call = Forward(
         *(heads_of(each) for each in (query, key, value, out)),
         logsumexp.data_ptr(),
@@ -61,6 +66,7 @@ def attention(
         tokens,
         size,
         room.data_ptr(),
+        rooms,
         piece,
         scaling,
     )

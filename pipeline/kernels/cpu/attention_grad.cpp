@@ -40,7 +40,8 @@ struct Backward {  // mirrored in pipeline/kernels/cpu/attention_grad.py
     int64_t heads;
     int64_t tokens;
     int64_t size;      // whole units
-    void* room;        // of backward_bytes() for each thread, at an address of a whole cache line
+    void* room;        // several of backward_bytes() bytes, at an address of a whole cache line
+    int64_t rooms;     // threads that are to work: others of the team have nothing to do
     float scaling;
 };
 
@@ -69,6 +70,15 @@ void turn_all(const Rows& rows, int64_t count, int64_t tiles, int units, Bits* t
         }
 }
 
+// Of a tile: weights and gradients of scores, in pairs of tokens and, the gradients, token by token.
+struct Tile {
+    Vector scores[TOKENS][TILES];
+    Vector grads[TOKENS][TILES];
+    Bits paired_weights[TOKENS / 2][TILES];
+    Bits paired_scores[TOKENS / 2][TILES];
+    Half score_grads[TOKENS][TILES];
+};
+
 // What a thread works in. Of a head: keys turned and in pairs, values turned, tokens' queries and
 // gradients in pairs, and by token the sum of its row of dO * O and its gradient of the query.
 struct Room {
@@ -81,6 +91,9 @@ struct Room {
     Bits* paired_grads;
     Vector* grad_queries;
     float* deltas;
+    Vector* grad_keys;  // of a tile's keys, like their values
+    Vector* grad_values;
+    Tile* tile;
     int64_t bytes;
 
     Room(int64_t tokens, int64_t size, char* at) {
@@ -96,17 +109,11 @@ struct Room {
         shelf.take(paired_grads, pairs * parts);
         shelf.take(grad_queries, keys * parts);
         shelf.take(deltas, keys);
+        shelf.take(grad_keys, KEYS * parts);
+        shelf.take(grad_values, KEYS * parts);
+        shelf.take(tile, 1);
         bytes = shelf.bytes;
     }
-};
-
-// Of a tile: weights and gradients of scores, in pairs of tokens and, the gradients, token by token.
-struct Tile {
-    Vector scores[TOKENS][TILES];
-    Vector grads[TOKENS][TILES];
-    Bits paired_weights[TOKENS / 2][TILES];
-    Bits paired_scores[TOKENS / 2][TILES];
-    Half score_grads[TOKENS][TILES];
 };
 
 inline Bits pair_of(const Bits& first, const Bits& second) { return first >> 16 | (second & 0xffff0000u); }
@@ -122,9 +129,10 @@ void weigh(Tile& tile, int rows, int tiles, int64_t token, int64_t key, const fl
             Bits weight[2] = {}, grad[2] = {};
             for (int i = 0; i < 2 && r + i < rows; i++) {
                 const int64_t row = token + r + i;
-                const Vector x = tile.scores[r + i][t] * scaling - logsumexp[row * stride];
                 const Bits seen = as<Bits>(lane <= int32_t(row - key - t * LANES));
-                const Vector p = as<Vector>(as<Bits>(exp_of(x, Number{})) & seen);
+                // Of keys that come later it may be anything.
+                const Bits x = as<Bits>(tile.scores[r + i][t] * scaling - logsumexp[row * stride]) & seen;
+                const Vector p = as<Vector>(as<Bits>(exp_of(as<Vector>(x), Number{})) & seen);
                 weight[i] = as<Bits>(Number::round(p));
                 grad[i] = as<Bits>(Number::round(p * (tile.grads[r + i][t] - deltas[row]) * scaling)) & seen;
                 tile.score_grads[r + i][t] = __builtin_convertvector(grad[i] >> 16, Half);
@@ -155,8 +163,9 @@ void go_back(const Backward& by, int64_t sequence, int64_t head, const Room& roo
         room.deltas[token] = sum_of(sum);
     }
 
-    Tile tile;
-    Vector grad_keys[KEYS * MOST_PARTS], grad_values[KEYS * MOST_PARTS];
+    Tile& tile = *room.tile;
+    Vector* const grad_keys = room.grad_keys;
+    Vector* const grad_values = room.grad_values;
     for (int64_t first = 0; first < tokens; first += KEYS) {
         const int live = int(tokens - first < KEYS ? tokens - first : KEYS);
         std::fill_n(grad_keys, live * parts, Vector{});
@@ -200,6 +209,7 @@ void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
     const Backward& by = *work.backward;
     const int64_t thread = __atomic_fetch_add(&work.threads, 1, __ATOMIC_RELAXED);
+    if (thread >= by.rooms) return;
     const Room room(by.tokens, by.size, static_cast<char*>(by.room) + thread * work.room_bytes);
     for (;;) {
         const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);

@@ -25,6 +25,7 @@ class Backward(ctypes.Structure):
         *((f"logsumexp_{name}", ctypes.c_int64) for name in ("sequence", "head", "token")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "size")),
         ("room", ctypes.c_void_p),
+        ("rooms", ctypes.c_int64),
         ("scaling", ctypes.c_float),
     ]
 
@@ -66,9 +67,11 @@ def attention_grad(
     batch, heads, tokens, size = query.shape
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     grads = [empty_heads(query) for _ in range(3)]
+    # The whole team is called: a smaller one would end the threads that PyTorch keeps awake.
     threads = torch.get_num_threads()
+    rooms = min(threads, batch * heads)
     room_bytes = built.library.backward_bytes(ctypes.c_int64(tokens), ctypes.c_int64(size))
-    room = torch.empty(threads * room_bytes, dtype=torch.uint8)
+    room = query.new_empty(rooms * room_bytes, dtype=torch.uint8)
     call = Backward(
         *(heads_of(each) for each in (query, key, value, out, grad, *grads)),
         logsumexp.data_ptr(),
@@ -78,6 +81,7 @@ def attention_grad(
         tokens,
         size,
         room.data_ptr(),
+        rooms,
         scaling,
     )
     built.library.attention_grad(ctypes.byref(call), parallel(), ctypes.c_int32(threads))

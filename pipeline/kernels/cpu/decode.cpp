@@ -1,5 +1,5 @@
 // Attention of one new token of each sequence to a cache of keys and values, on the CPU. Reference:
-// torch.nn.functional.scaled_dot_product_attention of whole sequences, as in training.
+// torch.nn.functional.scaled_dot_product_attention of whole sequences; in bf16 attention.cpp has their bits.
 //
 // What is added up is what PyTorch's own kernel adds up, in its order, with its two formulas for the
 // exponential function: keys in blocks of 512, each with a maximum of its own; the sum of a softmax in

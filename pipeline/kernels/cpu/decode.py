@@ -110,8 +110,8 @@ def decode_attention(
 ) -> Float[Tensor, "B H D"]:
     """Attention of the last token of each of the first B slots; nothing is checked here.
 
-    The bits are those of a causal pass over the whole sequence, if it has as many keys as
-    `whole_pieces` says, or no more than a piece; of others PyTorch adds up the values otherwise.
+    The bits are those of a causal pass over the whole sequence: in bf16 by `attention.cpp`, in fp32
+    by PyTorch if there are as many keys as `whole_pieces` says.
     """
     out = torch.empty(query.shape, dtype=query.dtype) if out is None else out
     call = prepare(
@@ -176,8 +176,8 @@ def adds_up_alike(built: Built, *, dtype: torch.dtype, size: int) -> bool:
 
 
 PIECES_BF16 = (192, 384)
-"""Keys whose values are added up in one go in bf16, as far as is known; sequences are not padded to
-whole pieces then, so that those that are cut in halves have other bits."""
+"""Keys whose values are added up in one go in bf16, as far as is known; those of longer sequences
+PyTorch cuts in halves here and there, and our kernels nowhere."""
 
 LENGTHS = {torch.float32: 512, torch.bfloat16: 384}
 """Keys of the probe."""

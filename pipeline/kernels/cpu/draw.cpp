@@ -1,5 +1,5 @@
-// One token of each row of log-probabilities, on the CPU. Reference: inverse_transform() and uniforms() of
-// inference/sampling.py.
+// One token of each row of log-probabilities, on the CPU. Reference:
+// pipeline/kernels/sampling_reference.py, at temperature 1 and with nothing cut off.
 //
 // A row's weights are summed by blocks; the block in which the drawn share of the total falls is looked
 // into again. What a row draws depends on neither the other rows nor threads.

@@ -58,7 +58,7 @@ def draw(
         built: the kernel.
     """
     rows, words = logprobs.shape
-    tokens, chosen = torch.empty(rows, dtype=torch.long), torch.empty(rows)
+    tokens, chosen = logprobs.new_empty(rows, dtype=torch.long), logprobs.new_empty(rows)
     room = np.empty(rows * built.library.draw_room(ctypes.c_int64(words)))
     call = Draw(
         logprobs.data_ptr(),

@@ -19,7 +19,7 @@ inline Vector floor_of(Vector x) {
 constexpr float LOWEST = -87.33654785f;  // exponentials of less are no normal numbers
 constexpr float LOG2_E = 1.442695021629f;
 
-// exp(x) of x that are at most 0.
+// exp(x) of x that are at most 0; NaN stays.
 inline Vector exp_of(Vector x, Float32) {
     const Vector clamped = x > LOWEST ? x : all(LOWEST);
     const Vector whole = floor_of(clamped * LOG2_E + 0.5f);
@@ -31,7 +31,7 @@ inline Vector exp_of(Vector x, Float32) {
     sum = rest * sum + 1.0f;
     const Bits half_power = as<Bits>(__builtin_convertvector(whole - 1.0f, Whole) + 127) << 23;
     const Vector result = sum * as<Vector>(half_power) * 2.0f;
-    return as<Vector>(as<Bits>(result) & as<Bits>(x >= LOWEST));
+    return x == x ? as<Vector>(as<Bits>(result) & as<Bits>(x >= LOWEST)) : x;
 }
 
 // For results that are rounded to 16 bits: x log2(e) becomes the exponent and the fraction of a float.
@@ -45,7 +45,7 @@ inline Vector exp_of(Vector x, BFloat16) {
     power = power - off;
     const Vector bits = power * 8388608.0f + 8388608.0f * 127.0f;
     const Bits result = as<Bits>(__builtin_convertvector(bits, Whole));
-    return as<Vector>(result & as<Bits>(x >= LOWEST));
+    return x == x ? as<Vector>(result & as<Bits>(x >= LOWEST)) : x;
 }
 
 }  // namespace

@@ -26,7 +26,9 @@ def heads_of(tensor: Float[Tensor, "B H T D"]) -> Heads:
 
 def empty_heads(like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
     """Memory for a result, token after token, as models go on with it."""
-    return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
+    heads, tokens, size = like.shape[1:]
+    stride = (tokens * heads * size, size, heads * size, 1)
+    return like.new_empty_strided(like.shape, stride)
 
 
 def refusals(
@@ -34,14 +36,11 @@ def refusals(
 ) -> Iterator[str]:
     """Why the kernels don't take these tensors of bf16, in clauses; nothing where they do."""
     size = query.shape[3]
-    if not query.shape == key.shape == value.shape:
-        yield (
-            f"queries of shape {tuple(query.shape)}, keys of {tuple(key.shape)} and values of"
-            f" {tuple(value.shape)} are not alike"
-        )
+    if value.shape[3] != size:
+        yield f"a head has {size} numbers in keys and {value.shape[3]} in values"
+    if key.shape[2] != query.shape[2]:
+        yield "there are more keys than tokens"
     if not 0 < size <= MOST_SIZE or size % 2:
         yield f"a head has {size} numbers"
-    if any(tensor.stride(3) != 1 for tensor in (query, key, value)):
-        yield "the numbers of a head don't lie side by side"
     if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
         yield "a tensor begins between the places of two numbers in memory"

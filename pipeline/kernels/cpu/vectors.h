@@ -20,8 +20,9 @@ constexpr int LANES = 16;
 constexpr int LANES = 8;
 #endif
 
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+// Either is looked at as the other, and number by number.
+typedef float Vector __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
 
 template <class To, class From>

@@ -137,7 +137,7 @@ EXPECTED = {
         "refused: key must be numbers in 4 dimensions, and is torch.int32 of shape (1, 2, 9, 16)"
     ),
     "causal: device": "refused: value is torch.bfloat16 on meta, the query torch.bfloat16 on cpu",
-    "causal: stride": "right by PyTorch",
+    "causal: stride": "right by the kernel",
     "causal: stride of the tokens": "right by the kernel",
     "causal: address": "right by PyTorch",
     "causal: another address": "right by the kernel",
