@@ -258,7 +258,7 @@ def draw_row() -> Row:
         )
 
     state = found if isinstance(found, Built) else str(found)
-    name = f"sampler without cuts on cpu, {SEQUENCES} x {WORDS}"
+    name = f"drawing without cuts on cpu, {SEQUENCES} x {WORDS}"
     return generation_row(name, state, by_kernel, by_definition)
 
 
