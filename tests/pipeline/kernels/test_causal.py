@@ -22,9 +22,9 @@ SHAPES = [
 ]
 """Sequences, heads, tokens, numbers of a head: whole tiles and vectors, and what is left over."""
 
-BF16 = 2.0**-8
-"""Twice the largest relative error of a rounding. A gradient goes through three, and through a
-difference of numbers that are rounded themselves."""
+ROUNDED = 2.0**-9
+"""The largest relative error of a rounding to bf16; a result goes through one of them that counts,
+a gradient through three."""
 
 
 def is_built() -> bool:
@@ -85,10 +85,10 @@ def test_definition_is_attention() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_result_and_gradients_are_the_definition(shape: tuple[int, int, int, int]) -> None:
     made = inputs(*shape)
-    for ours, expected in zip(gradients(*made), defined(*made), strict=True):
+    for place, (ours, expected) in enumerate(zip(gradients(*made), defined(*made), strict=True)):
         assert ours.dtype == torch.bfloat16
         assert ours.shape == expected.shape
-        assert error(ours, expected) < 4 * BF16
+        assert error(ours, expected) < ROUNDED * (1 if place == 0 else 3)
 
 
 def test_gradients_by_hand() -> None:
@@ -278,7 +278,7 @@ def test_what_the_kernels_do_not_take(size: int, value_size: int, why: str) -> N
         causal_attention(query, key, value, kernels="required")
     ours = gradients(query, key, value, grad)
     for result, expected in zip(ours, defined(query, key, value, grad), strict=True):
-        assert error(result, expected) < 4 * BF16
+        assert error(result, expected) < 3 * ROUNDED
 
 
 @needs_kernels
@@ -289,7 +289,7 @@ def test_where_decoding_has_no_kernel_pytorch_goes_forward(monkeypatch: pytest.M
     monkeypatch.setattr(decode, "piece_of", nothing_known)
     made = inputs(2, 2, 100, 48)
     for ours, expected in zip(gradients(*made), defined(*made), strict=True):
-        assert error(ours, expected) < 4 * BF16
+        assert error(ours, expected) < 3 * ROUNDED
     assert torch.equal(gradients(*made)[0], gradients(*made, kernels="off")[0])
     with pytest.raises(KernelError, match=r"forward attention .* adds up otherwise"):
         gradients(*made, kernels="required")
