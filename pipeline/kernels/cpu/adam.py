@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.build import Built, NotBuiltError, found
 from pipeline.kernels.cpu.threads import parallel
 from pipeline.kernels.reference import AdamW, Weights, random_keys
 
@@ -88,10 +88,7 @@ class Numbers(ctypes.Structure):
 @functools.cache
 def library(variant: Variant) -> Built | NotBuiltError:
     """The variant's loop, or why it can't be had; found out once in a process."""
-    try:
-        return build(SOURCE, variant.defines)
-    except NotBuiltError as reason:
-        return reason
+    return found(SOURCE, variant.defines)
 
 
 def run(built: Built, weights: Weights, gradient: Tensor, step: AdamW, *, threads: int) -> None:

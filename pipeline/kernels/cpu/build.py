@@ -107,6 +107,20 @@ def build(
     raise failures[0]
 
 
+def found(
+    source: Path,
+    defines: Mapping[str, str | int],
+    flags: Sequence[str] = ("-ffp-contract=off",),
+    *,
+    optional: Sequence[str] = (),
+) -> Built | NotBuiltError:
+    """What `build` gives, or why it can't be had."""
+    try:
+        return build(source, defines, flags, optional=optional)
+    except NotBuiltError as reason:
+        return reason
+
+
 def _build(compiler: Sequence[str], source: Path, words: Sequence[str]) -> Built:
     version = version_of(compiler[0])
     identity = "\0".join([version, platform.machine(), *words]).encode() + source.read_bytes()

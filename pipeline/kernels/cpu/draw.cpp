@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "exponential.h"
 
@@ -93,29 +94,22 @@ void draw_row(const Draw& by, int64_t row, double* blocks) {
 
 struct Work {
     const Draw* draw;
-    double* blocks;  // (rows, blocks of a row)
-    int64_t next;    // the first row that no thread has taken
+    int64_t next;  // the first row that no thread has taken
 };
 
 void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
-    const int64_t count = (work.draw->words + BLOCK - 1) / BLOCK;
+    std::vector<double> blocks(size_t(work.draw->words + BLOCK - 1) / BLOCK);
     for (;;) {
         const int64_t row = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
         if (row >= work.draw->rows) return;
-        draw_row(*work.draw, row, work.blocks + row * count);
+        draw_row(*work.draw, row, blocks.data());
     }
 }
 
 }  // namespace
 
-// For tests.
-extern "C" double drawn_share(uint64_t seed, uint64_t key, uint64_t position) { return uniform(seed, key, position); }
-
-// Numbers of fp64 that `room` has to hold for each row.
-extern "C" int64_t draw_room(int64_t words) { return (words + BLOCK - 1) / BLOCK; }
-
-extern "C" void draw(const Draw* draw, double* room, Parallel parallel, int32_t threads) {
-    Work work{draw, room, 0};
+extern "C" void draw(const Draw* draw, Parallel parallel, int32_t threads) {
+    Work work{draw, 0};
     on_threads(parallel, threads, run, &work);
 }

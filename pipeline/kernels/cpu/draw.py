@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
-from pipeline.kernels.cpu.build import Built, NotBuiltError, build
+from pipeline.kernels.cpu.build import Built, NotBuiltError, found
 from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
 from pipeline.kernels.cpu.threads import parallel
 
@@ -31,13 +31,7 @@ class Draw(ctypes.Structure):
 @functools.cache
 def library() -> Built | NotBuiltError:
     """The kernel, or why it can't be had; found out once in a process."""
-    try:
-        built = build(SOURCE, {"NUMBER": FORMATS[torch.float32]}, FLAGS)
-    except NotBuiltError as reason:
-        return reason
-    built.library.draw_room.restype = ctypes.c_int64
-    built.library.drawn_share.restype = ctypes.c_double
-    return built
+    return found(SOURCE, {"NUMBER": FORMATS[torch.float32]}, FLAGS)
 
 
 def draw(
@@ -59,7 +53,6 @@ def draw(
     """
     rows, words = logprobs.shape
     tokens, chosen = logprobs.new_empty(rows, dtype=torch.long), logprobs.new_empty(rows)
-    room = np.empty(rows * built.library.draw_room(ctypes.c_int64(words)))
     call = Draw(
         logprobs.data_ptr(),
         keys.ctypes.data,
@@ -70,10 +63,6 @@ def draw(
         words,
         seed % 2**64,
     )
-    built.library.draw(
-        ctypes.byref(call),
-        ctypes.c_void_p(room.ctypes.data),
-        parallel(),
-        ctypes.c_int32(torch.get_num_threads()),
-    )
+    threads = ctypes.c_int32(torch.get_num_threads())
+    built.library.draw(ctypes.byref(call), parallel(), threads)
     return tokens, chosen

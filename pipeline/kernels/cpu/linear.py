@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, build
+from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, found
 from pipeline.kernels.cpu.threads import parallel
 
 HERE = Path(__file__).parent
@@ -185,10 +185,7 @@ def make(
 @functools.cache
 def library(dtype: torch.dtype) -> Built | NotBuiltError:
     """The kernel for this number format, or why it can't be had; found out once in a process."""
-    try:
-        return build(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS, optional=bf16_flags())
-    except NotBuiltError as reason:
-        return reason
+    return found(SOURCE, {"NUMBER": FORMATS[dtype]}, FLAGS, optional=bf16_flags())
 
 
 def is_built(dtype: torch.dtype) -> bool:

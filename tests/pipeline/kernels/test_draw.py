@@ -1,6 +1,6 @@
 """Drawing tokens from log-probabilities on the CPU: against fp64, by hand, and row by row."""
 
-import ctypes
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,11 +31,14 @@ def drawn(
 
 
 def test_shares_are_those_of_the_definition(built: Built) -> None:
+    """Of equally likely tokens it is the token's number that tells the share, to 16 bits."""
+    logprobs = torch.full((len(KEYS), 2**16), -16 * math.log(2))
     for seed in (0, 5, 2**64 - 3):
-        for position in (0, 1, 1000):
-            expected = uniforms(seed, KEYS, position)
-            words = ([ctypes.c_uint64(each) for each in (seed, key, position)] for key in KEYS)
-            assert [built.library.drawn_share(*each) for each in words] == expected.tolist()
+        for position in (0, 1, 1000, 2**64 - 1):
+            words = words_of(KEYS, [position] * len(KEYS))
+            tokens, _ = draw.draw(logprobs, *words, seed=seed, built=built)
+            shares = uniforms(seed, KEYS, [position] * len(KEYS))
+            assert tokens.tolist() == [int(share * 2**16) for share in shares]
 
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 255, 256, 257, 1000, 32_000])
