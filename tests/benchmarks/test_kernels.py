@@ -26,6 +26,13 @@ def test_the_benchmark_shows_every_way_beside_the_others(tmp_path: Path) -> None
     assert said.count("| any loss |") == said.count("| uniform |") == 1
 
 
+def test_attention_is_measured_forward_and_backward() -> None:
+    said = run("benchmarks.attention", "--rounds", "1", "--threads", "1")
+
+    for way in ("forward", "backward"):
+        assert f"| 8 x 6 x 192 x 48 | {way} |" in said
+
+
 def test_the_kernels_say_how_they_were_built_and_how_fast_they_are(tmp_path: Path) -> None:
     sizes = ("--elements", "1000", "--tokens", "32")
     first = run("pipeline.kernels", *sizes, RLHF_PIPELINE_CACHE=str(tmp_path))

@@ -7,27 +7,28 @@
 // of these weighs 0, which changes no sum of finite numbers.
 
 #include <algorithm>
-#include <cmath>
 
 #include "heads.h"
+#include "softmax.h"
 
 namespace {
 
 constexpr int TOKENS = 32;   // of a tile; mirrored in pipeline/kernels/cpu/attention.py
-constexpr int BLOCK = 512;   // keys that share a maximum; a multiple of TOKENS
 constexpr int TILES = BLOCK / LANES;
+
+static_assert(BLOCK % TOKENS == 0, "a tile of tokens begins and ends in the same block of keys");
 
 struct Forward {  // mirrored in pipeline/kernels/cpu/attention.py
     Heads query;
     Heads key;
     Heads value;
     Heads out;         // written
-    float* logsumexp;  // written: (batch, heads, tokens), or null
+    float* logsumexp;  // written: (batch, heads, tokens)
     int64_t batch;
     int64_t heads;
     int64_t tokens;
     int64_t size;      // whole units
-    void* room;        // several of forward_bytes() bytes, at an address of a whole cache line
+    void* room;        // several of room_bytes() bytes, at an address of a whole cache line
     int64_t rooms;     // threads that are to work: others of the team have nothing to do
     int32_t piece;     // how many products are added up in one go
     float scaling;
@@ -72,9 +73,6 @@ void product_in_pieces(Units a, int rows, Lines b, int parts, int units, int pie
     }
 }
 
-// How many of so many products are added up in one go.
-inline int piece_of(int products, int piece) { return products <= piece ? products : products < 2 * piece ? products / 2 : piece; }
-
 // The first `count` keys, turned, and values of a head as fp32.
 void widen(const Rows& key, const Rows& value, int64_t count, int64_t size, const Room& room) {
     Vector* turned = room.keys;
@@ -94,35 +92,14 @@ void widen(const Rows& key, const Rows& value, int64_t count, int64_t size, cons
         for (int64_t d = 0; d < size; d += LANES) *to++ = wide(part_of(value[token] + d, size - d));
 }
 
-// What is known of a token after some blocks of keys.
-struct Known {
-    float most = -INFINITY;  // the largest score
-    float sum = 0;           // of the exponentials
-};
-
 // Scores of a token's keys become weights, those from `seen` on 0; what earlier sums shrink by.
-float weigh(Vector* row, int seen, int tiles, float scaling, Known& known) {
+float weigh_seen(Vector* row, int seen, int tiles, float scaling, Known& known) {
     auto* scores = reinterpret_cast<float*>(row);
     const int last = (seen + LANES - 1) / LANES;
-    Vector largest = all(known.most);
-    for (int t = 0; t < last; t++) {
-        row[t] = row[t] * scaling;
-        if (t == last - 1)
-            for (int key = seen; key < last * LANES; key++) scores[key] = -INFINITY;
-        largest = row[t] > largest ? row[t] : largest;
-    }
-    const float most = most_of(largest);
-    Vector sum = {};
-    for (int t = 0; t < last; t++) {
-        const Vector weight = exp_of(row[t] - most, Number{});
-        sum = sum + weight;
-        row[t] = Number::round(weight);
-    }
+    for (int t = 0; t < last; t++) row[t] = row[t] * scaling;
+    for (int key = seen; key < last * LANES; key++) scores[key] = -INFINITY;
     for (int t = last; t < tiles; t++) row[t] = Vector{};
-    const float shrink = known.sum == 0 ? 0 : std::exp(known.most - most);
-    known.sum = sum_of(sum) + shrink * known.sum;
-    known.most = most;
-    return shrink;
+    return weigh(scores, 0, seen, known);
 }
 
 // Attention of `rows` tokens from `token` on, whose keys and values are in the room.
@@ -138,7 +115,7 @@ void attend(const Forward& by, const Rows& query, const Rows& out, int64_t token
         product_in_pieces(queries, rows, turned, tiles, size, piece_of(size, by.piece), room.weights, TILES, true, room.more);
         for (int row = 0; row < rows; row++) {
             const int seen = int(std::min(token + row + 1 - block, int64_t(BLOCK)));
-            const float shrink = weigh(room.weights + row * TILES, seen, tiles, by.scaling, known[row]);
+            const float shrink = weigh_seen(room.weights + row * TILES, seen, tiles, by.scaling, known[row]);
             if (block == 0) continue;
             for (int part = 0; part < parts; part++) room.sums[row * parts + part] = room.sums[row * parts + part] * shrink;
         }
@@ -150,37 +127,7 @@ void attend(const Forward& by, const Rows& query, const Rows& out, int64_t token
         const float share = 1 / known[row].sum;
         for (int part = 0; part < parts; part++) room.sums[row * parts + part] = room.sums[row * parts + part] * share;
         write_row(room.sums + row * parts, size, out[token + row]);
-        if (logsumexp != nullptr) logsumexp[token + row] = known[row].most + std::log(known[row].sum);
-    }
-}
-
-struct Work {
-    const Forward* forward;
-    int64_t room_bytes;
-    int64_t shares;   // of a head's tiles of tokens
-    int64_t next;     // the first share that no thread has taken
-    int64_t threads;  // that have begun
-};
-
-void run(void* argument) {
-    Work& work = *static_cast<Work*>(argument);
-    const Forward& by = *work.forward;
-    const int64_t thread = __atomic_fetch_add(&work.threads, 1, __ATOMIC_RELAXED);
-    if (thread >= by.rooms) return;
-    const Room room(by.tokens, by.size, static_cast<char*>(by.room) + thread * work.room_bytes);
-    const int64_t tiles = (by.tokens + TOKENS - 1) / TOKENS;
-    for (;;) {
-        const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
-        if (item >= by.batch * by.heads * work.shares) return;
-        const int64_t at = item / work.shares, share = work.shares - 1 - item % work.shares;  // the longest first
-        const int64_t sequence = at / by.heads, head = at % by.heads;
-        const int64_t begin = share * tiles / work.shares * TOKENS;
-        const int64_t end = std::min((share + 1) * tiles / work.shares * TOKENS, by.tokens);
-        const Rows query(by.query, sequence, head), out(by.out, sequence, head);
-        widen({by.key, sequence, head}, {by.value, sequence, head}, end, by.size, room);
-        float* logsumexp = by.logsumexp == nullptr ? nullptr : by.logsumexp + at * by.tokens;
-        for (int64_t token = begin; token < end; token += TOKENS)
-            attend(by, query, out, token, int(std::min(end - token, int64_t(TOKENS))), logsumexp, room);
+        logsumexp[token + row] = known[row].most + std::log(known[row].sum);
     }
 }
 
@@ -188,12 +135,24 @@ constexpr int SHARES = 4;  // of each thread, where there are fewer heads
 
 }  // namespace
 
-extern "C" int64_t forward_bytes(int64_t tokens, int64_t size) { return Room(tokens, size, nullptr).bytes; }
+extern "C" int64_t room_bytes(int64_t tokens, int64_t size) { return Room(tokens, size, nullptr).bytes; }
 
 // The bits don't depend on how many threads there are.
 extern "C" void attention(const Forward* forward, Parallel parallel, int32_t threads) {
-    const int64_t heads = forward->batch * forward->heads, tiles = (forward->tokens + TOKENS - 1) / TOKENS;
-    const int64_t shares = std::min(tiles, (SHARES * threads + heads - 1) / heads);
-    Work work{forward, forward_bytes(forward->tokens, forward->size), threads > 1 ? shares : 1, 0, 0};
-    on_threads(parallel, threads, run, &work);
+    const Forward& by = *forward;
+    const int64_t heads = by.batch * by.heads, tiles = (by.tokens + TOKENS - 1) / TOKENS;
+    const int64_t wanted = threads > 1 ? (SHARES * threads + heads - 1) / heads : 1;
+    const int64_t shares = std::min(tiles, wanted);  // of a head's tiles of tokens
+    in_rooms<Room>(by, heads * shares, parallel, threads, [&](int64_t item, const Room& room) {
+        const int64_t at = item / shares, share = shares - 1 - item % shares;  // the longest first
+        const int64_t sequence = at / by.heads, head = at % by.heads;
+        const int64_t begin = share * tiles / shares * TOKENS;
+        const int64_t end = std::min((share + 1) * tiles / shares * TOKENS, by.tokens);
+        const Rows query(by.query, sequence, head), out(by.out, sequence, head);
+        widen({by.key, sequence, head}, {by.value, sequence, head}, end, by.size, room);
+        for (int64_t token = begin; token < end; token += TOKENS) {
+            const int rows = int(std::min(end - token, int64_t(TOKENS)));
+            attend(by, query, out, token, rows, by.logsumexp + at * by.tokens, room);
+        }
+    });
 }

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, build
-from pipeline.kernels.cpu.heads import Heads, empty_heads, heads_of
+from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, found
+from pipeline.kernels.cpu.heads import Heads, empty_heads, heads_of, rooms_for
 from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
 from pipeline.kernels.cpu.threads import parallel
 
@@ -53,11 +53,9 @@ def attention(
     batch, heads, tokens, size = query.shape
     out = empty_heads(query)
     logsumexp = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+    rooms = rooms_for(query, built, items=batch * heads * -(-tokens // TOKENS))
     # The whole team is called: a smaller one would end the threads that PyTorch keeps awake.
-    threads = torch.get_num_threads()
-    rooms = min(threads, batch * heads * -(-tokens // TOKENS))
-    room_bytes = built.library.forward_bytes(ctypes.c_int64(tokens), ctypes.c_int64(size))
-    room = query.new_empty(rooms * room_bytes, dtype=torch.uint8)
+    threads = ctypes.c_int32(torch.get_num_threads())
     call = Forward(
         *(heads_of(each) for each in (query, key, value, out)),
         logsumexp.data_ptr(),
@@ -65,21 +63,16 @@ def attention(
         heads,
         tokens,
         size,
-        room.data_ptr(),
-        rooms,
+        rooms.data_ptr(),
+        len(rooms),
         piece,
         scaling,
     )
-    built.library.attention(ctypes.byref(call), parallel(), ctypes.c_int32(threads))
+    built.library.attention(ctypes.byref(call), parallel(), threads)
     return out, logsumexp
 
 
 @functools.cache
 def library() -> Built | NotBuiltError:
     """The kernel, or why it can't be had; found out once in a process."""
-    try:
-        built = build(SOURCE, {"NUMBER": FORMATS[torch.bfloat16]}, FLAGS, optional=bf16_flags())
-    except NotBuiltError as reason:
-        return reason
-    built.library.forward_bytes.restype = ctypes.c_int64
-    return built
+    return found(SOURCE, {"NUMBER": FORMATS[torch.bfloat16]}, FLAGS, optional=bf16_flags())

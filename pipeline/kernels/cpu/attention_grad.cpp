@@ -40,7 +40,7 @@ struct Backward {  // mirrored in pipeline/kernels/cpu/attention_grad.py
     int64_t heads;
     int64_t tokens;
     int64_t size;      // whole units
-    void* room;        // several of backward_bytes() bytes, at an address of a whole cache line
+    void* room;        // several of room_bytes() bytes, at an address of a whole cache line
     int64_t rooms;     // threads that are to work: others of the team have nothing to do
     float scaling;
 };
@@ -198,32 +198,13 @@ void go_back(const Backward& by, int64_t sequence, int64_t head, const Room& roo
         write_row(room.grad_queries + token * parts, size, grad_query[token]);
 }
 
-struct Work {
-    const Backward* backward;
-    int64_t room_bytes;
-    int64_t next;     // the first head that no thread has taken
-    int64_t threads;  // that have begun
-};
-
-void run(void* argument) {
-    Work& work = *static_cast<Work*>(argument);
-    const Backward& by = *work.backward;
-    const int64_t thread = __atomic_fetch_add(&work.threads, 1, __ATOMIC_RELAXED);
-    if (thread >= by.rooms) return;
-    const Room room(by.tokens, by.size, static_cast<char*>(by.room) + thread * work.room_bytes);
-    for (;;) {
-        const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
-        if (item >= by.batch * by.heads) return;
-        go_back(by, item / by.heads, item % by.heads, room);
-    }
-}
-
 }  // namespace
 
-extern "C" int64_t backward_bytes(int64_t tokens, int64_t size) { return Room(tokens, size, nullptr).bytes; }
+extern "C" int64_t room_bytes(int64_t tokens, int64_t size) { return Room(tokens, size, nullptr).bytes; }
 
 // The bits don't depend on how many threads there are.
 extern "C" void attention_grad(const Backward* backward, Parallel parallel, int32_t threads) {
-    Work work{backward, backward_bytes(backward->tokens, backward->size), 0, 0};
-    on_threads(parallel, threads, run, &work);
+    const Backward& by = *backward;
+    in_rooms<Room>(by, by.batch * by.heads, parallel, threads,
+                   [&](int64_t item, const Room& room) { go_back(by, item / by.heads, item % by.heads, room); });
 }

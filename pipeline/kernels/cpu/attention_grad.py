@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, build
-from pipeline.kernels.cpu.heads import Heads, empty_heads, heads_of
+from pipeline.kernels.cpu.build import Built, NotBuiltError, bf16_flags, found
+from pipeline.kernels.cpu.heads import Heads, empty_heads, heads_of, rooms_for
 from pipeline.kernels.cpu.linear import FLAGS, FORMATS, HERE
 from pipeline.kernels.cpu.threads import parallel
 
@@ -33,12 +33,7 @@ class Backward(ctypes.Structure):
 @functools.cache
 def library() -> Built | NotBuiltError:
     """The kernel, or why it can't be had; found out once in a process."""
-    try:
-        built = build(SOURCE, {"NUMBER": FORMATS[torch.bfloat16]}, FLAGS, optional=bf16_flags())
-    except NotBuiltError as reason:
-        return reason
-    built.library.backward_bytes.restype = ctypes.c_int64
-    return built
+    return found(SOURCE, {"NUMBER": FORMATS[torch.bfloat16]}, FLAGS, optional=bf16_flags())
 
 
 def attention_grad(
@@ -67,11 +62,9 @@ def attention_grad(
     batch, heads, tokens, size = query.shape
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     grads = [empty_heads(query) for _ in range(3)]
+    rooms = rooms_for(query, built, items=batch * heads)
     # The whole team is called: a smaller one would end the threads that PyTorch keeps awake.
-    threads = torch.get_num_threads()
-    rooms = min(threads, batch * heads)
-    room_bytes = built.library.backward_bytes(ctypes.c_int64(tokens), ctypes.c_int64(size))
-    room = query.new_empty(rooms * room_bytes, dtype=torch.uint8)
+    threads = ctypes.c_int32(torch.get_num_threads())
     call = Backward(
         *(heads_of(each) for each in (query, key, value, out, grad, *grads)),
         logsumexp.data_ptr(),
@@ -80,9 +73,9 @@ def attention_grad(
         heads,
         tokens,
         size,
-        room.data_ptr(),
-        rooms,
+        rooms.data_ptr(),
+        len(rooms),
         scaling,
     )
-    built.library.attention_grad(ctypes.byref(call), parallel(), ctypes.c_int32(threads))
+    built.library.attention_grad(ctypes.byref(call), parallel(), threads)
     return grads[0], grads[1], grads[2]

@@ -8,16 +8,11 @@
 // score over the numbers of a head, where it is shorter than two pieces, into halves. A head of keys is turned
 // once for all query heads that share it.
 
-#include <cmath>
-#include <limits>
-
-#include "exponential.h"
+#include "softmax.h"
 
 namespace {
 
-constexpr int BLOCK = 512;      // keys that share a maximum
 constexpr int MOST_SIZE = 256;  // of a head; mirrored in pipeline/kernels/cpu/decode.py
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 struct Attention {  // mirrored in pipeline/kernels/cpu/decode.py
     const void* query;       // (rows, heads, size), strides given
@@ -35,11 +30,6 @@ struct Attention {  // mirrored in pipeline/kernels/cpu/decode.py
     int32_t window;          // a row sees its last so many keys; 0 is all
     float scaling;
 };
-
-// How many of so many products the libraries under PyTorch add up in one go, before the sums are.
-inline int piece_of(int products) {
-    return products <= PIECE ? products : products < 2 * PIECE ? products / 2 : PIECE;
-}
 
 using Line = decltype(Number::line());  // LANES numbers as they are stored
 
@@ -87,7 +77,7 @@ inline Vector add_in_turn(Vector sum, Bits keys, const uint16_t* query) {
 // Scores of TILES * LANES keys: their chains of sums run side by side.
 template <int TILES>
 void score(const Attention& by, const Stored* query, const Bits* turned, float* scores) {
-    const int size = int(by.size), units = size / Number::NUMBERS, piece = piece_of(size);
+    const int size = int(by.size), units = size / Number::NUMBERS, piece = piece_of(size, PIECE);
     Vector total[TILES] = {};
     for (int first = 0; first < size; first += piece) {
         const int end = first + piece < size ? first + piece : size;
@@ -147,8 +137,7 @@ void add_values(const Stored* value, int64_t size, const float* weights, const K
 
 // What is known of a query head after some blocks of keys.
 struct Head {
-    float most = NOTHING;  // the largest score
-    float sum = 0;         // of the exponentials
+    Known softmax;
     Values values = {};
 };
 
@@ -221,29 +210,14 @@ void attend(const Attention& by, int64_t item, Ahead ahead, Room& room) {
                 ahead.fetch(bytes);
                 score<1>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
             }
-            for (int t = keys.first; t < seen; t++) weights[t] = NOTHING;
-            for (int t = keys.end; t < last * LANES; t++) weights[t] = NOTHING;
-            Vector largest = all(known.most);
-            for (int t = keys.first; t < keys.end; t += LANES) {
-                const Vector scores = load<Vector>(weights + t);
-                largest = scores > largest ? scores : largest;
-            }
-            const float most = most_of(largest);
-            Vector sum = {};
-            for (int t = keys.first; t < keys.end; t += LANES) {
-                const Vector weight = exp_of(load<Vector>(weights + t) - most, Number{});
-                sum = sum + weight;
-                const Vector rounded = Number::round(weight);
-                std::memcpy(weights + t, &rounded, sizeof rounded);
-            }
-            const float shrink = known.sum == 0 ? 0 : std::exp(known.most - most);
-            known.sum = sum_of(sum) + shrink * known.sum;
-            known.most = most;
+            for (int t = keys.first; t < seen; t++) weights[t] = -INFINITY;
+            for (int t = keys.end; t < last * LANES; t++) weights[t] = -INFINITY;
+            const float shrink = weigh(weights, keys.first, keys.end, known.softmax);
             if (block > start)
                 for (Vector& part : known.values.sum) part = part * shrink;
             add_values(value + block * by.size, by.size, weights, keys, known.values);
         }
-        const float share = known.sum == 0 ? 1 : 1 / known.sum;
+        const float share = known.softmax.sum == 0 ? 1 : 1 / known.softmax.sum;
         for (int64_t d = 0; d < by.size; d++)
             out[head * by.size + d] = Number::narrow(known.values.sum[d / LANES][d % LANES] * share);
     }

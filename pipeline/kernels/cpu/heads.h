@@ -9,8 +9,6 @@ namespace {
 
 static_assert(Number::NUMBERS == 2, "written for units of two numbers");
 
-constexpr int MOST_SIZE = 256;  // of a head; mirrored in pipeline/kernels/cpu/heads.py
-constexpr int MOST_PARTS = MOST_SIZE / LANES;
 constexpr int MOST_TOGETHER = LANES == 16 ? 4 : 2;  // vectors of a row whose sums stay in registers
 
 struct Heads {  // (batch, heads, tokens, size), the numbers of a head side by side
@@ -55,6 +53,32 @@ struct Shelf {
         bytes += round_up(count * int64_t(sizeof(To)), CACHE_LINE);
     }
 };
+
+// Has `work` done for each of so many items, by threads that take them in turn and have a room each; `by` is
+// a call with `rooms` of them.
+template <class Room, class Call, class Work>
+void in_rooms(const Call& by, int64_t items, Parallel parallel, int32_t threads, const Work& work) {
+    struct Team {
+        const Call& by;
+        const Work& work;
+        int64_t items;
+        int64_t bytes;    // of a room
+        int64_t next;     // the first item that no thread has taken
+        int64_t members;  // threads that have begun
+    } team{by, work, items, Room(by.tokens, by.size, nullptr).bytes, 0, 0};
+    const auto run = [](void* argument) {
+        auto& team = *static_cast<Team*>(argument);
+        const int64_t member = __atomic_fetch_add(&team.members, 1, __ATOMIC_RELAXED);
+        if (member >= team.by.rooms) return;
+        const Room room(team.by.tokens, team.by.size, static_cast<char*>(team.by.room) + member * team.bytes);
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&team.next, 1, __ATOMIC_RELAXED);
+            if (item >= team.items) return;
+            team.work(item, room);
+        }
+    };
+    on_threads(parallel, threads, run, &team);
+}
 
 // The two numbers of a unit at its place among rows and units.
 struct Units {

@@ -3,11 +3,12 @@
 import ctypes
 from collections.abc import Iterator
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
-MOST_SIZE = 256
-"""Numbers of a head; as in the source."""
+from pipeline.kernels.cpu.build import Built
+from pipeline.kernels.cpu.decode import MOST_SIZE
 
 
 class Heads(ctypes.Structure):
@@ -29,6 +30,15 @@ def empty_heads(like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
     heads, tokens, size = like.shape[1:]
     stride = (tokens * heads * size, size, heads * size, 1)
     return like.new_empty_strided(like.shape, stride)
+
+
+def rooms_for(
+    query: Float[Tensor, "B H T D"], built: Built, *, items: int
+) -> UInt8[Tensor, "rooms bytes"]:
+    """What a kernel's threads work in: a room for each that finds one of so many items of work."""
+    built.library.room_bytes.restype = ctypes.c_int64
+    num_bytes = built.library.room_bytes(*map(ctypes.c_int64, query.shape[2:]))
+    return query.new_empty(min(torch.get_num_threads(), items), num_bytes, dtype=torch.uint8)
 
 
 def refusals(
