@@ -64,10 +64,10 @@ inline uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// A master as a weight in bf16: the nearest, of two equally near that of larger magnitude.
-inline uint16_t nearest_weight(uint32_t bits) {
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return uint16_t(is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16);
+// Of these 32 bits the upper half is stored: a master as a weight in bf16, the nearest, of two equally near
+// that of larger magnitude.
+inline uint32_t nearest_weight(float master) {
+    return master != master ? 0x7fc00000u : bits_of(master) + 0x8000u;
 }
 
 struct Float32 {
@@ -78,33 +78,33 @@ struct Float32 {
 
 struct BFloat16 {
     using Stored = uint16_t;
-    static float load(Stored stored) { return from_bits(uint32_t(stored) << 16); }
-    static Stored store(float value, uint32_t random) {
+    static float load(uint32_t stored) { return from_bits(stored << 16); }
+    static Stored store(float value, uint32_t random) { return Stored(round(value, random) >> 16); }
+    // Again the upper half. Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
+    static uint32_t round(float value, uint32_t random) {
         const uint32_t bits = bits_of(value);
 #if STOCHASTIC
         const uint32_t rounded = bits + (random & 0xffffu);
-        const bool stays = (bits & 0x7fffffffu) >= 0x7f800000u;
+        return (bits & 0x7fffffffu) >= 0x7f800000u ? bits : rounded;
 #else
-        const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
-        const bool stays = (bits & 0x7fffffffu) > 0x7f800000u;
         (void)random;
+        const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
+        return value != value ? bits : rounded;
 #endif
-        // Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
-        return Stored((stays ? bits : rounded) >> 16);
     }
     static Stored store_weight(float value, uint32_t random) {
 #if STOCHASTIC
         return store(value, random);
 #else
         (void)random;
-        return nearest_weight(bits_of(value));
+        return Stored(nearest_weight(value) >> 16);
 #endif
     }
 };
 
 struct Float16 {
     using Stored = uint16_t;
-    static float load(Stored stored) {
+    static float load(uint32_t stored) {
         // The exponent is moved by a multiplication, which also makes subnormal numbers normal.
         const uint32_t shifted = uint32_t(stored & 0x7fffu) << 13;
         const uint32_t finite = bits_of(from_bits(shifted) * 0x1p112f);
@@ -139,6 +139,84 @@ using Master = uint16_t;
 using Master = float;
 #endif
 
+struct Element {
+    float weight;
+    float average;
+    float square;
+};
+
+inline Element next(Element of, float gradient, const Numbers& by) {
+    const float grad = gradient * by.multiplier;
+    const float base = by.exp_avg_from_grad != 0 ? grad : of.average;
+    const float average = std::fmaf(by.exp_avg_weight, grad - of.average, base);
+    const float square = std::fmaf(by.exp_avg_sq_weight * grad, grad, of.square * by.beta2);
+    const float denominator = std::sqrt(square) / by.root_correction + by.eps;
+    return {of.weight * by.decay + by.step_size * average / denominator, average, square};
+}
+
+struct Random {
+    uint32_t low = 0;  // its halves are for the copy and for the first moment
+    uint32_t high = 0;
+
+    Random(const Numbers& by, uint32_t element) {
+#if STOCHASTIC
+        const uint32_t place = mix(by.first + element);
+        low = mix(place + by.keys[0]);
+        high = mix(place + by.keys[1]);
+#else
+        (void)by, (void)element;
+#endif
+    }
+};
+
+// Two neighbours of 16 bits, each in the upper half of 32.
+struct Pair {
+    uint32_t of[2];
+
+    static Pair load(const void* vector, int32_t i) {
+        uint32_t both;
+        std::memcpy(&both, static_cast<const uint16_t*>(vector) + 2 * i, sizeof both);
+        return {both << 16, both & 0xffff0000u};
+    }
+    void store(void* vector, int32_t i) const {
+        const uint32_t both = of[0] >> 16 | (of[1] & 0xffff0000u);
+        std::memcpy(static_cast<uint16_t*>(vector) + 2 * i, &both, sizeof both);
+    }
+};
+
+// Vectors that are all of 16 bits are updated two elements at a time: fewer instructions take apart and
+// put together 32 bits than 16.
+constexpr bool PAIRS = SPLIT && !HAS_COPY && sizeof(Moment::Stored) == 2 && sizeof(Gradient::Stored) == 2;
+
+inline float joined(uint32_t weight, uint32_t low_bits) { return from_bits(weight + uint32_t(int32_t(low_bits) >> 16)); }
+
+template <class Moment>
+void update_pairs(
+    void* __restrict master, void* __restrict low_bits, void* __restrict exp_avg, void* __restrict exp_avg_sq,
+    const void* __restrict gradient, const Numbers by, uint32_t begin, int32_t pairs
+) {
+    for (int32_t i = 0; i < pairs; i++) {
+        Pair weight = Pair::load(master, i), low = Pair::load(low_bits, i);
+        Pair average = Pair::load(exp_avg, i), square = Pair::load(exp_avg_sq, i);
+        const Pair grad = Pair::load(gradient, i);
+        for (int each = 0; each < 2; each++) {
+            const Element to = next(
+                {joined(weight.of[each], low.of[each]), Moment::load(average.of[each] >> 16), Moment::load(square.of[each] >> 16)},
+                Gradient::load(grad.of[each] >> 16), by
+            );
+            const Random random(by, begin + 2 * uint32_t(i) + uint32_t(each));
+            average.of[each] = Moment::round(to.average, random.low >> 16);
+            square.of[each] = Moment::round(to.square, random.high);
+            weight.of[each] = nearest_weight(to.weight);
+            low.of[each] = bits_of(to.weight) << 16;
+        }
+        average.store(exp_avg, i);
+        square.store(exp_avg_sq, i);
+        weight.store(master, i);
+        low.store(low_bits, i);
+    }
+}
+
 // Elements begin to begin + count, of which there are few enough for 32-bit arithmetic.
 void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
     auto* __restrict master = static_cast<Master*>(vectors.master) + begin;
@@ -148,40 +226,29 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
     [[maybe_unused]] auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
     const auto* __restrict gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
     const Numbers by = numbers;
-    const bool from_grad = by.exp_avg_from_grad != 0;
-    [[maybe_unused]] const uint32_t first = by.first + uint32_t(begin);
-    for (int32_t i = 0; i < count; i++) {
-        uint32_t low = 0, high = 0;
-#if STOCHASTIC
-        const uint32_t place = mix(first + uint32_t(i));
-        low = mix(place + by.keys[0]);
-        high = mix(place + by.keys[1]);
-#endif
-        const float grad = Gradient::load(gradient[i]) * by.multiplier;
-        float average = Moment::load(exp_avg[i]);
-        float square = Moment::load(exp_avg_sq[i]);
+    int32_t i = 0;
+    if constexpr (PAIRS) {
+        update_pairs<Moment>(master, low_bits, exp_avg, exp_avg_sq, gradient, by, uint32_t(begin), count / 2);
+        i = count / 2 * 2;
+    }
+    for (; i < count; i++) {
 #if SPLIT
-        float weight = from_bits((uint32_t(master[i]) << 16) + uint32_t(int32_t(low_bits[i])));
+        const float weight = joined(uint32_t(master[i]) << 16, uint32_t(low_bits[i]) << 16);
 #else
-        float weight = master[i];
+        const float weight = master[i];
 #endif
-        weight = weight * by.decay;
-        average = std::fmaf(by.exp_avg_weight, grad - average, from_grad ? grad : average);
-        square = std::fmaf(by.exp_avg_sq_weight * grad, grad, square * by.beta2);
-        const float denominator = std::sqrt(square) / by.root_correction + by.eps;
-        weight = weight + by.step_size * average / denominator;
-
-        exp_avg[i] = Moment::store(average, low >> 16);
-        exp_avg_sq[i] = Moment::store(square, high);
+        const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, Gradient::load(gradient[i]), by);
+        const Random random(by, uint32_t(begin) + uint32_t(i));
+        exp_avg[i] = Moment::store(to.average, random.low >> 16);
+        exp_avg_sq[i] = Moment::store(to.square, random.high);
 #if HAS_COPY
-        copy[i] = Copy::store_weight(weight, low);
+        copy[i] = Copy::store_weight(to.weight, random.low);
 #endif
 #if SPLIT
-        const uint32_t bits = bits_of(weight);
-        master[i] = nearest_weight(bits);
-        low_bits[i] = int16_t(bits);
+        master[i] = Master(nearest_weight(to.weight) >> 16);
+        low_bits[i] = int16_t(bits_of(to.weight));
 #else
-        master[i] = weight;
+        master[i] = to.weight;
 #endif
     }
 }
