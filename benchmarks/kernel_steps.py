@@ -4,11 +4,12 @@
     python -m benchmarks.kernel_steps --quick
 
 Each side is the step as users run it, with `kernels: required` or `kernels: off`, in a process of
-its own; the two alternate, and a ratio is taken within each round. A figure is the median over
-rounds of a run's median step. The model is a Llama of 15M parameters with 32,000 words: 8 rows of
-100 tokens and 100 more that are learned; `sft-long` learns 400, more logits than `kernels` leaves
-whole; in step 3 8 prompts of 128 tokens are answered with 64. Weights are compared by the SHA-256
-of what the step exports: in fp32 they must be the same, in bf16 attention is rounded otherwise.
+its own; the two alternate, the first of a round being the last of the next, and a ratio is taken
+within each round. A figure is the median over rounds of a run's median step. The model is a Llama
+of 15M parameters with 32,000 words: 8 rows of 100 tokens and 100 more that are learned; `sft-long`
+learns 400, more logits than `kernels` leaves whole; in step 3 8 prompts of 128 tokens are answered
+with 64. Weights are compared by the SHA-256 of what the step exports: in fp32 they must be the
+same, in bf16 attention is rounded otherwise.
 """
 
 import argparse
@@ -168,8 +169,8 @@ def compare(args: argparse.Namespace) -> None:
             write_rows(models, answer)
         for name in args.cases:
             rounds = [
-                {side: run_side(args, name, side, models) for side in SIDES}
-                for _ in range(args.rounds)
+                {side: run_side(args, name, side, models) for side in order}
+                for order in (SIDES[:: (-1) ** number] for number in range(args.rounds))
             ]
             ratios = [each["off"]["seconds"] / each["required"]["seconds"] for each in rounds]
             ours, theirs = (

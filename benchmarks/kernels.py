@@ -4,7 +4,9 @@
     python -m benchmarks.kernels --quick
 
 AdamW on the CPU. Every way lives in a process of its own, which holds its vectors all the time;
-each round visits every way once, so that a slow moment of the machine hits all, and ratios are
+each round visits every way once, so that a slow moment of the machine hits all, from another one
+on than the round before. A visit waits until the threads of the last way have gone to sleep, and
+times the second of two steps, when its own are awake, as they are after a backward pass. Ratios are
 taken within a round. `mixed` is what a mixed-precision step does with bf16 gradients and a clip
 coefficient that is known: gradient to fp32 and times the coefficient, AdamW on fp32 masters and
 moments, the weights rounded to bf16; `split` has these weights and 16 bits more for the master, to
@@ -28,7 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +61,11 @@ BARS = {
 }
 """How many times as fast as the other one it shall be."""
 
+SETTLE_SECONDS = 0.02
+"""Threads of OpenMP stay awake for 5 ms, and hold a core that the next way needs."""
+
 Seconds = dict[str, list[float]]
+T = TypeVar("T")
 
 
 class Worker:
@@ -113,10 +119,17 @@ def measure_adamw(args: argparse.Namespace, form: str, *, parameters: int, threa
         for worker in workers.values():
             worker.wait()
         seconds: Seconds = {way: [] for way in workers}
-        for _ in range(args.rounds):
-            for way, worker in workers.items():
-                seconds[way].append(worker.step())
+        for number in range(args.rounds):
+            for way in rotated(list(workers), number):
+                time.sleep(SETTLE_SECONDS)
+                seconds[way].append(workers[way].step())
     return seconds
+
+
+def rotated(ways: list[T], number: int) -> list[T]:
+    """The ways in their order, each round from the next one on."""
+    first = number % len(ways)
+    return ways[first:] + ways[:first]
 
 
 def show_adamw(seconds: Seconds, form: str, *, parameters: int, threads: int) -> list[str]:
@@ -211,11 +224,12 @@ def measure_logprobs(args: argparse.Namespace) -> list[str]:
                 peak_bytes_of(lambda: learn(compute, (hidden, weight), **each)) - inputs  # noqa: B023
             )
         times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(args.rounds // 3 + 1):
-            for column, compute, each in (
-                (times[0], reference.linear_logprobs, plain),
-                (times[1], linear_logprobs, settings),
-            ):
+        ways = [
+            (times[0], reference.linear_logprobs, plain),
+            (times[1], linear_logprobs, settings),
+        ]
+        for number in range(args.rounds // 2 + 1):
+            for column, compute, each in rotated(ways, number):
                 started = time.perf_counter()
                 learn(compute, (hidden, weight), **each)
                 column.append(time.perf_counter() - started)
@@ -259,7 +273,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--parameters", type=int, nargs="+", default=[10_000_000, 100_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--quick", action="store_true", help="a million parameters, three rounds")
     parser.add_argument("--skip-logprobs", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("output/kernels.json"))

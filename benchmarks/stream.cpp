@@ -4,9 +4,9 @@
 // as wide is written as well; with SPLIT 1 instead the first is two of 16 bits. With MOMENTS 1 two of
 // the three are 16 bits wide.
 
-#include <pthread.h>
-
 #include <cstdint>
+
+#include "../pipeline/kernels/cpu/threads.h"
 
 namespace {
 
@@ -27,24 +27,25 @@ using Wide = uint16_t;
 using Wide = uint32_t;
 #endif
 
-struct Slice {
+struct Work {
     Wide* p;
     Moment* m;
     Moment* v;
     const Narrow* g;
     Narrow* o;
-    int64_t begin, end;
+    int64_t n;
+    int64_t slices;
+    int64_t begun;  // of them
 };
 
-void* stream_slice(void* argument) {
-    const Slice s = *static_cast<Slice*>(argument);
-    Wide* __restrict p = s.p;
-    Moment* __restrict m = s.m;
-    Moment* __restrict v = s.v;
-    const Narrow* __restrict g = s.g;
-    Narrow* __restrict o = s.o;
+void stream_slice(const Work& work, int64_t begin, int64_t end) {
+    Wide* __restrict p = work.p;
+    Moment* __restrict m = work.m;
+    Moment* __restrict v = work.v;
+    const Narrow* __restrict g = work.g;
+    Narrow* __restrict o = work.o;
 #pragma GCC ivdep
-    for (int64_t i = s.begin; i < s.end; i++) {
+    for (int64_t i = begin; i < end; i++) {
         const uint32_t x = g[i];
         p[i] = Wide(p[i] + x);
         m[i] = Moment(m[i] + x);
@@ -57,24 +58,23 @@ void* stream_slice(void* argument) {
         (void)o;
 #endif
     }
-    return nullptr;
+}
+
+void run(void* argument) {
+    Work& work = *static_cast<Work*>(argument);
+    const auto start = [&](int64_t slice) { return slice == work.slices ? work.n : work.n * slice / work.slices / 64 * 64; };
+    for (;;) {
+        const int64_t slice = __atomic_fetch_add(&work.begun, 1, __ATOMIC_RELAXED);
+        if (slice >= work.slices) return;
+        stream_slice(work, start(slice), start(slice + 1));
+    }
 }
 
 }  // namespace
 
 extern "C" void stream(
-    void* p, void* m, void* v, const void* g, void* o, int64_t n, int32_t threads
+    void* p, void* m, void* v, const void* g, void* o, int64_t n, Parallel parallel, int32_t threads
 ) {
-    pthread_t started[64];
-    Slice slices[64];
-    int32_t running = 0;
-    for (int32_t t = 0; t < threads; t++) {
-        slices[t] = {(Wide*)p, (Moment*)m, (Moment*)v, (const Narrow*)g, (Narrow*)o,
-                     n * t / threads / 64 * 64, t + 1 == threads ? n : n * (t + 1) / threads / 64 * 64};
-        if (t + 1 == threads || pthread_create(&started[running], nullptr, stream_slice, &slices[t]))
-            stream_slice(&slices[t]);
-        else
-            running++;
-    }
-    for (int32_t t = 0; t < running; t++) pthread_join(started[t], nullptr);
+    Work work{(Wide*)p, (Moment*)m, (Moment*)v, (const Narrow*)g, (Narrow*)o, n, threads, 0};
+    on_threads(parallel, threads, run, &work);
 }
