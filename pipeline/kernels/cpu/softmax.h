@@ -10,8 +10,12 @@ namespace {
 
 constexpr int BLOCK = 512;  // keys that share a maximum
 
-// How many of so many products the libraries under PyTorch add up in one go, before the sums are.
-inline int piece_of(int products, int piece) { return products <= piece ? products : products < 2 * piece ? products / 2 : piece; }
+// How many of so many products the libraries under PyTorch add up in one go, before the sums are; whole
+// units, of which kernels take one at a time.
+inline int piece_of(int products, int piece) {
+    if (products <= piece) return products;
+    return products < 2 * piece ? products / 2 / Number::NUMBERS * Number::NUMBERS : piece;
+}
 
 // What is known of a token's softmax after some blocks of keys.
 struct Known {
