@@ -153,7 +153,7 @@ def _gpus() -> Section:
 def _kernels() -> Section:
     """What compiles this repository's kernels here, or why PyTorch does their work."""
     try:
-        on_cpus = f"{version_of(compilers()[0][0])}, {' '.join(instruction_flags())}"
+        on_cpus = f"{version_of(tuple(compilers()[0]))}, {' '.join(instruction_flags())}"
     except NotBuiltError as reason:
         on_cpus = f"none: {reason}"
     try:

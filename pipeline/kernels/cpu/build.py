@@ -46,6 +46,9 @@ INSTRUCTIONS = {
 }
 """By PyTorch's name of what an x86 processor has. Not -march=native: machines may share a cache."""
 
+LEFTOVER = "rlhf-kernel-"
+"""How the names of temporary files begin: the directory may be others' as well."""
+
 COMPILE_SECONDS = 120
 LEFTOVER_SECONDS = 24 * 3600
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -122,8 +125,9 @@ def found(
 
 
 def _build(compiler: Sequence[str], source: Path, words: Sequence[str]) -> Built:
-    version = version_of(compiler[0])
-    identity = "\0".join([version, platform.machine(), *words]).encode() + source.read_bytes()
+    version = version_of(tuple(compiler))
+    key = [version, platform.machine(), *compiler[1:], "", *words]
+    identity = "\0".join(key).encode() + source.read_bytes()
     identity += b"".join(each.read_bytes() for each in sorted(source.parent.glob("*.h")))
     name = f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:24]}.so"
     kept = cache_directory() / name
@@ -136,7 +140,7 @@ def _build(compiler: Sequence[str], source: Path, words: Sequence[str]) -> Built
             try:
                 run_compiler([*compiler, *words, str(source), "-o", str(made)])
                 seal(made)
-                path = made.replace(kept) if made.parent == kept.parent else None
+                path = None if made.parent == Path(private) else made.replace(kept)
                 return Built(load(path or made), version, path, time.perf_counter() - started)
             finally:
                 made.unlink(missing_ok=True)
@@ -149,7 +153,7 @@ def _room_for(kept: Path, private: Path) -> Path:
     try:
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_leftovers(kept.parent)
-        handle, made = tempfile.mkstemp(dir=kept.parent, suffix=".tmp")
+        handle, made = tempfile.mkstemp(dir=kept.parent, prefix=LEFTOVER, suffix=".tmp")
     except OSError:
         handle, made = tempfile.mkstemp(dir=private)
     os.close(handle)
@@ -160,9 +164,10 @@ def cache_directory() -> Path:
     """Where compiled kernels are kept, whether or not it is there."""
     chosen = os.environ.get(CACHE)
     if chosen:
-        return Path(chosen)
+        return Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else _home() / ".cache") / "rlhf-pipeline" / "kernels"
+    directory = Path(base).absolute() if base else _home() / ".cache"
+    return directory / "rlhf-pipeline" / "kernels"
 
 
 def _home() -> Path:
@@ -193,9 +198,9 @@ def compilers() -> list[list[str]]:
 
 
 @functools.cache
-def version_of(compiler: str) -> str:
-    """What the compiler says of itself, in its first line."""
-    return run_compiler([compiler, "--version"]).split("\n")[0]
+def version_of(compiler: tuple[str, ...]) -> str:
+    """What the compiler says of itself, in its first line; of the words that call it."""
+    return run_compiler([*compiler, "--version"]).split("\n")[0]
 
 
 def run_compiler(command: list[str]) -> str:
@@ -287,7 +292,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what builders left that were killed a day ago or earlier."""
-    for leftover in directory.glob("*.tmp"):
+    for leftover in directory.glob(f"{LEFTOVER}*.tmp"):
         try:
             if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
                 leftover.unlink()
