@@ -145,7 +145,8 @@ class _Again(torch.autograd.Function):
         ctx.temperature, ctx.tile = temperature, tile
         # What no tile has stays NaN: a target that is no word must not go unnoticed.
         chosen = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
-        largest = torch.full_like(chosen, float("-inf"))
+        # Not -inf, from which a tile that is nothing else could not be subtracted.
+        largest = torch.full_like(chosen, torch.finfo(torch.float32).min)
         # Of exp(z - largest), and of (z - largest) times that.
         total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)
         for words in _vocabulary_tiles(weight, len(targets), tile):

@@ -19,6 +19,9 @@ COPIES = (torch.bfloat16, torch.float16)
 WORD = 0xFFFFFFFF
 """32 bits."""
 
+NO_TARGET = -(2**31)
+"""Of PyTorch's loss, which would pass over -100, the usual one, without a word."""
+
 Words = TypeVar("Words", int, Tensor)
 
 
@@ -233,7 +236,7 @@ def logprobs_of(
     if temperature != 1.0:
         logits = logits / temperature
     all_logprobs = logits.log_softmax(dim=-1)
-    logprobs = -F.nll_loss(all_logprobs, targets, reduction="none")
+    logprobs = -F.nll_loss(all_logprobs, targets, ignore_index=NO_TARGET, reduction="none")
     if not entropy:
         return logprobs, None
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_learns):

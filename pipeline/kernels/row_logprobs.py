@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.logprobs import TILE
+from pipeline.kernels.reference import NO_TARGET
 
 ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
 """Logits of the rows of one turn, by device: 4 and 256 MiB of fp32."""
@@ -42,9 +43,35 @@ def row_logprobs(
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None for an entropy that nobody asked for.
+
+    Raises:
+        ValueError: logits and targets don't fit together; the sentence says how.
     """
+    check(logits, targets)
     at_once = at_once or ROWS.get(logits.device.type, ROWS["cpu"])
     return _Rows.apply(logits, targets, temperature, entropy, at_once)
+
+
+def check(logits: Tensor, targets: Tensor) -> None:
+    """Raise unless there is a row of logits for each target.
+
+    Raises:
+        ValueError: one sentence, which names what does not fit.
+    """
+    if logits.ndim != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+        raise ValueError(
+            f"log-probabilities: logits must be numbers of (targets, words), and are"
+            f" {logits.dtype} of shape {tuple(logits.shape)}"
+        )
+    if targets.dtype != torch.int64 or targets.shape != logits.shape[:1]:
+        raise ValueError(
+            f"log-probabilities of {len(logits)} rows of logits: targets must be as many of int64,"
+            f" and are {targets.dtype} of shape {tuple(targets.shape)}"
+        )
+    if targets.device != logits.device:
+        raise ValueError(
+            f"log-probabilities: logits are on {logits.device}, the targets on {targets.device}"
+        )
 
 
 class _Rows(torch.autograd.Function):
@@ -66,7 +93,9 @@ class _Rows(torch.autograd.Function):
         entropies = torch.empty_like(logprobs) if entropy else None
         for rows in _turns(logits, at_once):
             of_rows = _log_softmax(logits[rows], temperature)
-            logprobs[rows] = -F.nll_loss(of_rows, targets[rows], reduction="none")
+            logprobs[rows] = -F.nll_loss(
+                of_rows, targets[rows], ignore_index=NO_TARGET, reduction="none"
+            )
             if entropies is not None:
                 entropies[rows] = -of_rows.exp().mul_(of_rows).sum(dim=-1)
             del of_rows  # before the next turn

@@ -229,6 +229,16 @@ def test_a_target_that_is_no_word_does_not_go_unnoticed() -> None:
     assert logprobs.isnan().nonzero().flatten().tolist() == [5]
 
 
+@torch.no_grad()
+def test_words_that_cannot_follow_may_fill_a_tile() -> None:
+    hidden, weight = torch.ones(2, 1), torch.zeros(8, 1)
+    bias = torch.tensor([-torch.inf] * 4 + [0.0] * 4)
+
+    logprobs, _ = linear_logprobs(hidden, weight, bias, torch.tensor([5, 7]), tile=4)
+
+    assert logprobs.tolist() == pytest.approx([-math.log(4)] * 2)
+
+
 @pytest.mark.parametrize("uniform", [False, True])
 def test_the_engine_still_knows_how_often_each_weight_is_used(uniform: bool) -> None:
     given = inputs(torch.float32, bias=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.memory import live_bytes, peak_bytes_of
 from pipeline.engine.graph import parameter_uses
 from pipeline.kernels import reference
-from pipeline.kernels.row_logprobs import row_logprobs
+from pipeline.kernels.row_logprobs import check, row_logprobs
 
 K, V = 37, 1500
 
@@ -105,3 +105,33 @@ def test_beside_the_logits_there_is_their_gradient_and_one_turn() -> None:
     outputs = 8 * len(targets) * 4
     before = live_bytes()  # of other tests, too
     assert peak_bytes_of(learn) - before <= leaf.nbytes + 3 * turn * 4 + outputs
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "why"),
+    [
+        ((37, 9), (40,), r"of 37 rows of logits: targets must be as many.* of shape \(40,\)"),
+        ((2, 3, 9), (2,), r"must be numbers of \(targets, words\), .* of shape \(2, 3, 9\)"),
+        ((3, 0), (3,), r"of shape \(3, 0\)"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_in_a_sentence(
+    logits: tuple[int, ...], targets: tuple[int, ...], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        check(torch.zeros(logits), torch.zeros(targets, dtype=torch.int64))
+
+
+def test_targets_of_another_type_or_device_are_refused() -> None:
+    logits = torch.zeros(3, 9)
+    with pytest.raises(ValueError, match=r"as many of int64, and are torch.int32"):
+        check(logits, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="logits are on cpu, the targets on meta"):
+        check(logits, torch.zeros(3, dtype=torch.int64, device="meta"))
+
+
+@pytest.mark.parametrize("compute", [row_logprobs, reference.logprobs_of])
+def test_the_target_that_losses_pass_over_is_no_word_here(compute: Any) -> None:
+    settings = {"temperature": 1.0, "entropy": False}
+    with pytest.raises(IndexError, match="-100 is out of bounds"):
+        compute(torch.zeros(2, 9), torch.tensor([1, -100]), **settings)
