@@ -3,13 +3,13 @@
     python -m benchmarks.kernel_steps [--cases sft-bf16 ppo-fp32 ...] [--rounds 3] [--threads 2]
     python -m benchmarks.kernel_steps --quick
 
-Each side is the step as users run it, with `kernels: required` or `kernels: off`, in a process of
-its own; the two alternate, the first of a round being the last of the next, and a ratio is taken
-within each round. A figure is the median over rounds of a run's median step. The model is a Llama
-of 15M parameters with 32,000 words: 8 rows of 100 tokens and 100 more that are learned; `sft-long`
-learns 400, more logits than `kernels` leaves whole; in step 3 8 prompts of 128 tokens are answered
-with 64. Weights are compared by the SHA-256 of what the step exports: in fp32 they must be the
-same, in bf16 attention is rounded otherwise.
+Each side is the step as users run it, with `kernels: required` or `kernels: off`, generation
+included, in a process of its own; the two alternate, the first of a round being the last of the
+next, and a ratio is taken within each round. A figure is the median over rounds of a run's median
+step. The model is a Llama of 15M parameters with 32,000 words: 8 rows of 100 tokens and 100 more
+that are learned; `sft-long` learns 400, more logits than `kernels` leaves whole; in step 3 8
+prompts of 128 tokens are answered with 64. Weights are compared by the SHA-256 of what the step
+exports: in fp32 they must be the same, in bf16 attention is rounded otherwise.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.engine import show
 from benchmarks.ppo import ANSWER, BATCH, PROMPT, build_assets
+from pipeline.kernels.choice import SWITCH
 
 WARM_UP = 2
 """Steps before the clock starts."""
@@ -150,7 +151,7 @@ def run_side(args: argparse.Namespace, name: str, side: str, models: Path) -> di
         command = [sys.executable, "-m", "benchmarks.kernel_steps", "--case", name, "--side", side]
         command += ["--directory", str(models), "--output", scratch, "--steps", str(args.steps)]
         command += ["--quick"] * args.quick
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), SWITCH: side}
         done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -97,7 +97,10 @@ class Worker:
         assert self.process.stdout is not None
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
-        return float(self.process.stdout.readline())
+        said = self.process.stdout.readline()
+        if not said:
+            raise RuntimeError(f"{self.way} ended with code {self.process.wait()}")
+        return float(said)
 
     def close(self) -> None:
         """End the process."""
