@@ -39,8 +39,8 @@ def causal_attention(
         ValueError: the tensors don't fit one another; the sentence names one.
         KernelError: `kernels` is required, and there is none for tensors in bf16 on a CPU.
     """
+    check(query, key, value)
     if query.dtype == torch.bfloat16 and query.device.type == "cpu":
-        check(query, key, value)
         # By its own layout a sequence's kernel would depend on what shares the call.
         query, key, value = (
             each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value)

@@ -95,8 +95,8 @@ def settle(operator: str, reason: str, kernels: Kernels) -> None:
     """
     if kernels == "required":
         raise KernelError(
-            f"the kernel of {operator} can't be had: {reason}; mend that, or set kernels auto to"
-            " have PyTorch do its work"
+            f"the kernel of {operator} can't be had: {reason}; mend that, or have PyTorch do its"
+            f" work: set kernels auto, and {SWITCH}=auto for generation"
         )
     _say_once(operator, reason)
 

@@ -290,6 +290,8 @@ void on_new_threads(int64_t threads, Work& work) {
 
 }  // namespace
 
+extern "C" int64_t structure_bytes() { return sizeof(Vectors) + sizeof(Numbers); }
+
 // One step over n elements by so many threads: PyTorch's, which may be awake, or where it has none to
 // lend new ones. The bits do not depend on their number.
 extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, Parallel parallel, int32_t threads) {

@@ -135,6 +135,8 @@ constexpr int SHARES = 4;  // of each thread, where there are fewer heads
 
 }  // namespace
 
+extern "C" int64_t structure_bytes() { return sizeof(Forward); }
+
 extern "C" int64_t room_bytes(int64_t tokens, int64_t size) { return Room(tokens, size, nullptr).bytes; }
 
 // The bits don't depend on how many threads there are.

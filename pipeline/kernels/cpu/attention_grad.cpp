@@ -200,6 +200,8 @@ void go_back(const Backward& by, int64_t sequence, int64_t head, const Room& roo
 
 }  // namespace
 
+extern "C" int64_t structure_bytes() { return sizeof(Backward); }
+
 extern "C" int64_t room_bytes(int64_t tokens, int64_t size) { return Room(tokens, size, nullptr).bytes; }
 
 // The bits don't depend on how many threads there are.

@@ -247,6 +247,8 @@ constexpr int SHARES = 8;  // of each thread: lengths differ
 
 }  // namespace
 
+extern "C" int64_t structure_bytes() { return sizeof(Attention); }
+
 // The bits don't depend on how many threads there are.
 extern "C" void decode_attention(const Attention* attention, Parallel parallel, int32_t threads) {
     const int64_t share = attention->rows * attention->kv_heads / (SHARES * threads);

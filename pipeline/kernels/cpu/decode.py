@@ -43,8 +43,10 @@ def refusals(
         yield f"the query is {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if size != value.shape[3] or size != key.shape[3]:
         yield f"keys have heads of {key.shape[3]} numbers and values of {value.shape[3]}"
-    if not 0 < size <= MOST_SIZE or size % (4 // query.element_size() or 1):
-        yield f"a head has {size} numbers"
+    unit = 4 // query.element_size() or 1
+    if not 0 < size <= MOST_SIZE or size % unit:
+        even = "an even number of " if unit == 2 else ""
+        yield f"it is written for heads of {even}up to {MOST_SIZE} numbers, not {size}"
     if not key.is_contiguous() or not value.is_contiguous() or query.stride(2) != 1:
         yield "the numbers of a head don't lie side by side"
     if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
@@ -113,7 +115,7 @@ def decode_attention(
     The bits are those of a causal pass over the whole sequence: in bf16 by `attention.cpp`, in fp32
     by PyTorch if there are as many keys as `whole_pieces` says.
     """
-    out = torch.empty(query.shape, dtype=query.dtype) if out is None else out
+    out = query.new_empty(query.shape) if out is None else out
     call = prepare(
         query, key, value, out, scaling=scaling, sliding_window=sliding_window, built=built
     )
@@ -136,9 +138,10 @@ def piece_of(dtype: torch.dtype, size: int) -> int | str:
     """How many products PyTorch adds up in one go; why there is no kernel for that, a clause."""
     pieces = (piece(),) if dtype == torch.float32 else PIECES_BF16
     try:
-        for each in pieces:
-            if adds_up_alike(build_for(dtype, each), dtype=dtype, size=size):
-                return each
+        with torch.device("cpu"):  # another may be the default
+            for each in pieces:
+                if adds_up_alike(build_for(dtype, each), dtype=dtype, size=size):
+                    return each
     except NotBuiltError as error:
         return str(error)
     return "PyTorch's attention adds up otherwise on this machine"

@@ -51,6 +51,6 @@ def refusals(
     if key.shape[2] != query.shape[2]:
         yield "there are more keys than tokens"
     if not 0 < size <= MOST_SIZE or size % 2:
-        yield f"a head has {size} numbers"
+        yield f"they are written for heads of an even number up to {MOST_SIZE}, not {size}"
     if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
         yield "a tensor begins between the places of two numbers in memory"

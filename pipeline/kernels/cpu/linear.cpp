@@ -169,6 +169,8 @@ constexpr int64_t SMALLEST = 12;  // panels of a share, where there are so many 
 
 }  // namespace
 
+extern "C" int64_t structure_bytes() { return sizeof(Product); }
+
 // The bits don't depend on how many threads there are.
 extern "C" void linear(const Product* product, Parallel parallel, int32_t threads) {
     if (product->rows == 0) return;

@@ -98,7 +98,9 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     kernels = choice.chosen()
     if kernels == "off" or not is_of_few_rows(x, weight, bias, out):
         return None
-    found = next(refusals(x, weight, bias, out), None) or kernel(x.dtype, *weight.T.shape)
+    found = next(refusals(x, weight, bias, out), None) or kernel(
+        x.dtype, *weight.T.shape, turned=not weight.is_contiguous()
+    )
     if isinstance(found, str):
         choice.settle("linear layers", found, kernels)
         return None
@@ -142,12 +144,15 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ite
         yield f"it is written for an even number of inputs, not {x.shape[-1]}"
 
 
-def kernel(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[Built, Order] | str:
+def kernel(
+    dtype: torch.dtype, inputs: int, outputs: int, *, turned: bool = False
+) -> tuple[Built, Order] | str:
     """The kernel for products of so many inputs and PyTorch's order of them, or why there is none.
 
-    The reason is a clause.
+    The reason is a clause. A turned weight is the transpose of a contiguous one, as in GPT-2.
     """
-    built, order = library(dtype), order_of(dtype, inputs, min(outputs, MOST_PROBED))
+    built = library(dtype)
+    order = order_of(dtype, inputs, min(outputs, MOST_PROBED), turned=turned)
     if isinstance(built, NotBuiltError):
         return str(built)
     if order is None:
@@ -194,7 +199,9 @@ def is_built(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def order_of(dtype: torch.dtype, inputs: int, outputs: int = PROBE_OUTPUTS) -> Order | None:
+def order_of(
+    dtype: torch.dtype, inputs: int, outputs: int = PROBE_OUTPUTS, *, turned: bool = False
+) -> Order | None:
     """The order in which PyTorch adds up so many products here, or None if it is none we know.
 
     Asked of PyTorch itself: products of `probe` come out otherwise in every other order.
@@ -202,9 +209,15 @@ def order_of(dtype: torch.dtype, inputs: int, outputs: int = PROBE_OUTPUTS) -> O
     built = library(dtype)
     if isinstance(built, NotBuiltError):
         return None
-    x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs, outputs))
+    with torch.device("cpu"):  # another may be the default
+        x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs, outputs))
+    if turned:
+        weight = weight.T.contiguous().T
     with torch.inference_mode():
-        expected = [F.linear(x, weight, each) for each in (bias, None)]
+        expected = [
+            torch.addmm(bias, x, weight.T) if turned else F.linear(x, weight, bias),
+            F.linear(x, weight),
+        ]
     out = torch.empty_like(expected[0])
     for order in orders(dtype, inputs):
         for each, result in zip((bias, None), expected, strict=True):

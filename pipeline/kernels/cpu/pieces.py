@@ -31,14 +31,14 @@ def piece() -> int:
     PyTorch is asked, with values whose sum comes out otherwise in every other order. Where no
     length that is known fits, it is the first: no other would be more right.
     """
-    value = probe()
-    query = torch.zeros(1, 1, ROWS, SIZE)  # so that all weights are 1
-    with torch.inference_mode():
+    with torch.device("cpu"), torch.inference_mode():  # another may be the default
+        value = probe()
+        query = torch.zeros(1, 1, ROWS, SIZE)  # so that all weights are 1
         out = F.scaled_dot_product_attention(query, torch.zeros(1, 1, BLOCK, SIZE), value)
-    sums = out[0, 0, 0] * BLOCK
-    return next(
-        (each for each in PIECES if torch.equal(sum_of(value[0, 0], each), sums)), PIECES[0]
-    )
+        sums = out[0, 0, 0] * BLOCK
+        return next(
+            (each for each in PIECES if torch.equal(sum_of(value[0, 0], each), sums)), PIECES[0]
+        )
 
 
 def whole_pieces(length: int) -> int:

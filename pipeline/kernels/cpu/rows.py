@@ -16,18 +16,20 @@ INPUTS = (256, 288, 1024)
 
 @functools.cache
 def fewest_rows(dtype: torch.dtype) -> int:
-    """So many rows, and more, each come out as among many on this machine's processor.
+    """Of this number of `FEWEST` and the larger ones, rows come out as among many on this machine.
 
     Libraries have other kernels for products of few rows. Asked of PyTorch itself, with products
     that come out otherwise in every other order of addition; the least where none does.
     """
-    return next((each for each in FEWEST if _come_out_alike(dtype, each)), FEWEST[0])
+    alike = [_come_out_alike(dtype, each) for each in FEWEST]
+    return next((each for place, each in enumerate(FEWEST) if all(alike[place:])), FEWEST[0])
 
 
 @torch.inference_mode()
 def _come_out_alike(dtype: torch.dtype, rows: int) -> bool:
     for inputs in INPUTS:
-        x, weight, _ = (tensor.to(dtype) for tensor in probe(inputs))
+        with torch.device("cpu"):  # another may be the default
+            x, weight, _ = (tensor.to(dtype) for tensor in probe(inputs))
         few = F.linear(x[:rows].contiguous(), weight)
         if not torch.equal(few, F.linear(x, weight)[:rows]):
             return False

@@ -25,10 +25,13 @@ def parallel() -> ctypes.c_void_p | None:
     # PyTorch's own first: others may have been loaded by other packages.
     found = sorted(
         (path for path in paths if Path(path).name.startswith(RUNTIMES)),
-        key=lambda path: "/torch/" not in path,
+        key=lambda path: ("/torch/" not in path and "/torch.libs/" not in path, path),
     )
     for path in found:
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        try:
+            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        except OSError:
+            continue  # deleted since it was loaded
         if function is not None:
             return ctypes.cast(function, ctypes.c_void_p)
     return None

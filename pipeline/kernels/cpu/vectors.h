@@ -98,7 +98,7 @@ struct BFloat16 {
         const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
         return Stored(((bits & 0x7fffffffu) > 0x7f800000u ? bits : rounded) >> 16);
     }
-    // What can be stored; not of NaN.
+    // What can be stored. NaN stays where its low bits are zeros, as they are of all that came of bf16.
     static Vector round(Vector values) {
         const Bits bits = as<Bits>(values);
         return as<Vector>((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);

@@ -308,8 +308,8 @@ def test_a_device_without_a_kernel_is_left_to_pytorch_unless_it_is_required() ->
         adamw_(weights, torch.zeros(8, device="meta"), STEP, kernels="required")
 
     assert str(error.value) == (
-        "the kernel of AdamW can't be had: there is none for meta; mend that, or set kernels auto"
-        " to have PyTorch do its work"
+        "the kernel of AdamW can't be had: there is none for meta; mend that, or have PyTorch do"
+        " its work: set kernels auto, and RLHF_PIPELINE_KERNELS=auto for generation"
     )
     adamw_(weights, torch.zeros(8, device="meta"), STEP)
 
@@ -317,3 +317,4 @@ def test_a_device_without_a_kernel_is_left_to_pytorch_unless_it_is_required() ->
 def test_the_kernel_is_there_on_this_machine() -> None:
     # So that no other test here compares the fallback with itself.
     assert isinstance(library(Variant(FP32, FP32)), Built)
+    assert cpu.parallel() is not None, "PyTorch's OpenMP was not found"

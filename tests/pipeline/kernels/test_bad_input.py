@@ -272,7 +272,7 @@ EXPECTED = {
 }
 """By operator and what is bad of its input."""
 
-ON_CPU = ("attention on a CPU", "linear")
+ON_CPU = ("attention on a CPU", "linear", "causal")
 """Whose kernels are used where they have PyTorch's bits, which is not everywhere."""
 
 

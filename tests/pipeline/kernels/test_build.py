@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ import torch.nn.functional as F
 from pipeline.errors import KernelError
 from pipeline.kernels.adam import adamw_
 from pipeline.kernels.choice import _say_once
+from pipeline.kernels.cpu import attention, attention_grad, decode, draw, linear
 from pipeline.kernels.cpu import build as module
-from pipeline.kernels.cpu import decode, linear
-from pipeline.kernels.cpu.adam import Numbers, Vectors, library
+from pipeline.kernels.cpu.adam import Numbers, Variant, Vectors, library
 from pipeline.kernels.cpu.build import (
     CACHE,
+    Built,
     NotBuiltError,
     bf16_flags,
     build,
@@ -116,16 +118,45 @@ def test_an_unwritable_cache_costs_a_compilation_and_nothing_else(
 
 def test_leftovers_of_killed_builders_are_removed_after_a_day(cache: Path, source: Path) -> None:
     cache.mkdir()
-    old, new = cache / "old.tmp", cache / "new.tmp"
-    for leftover in (old, new):
+    old, new, of_others = (
+        cache / name for name in ("rlhf-kernel-a.tmp", "rlhf-kernel-b.tmp", "thesis.tmp")
+    )
+    for leftover in (old, new, of_others):
         leftover.touch()
     yesterday = time.time() - 25 * 3600
-    os.utime(old, (yesterday, yesterday))
+    for leftover in (old, of_others):
+        os.utime(leftover, (yesterday, yesterday))
 
     answer(source)
 
     assert not old.exists()
     assert new.exists()
+    assert of_others.exists()
+
+
+def test_a_cache_may_be_named_from_the_working_directory(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(CACHE, "here/../kept")
+
+    first, second = (build(source, {"ANSWER": 42}) for _ in range(2))
+
+    assert first.path is not None
+    assert first.path.exists()
+    assert second.seconds is None
+
+
+@pytest.mark.usefixtures("cache")
+def test_words_after_the_compiler_make_another_library(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[Path | None] = []
+    for words in ("g++", "g++ -O0"):
+        monkeypatch.setenv("CXX", words)
+        paths.append(build(source, {"ANSWER": 42}).path)
+
+    assert paths[0] != paths[1]
 
 
 def test_the_compilers_own_words_are_handed_on(cache: Path, source: Path) -> None:
@@ -350,6 +381,23 @@ def test_without_a_compiler_pytorch_does_the_work_and_one_line_says_so(
     assert weights.master[0] < 1
 
 
-def test_the_structures_are_as_long_as_the_sources() -> None:
-    assert ctypes.sizeof(Vectors) == 6 * 8
-    assert ctypes.sizeof(Numbers) == 12 * 4
+@pytest.mark.parametrize(
+    ("built", "structures"),
+    [
+        (lambda: library(Variant(torch.float32, torch.float32)), (Vectors, Numbers)),
+        (lambda: linear.library(torch.float32), (linear.Product,)),
+        (lambda: decode.build_for(torch.float32, 192), (decode.Attention,)),
+        (attention.library, (attention.Forward,)),
+        (attention_grad.library, (attention_grad.Backward,)),
+        (draw.library, (draw.Draw,)),
+    ],
+)
+def test_the_structures_are_as_long_as_the_sources(
+    built: Callable[[], Built | NotBuiltError], structures: tuple[type[ctypes.Structure], ...]
+) -> None:
+    found = built()
+    assert isinstance(found, Built)
+    told = found.library.structure_bytes
+    told.restype = ctypes.c_int64
+
+    assert told() == sum(map(ctypes.sizeof, structures))

@@ -12,8 +12,10 @@ from pipeline.engine.graph import parameter_uses
 from pipeline.errors import KernelError
 from pipeline.kernels import causal_reference
 from pipeline.kernels.causal import causal_attention
-from pipeline.kernels.cpu import attention, attention_grad, decode
+from pipeline.kernels.cpu import attention, attention_grad, decode, pieces
 from pipeline.kernels.cpu.build import Built
+from pipeline.kernels.cpu.linear import order_of
+from pipeline.kernels.cpu.rows import fewest_rows
 
 SHAPES = [
     *[(2, 3, tokens, 48) for tokens in (1, 2, 15, 31, 33, 64, 100, 192)],
@@ -269,7 +271,11 @@ def test_pytorch_does_the_work_in_fp32_and_where_kernels_are_off(
 @needs_kernels
 @pytest.mark.parametrize(
     ("size", "value_size", "why"),
-    [(7, 7, "a head has 7 numbers"), (16, 32, "16 numbers in keys and 32"), (512, 512, "has 512")],
+    [
+        (7, 7, "even number up to 256, not 7"),
+        (16, 32, "16 numbers in keys and 32"),
+        (512, 512, "not 512"),
+    ],
 )
 def test_what_the_kernels_do_not_take(size: int, value_size: int, why: str) -> None:
     query, key, _, _ = inputs(1, 2, 20, size)
@@ -307,5 +313,11 @@ def test_gradients_of_one_input_alone() -> None:
 def test_a_default_device_does_not_move_what_the_kernels_work_in() -> None:
     made = inputs(1, 2, 40, 16)
     expected = gradients(*made)
+    order, piece, rows = order_of(torch.float32, 288), pieces.piece(), fewest_rows(torch.float32)
+    for asked in (decode.piece_of, pieces.piece, order_of, fewest_rows):
+        asked.cache_clear()  # what PyTorch is asked is asked again
     with torch.device("meta"):
         assert all(map(torch.equal, gradients(*made), expected))
+        assert order_of(torch.float32, 288) == order
+        assert pieces.piece() == piece
+        assert fewest_rows(torch.float32) == rows

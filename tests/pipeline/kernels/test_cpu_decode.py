@@ -41,7 +41,37 @@ def require_kernel(dtype: torch.dtype, size: int) -> None:
         pytest.skip(found)
 
 
-@pytest.mark.parametrize("size", [16, 24, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("size", [2, 16, 48, 80, 128, 194, 218, 254, 256])
+@pytest.mark.parametrize("pieces", decode.PIECES_BF16)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_that_of_float64_for_any_head(
+    dtype: torch.dtype, pieces: int, size: int
+) -> None:
+    """Whether or not PyTorch on this machine adds up in such pieces."""
+    built = decode.build_for(dtype, pieces)
+    for length in (1, 40, 700):
+        query, (key, value) = asked(dtype, length, size=size), cache(dtype, length, size=size)
+        row, scores = query[:, :, -1].contiguous(), after(length, size=size)
+
+        out = decode.decode_attention(
+            row,
+            key,
+            value,
+            scores.lengths,
+            scaling=scores.scaling,
+            sliding_window=None,
+            built=built,
+        )
+
+        exact = decode_reference.decode_attention(
+            row.double(), key.double(), value.double(), scores
+        )
+        torch.testing.assert_close(
+            out.double(), exact, rtol=0, atol=4e-6 if dtype == torch.float32 else 2e-2
+        )
+
+
+@pytest.mark.parametrize("size", [16, 24, 48, 64, 80, 128, 254, 256])
 @pytest.mark.parametrize(
     ("dtype", "length"),
     [

@@ -11,7 +11,17 @@ from pipeline.errors import KernelError
 from pipeline.kernels import choice
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.cpu import linear
-from pipeline.kernels.cpu.linear import MOST_ROWS, Linear, Order, order_of, prepare, probe
+from pipeline.kernels.cpu.build import Built
+from pipeline.kernels.cpu.linear import (
+    MOST_ROWS,
+    Linear,
+    Order,
+    library,
+    order_of,
+    orders,
+    prepare,
+    probe,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = ((48, 32), (102, 100), (288, 96), (290, 33), (768, 288), (1030, 64), (1030, 400))
@@ -21,10 +31,11 @@ COUNTS = (1, 3, 7, 12, 13, 30, 64)
 """As many as go through together, fewer, and several times as many, evenly and not."""
 
 
-def known(dtype: torch.dtype, inputs: int, outputs: int = 96) -> None:
+def known(dtype: torch.dtype, inputs: int, outputs: int = 96, *, turned: bool = False) -> None:
     """Skip where the machine adds up in an order of its own; there PyTorch does the work."""
-    if order_of(dtype, inputs, outputs) is None:
-        pytest.skip(f"there is no kernel, or PyTorch's order of {inputs} products is not known")
+    assert isinstance(library(dtype), Built), "the kernel can't be had on this machine"
+    if order_of(dtype, inputs, outputs, turned=turned) is None:
+        pytest.skip(f"PyTorch's order of {inputs} products is not known")
 
 
 def prepared(
@@ -41,18 +52,52 @@ def prepared(
 def test_products_of_any_rows_have_the_bits_of_products_of_many(
     dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
-    known(dtype, inputs, outputs)
+    for turned in (False, True):
+        known(dtype, inputs, outputs, turned=turned)
     # An order of addition that is not PyTorch's shows in them, even after rounding.
     x, weight, bias = (tensor.to(dtype) for tensor in probe(inputs, outputs))
 
     for rows, shift, turned in itertools.product(COUNTS, (None, bias), (False, True)):
-        expected = F.linear(x, weight, shift)[:rows]
         matrix = weight.T.contiguous().T if turned else weight
+        if turned and shift is not None:  # as GPT-2 has it
+            expected = torch.addmm(shift, x, matrix.T)[:rows]
+        else:
+            expected = F.linear(x, matrix, shift)[:rows]
 
         found, out = prepared(x[:rows].contiguous(), matrix, shift)
         found()
 
         assert torch.equal(out, expected), (rows, shift is None, turned)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [*SIZES, (1500, 40)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_in_every_order_are_those_of_float64(
+    dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    """Whether or not PyTorch on this machine has one of these orders."""
+    built = library(dtype)
+    assert isinstance(built, Built)
+    generator = torch.Generator().manual_seed(outputs)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((13, inputs), (outputs, inputs), (outputs,))
+    )
+
+    for order, shift, turned in itertools.product(
+        orders(dtype, inputs), (None, bias), (False, True)
+    ):
+        out = torch.full((13, outputs), torch.nan, dtype=dtype)
+        matrix = weight.T.contiguous().T if turned else weight
+        linear.make(built, order, x, matrix, shift, out)()
+
+        terms = x.double(), weight.double(), None if shift is None else shift.double()
+        exact = F.linear(*terms)
+        # Four units of fp32 of all that is added up, and what rounding to bf16 adds.
+        allowed = 2**-22 * F.linear(*(None if each is None else each.abs() for each in terms))
+        if dtype == torch.bfloat16:
+            allowed += 2**-8 * exact.abs()
+        assert ((out.double() - exact).abs() <= allowed).all(), (order, shift is None, turned)
 
 
 def test_other_orders_of_addition_give_other_bits() -> None:
