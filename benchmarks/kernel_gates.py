@@ -67,7 +67,9 @@ def gates(rows: Sequence[Row], *, timed: bool = True) -> Iterator[Gate]:
     """All of them; without those of times unless `timed`."""
     for row in rows:
         phase = row["phase"]
-        if phase in GATES and (timed or phase in UNTIMED):
+        if "failed" in row:
+            yield f"the phase {phase} ends without an error: {row['failed']}", False
+        elif phase in GATES and (timed or phase in UNTIMED):
             yield from GATES[phase](row)
 
 

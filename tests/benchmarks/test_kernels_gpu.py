@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import kernels_gpu
 from benchmarks.kernel_gates import gates
 from benchmarks.kernels_gpu import main
 from tests.pipeline.kernels.cuda.emulated import compiler_found
@@ -35,6 +36,24 @@ def test_a_phase_without_time_says_how_much_it_left_off(tmp_path: Path) -> None:
 
     last = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
     assert last == {"phase": "decode", "left_off": 2}
+
+
+@pytest.mark.skipif(not compiler_found(), reason="the emulator is built by g++")
+def test_a_phase_that_fails_is_a_gate_and_the_others_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such number")
+
+    monkeypatch.setattr(kernels_gpu, "run_adam", fail)
+
+    arguments = ["--phases", "adam", "ceilings", "--output", str(tmp_path)]
+    code = main(["--backend", "emulator", *arguments])
+
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert "FAILS: the phase adam ends without an error: RuntimeError: no such number" in printed
+    assert "matrix_product" in printed
 
 
 def test_a_gate_fails_above_its_number_and_holds_at_it() -> None:
