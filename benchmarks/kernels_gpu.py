@@ -8,8 +8,8 @@ Phases, each of which leaves off what its share of the budget has no room for an
 the tests at their sizes; `ceilings` measures a copy and a matrix product; `adam` and `decode` time
 the kernels by replays of CUDA graphs over more buffers than the cache holds, beside what PyTorch
 has for the same work, and `small` the cache and the sampler; `loop` generates with a model of
-random weights. Lines of JSON are written as they come, tables and gates at the end; a gate or phase that
-fails is exit code 1.
+random weights. Lines of JSON are written as they come, tables and gates at the end; a gate or a
+phase that fails is exit code 1.
 
 Under NVIDIA's checker: compute-sanitizer --tool memcheck python -m benchmarks.kernels_gpu
 --phases correct --cases 12 (likewise racecheck and synccheck), with

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from pipeline.errors import KernelError
 from pipeline.kernels import append_reference, decode_reference, sampling_reference
 from pipeline.kernels.cuda import append, decode, sample
+from pipeline.kernels.cuda.driver import LaunchError
 from pipeline.kernels.cuda.gpu import DTYPES, Gpu
 from pipeline.kernels.decode_reference import Scores
 from pipeline.kernels.sampling_reference import Draw
@@ -30,9 +32,12 @@ def is_right(gpu: Gpu, source: str, defines: Macros) -> bool:
     It waits for the GPU, so it can't be part of a CUDA graph.
 
     Raises:
-        KernelError: the driver refuses the kernel.
+        KernelError: the driver does not start the kernel.
     """
-    return CASES[source](gpu, defines)
+    try:
+        return CASES[source](gpu, defines)
+    except LaunchError as error:
+        raise KernelError(str(error)) from error
 
 
 def attention(gpu: Gpu, defines: Macros) -> bool:

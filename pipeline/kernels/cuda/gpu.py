@@ -1,7 +1,8 @@
 """What compiles kernels for one GPU and starts them there."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -32,8 +33,8 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
 class Kernel:
     """A kernel on one GPU; calling it starts it on the current stream."""
 
-    def __init__(self, driver: Driver, handle: int, device: torch.device) -> None:
-        self._driver, self._handle, self._device = driver, handle, device
+    def __init__(self, driver: Driver, handle: int, device: torch.device, name: str) -> None:
+        self._driver, self._handle, self._device, self._name = driver, handle, device, name
 
     def __call__(
         self, params: ctypes.Structure, *, grid: Dim, block: Dim, shared_bytes: int = 0
@@ -41,7 +42,8 @@ class Kernel:
         """Start it with the struct `params` as its argument; what the struct points to must live.
 
         Raises:
-            KernelError: the driver refuses the launch.
+            torch.OutOfMemoryError: the GPU has no memory left for it.
+            LaunchError: the driver refuses the launch, or an earlier kernel has failed.
         """
         if self._device.type != "cuda":  # the emulator of the tests
             self._launch(params, grid, block, shared_bytes, stream=0)
@@ -59,6 +61,7 @@ class Kernel:
         self._driver.launch(
             self._handle,
             params,
+            name=self._name,
             grid=grid,
             block=block,
             shared_bytes=shared_bytes,
@@ -110,6 +113,8 @@ class Gpu:
     def kernel(self, name: str, entry: str, defines: Mapping[str, str | int]) -> Kernel:
         """The kernel `entry` of the source `name`.cu with some macros, compiled at its first use.
 
+        Its code is on the GPU then: the first launch has nothing left to load.
+
         Raises:
             KernelError: it can't be compiled or loaded; with the compiler's or driver's own words.
         """
@@ -119,9 +124,22 @@ class Gpu:
             self._libraries[key] = self._load(name, texts)
         library = self._libraries[key]
         if (library, entry) not in self._kernels:
-            handle = self._driver.kernel(library, entry)
-            self._kernels[library, entry] = Kernel(self._driver, handle, self.device)
+            with self._context():
+                handle = self._driver.kernel(library, entry)
+            self._kernels[library, entry] = Kernel(self._driver, handle, self.device, entry)
         return self._kernels[library, entry]
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Inside it the GPU's context is this thread's."""
+        if self.device.type != "cuda":  # the emulator of the tests
+            yield
+            return
+        with torch.cuda.device(self.device):
+            # To choose a device that is chosen already binds nothing; a call of the runtime does,
+            # and this one is allowed while a graph is captured.
+            torch.cuda.mem_get_info(self.device)
+            yield
 
     def _load(self, name: str, defines: Mapping[str, str]) -> int:
         source, prelude = ((SOURCES / file).read_text() for file in (f"{name}.cu", PRELUDE))

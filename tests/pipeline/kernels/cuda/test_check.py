@@ -14,7 +14,7 @@ from pipeline.kernels.choice import SWITCH, gpu_for
 from pipeline.kernels.cuda import append, decode, sample
 from pipeline.kernels.cuda import gpu as gpu_module
 from pipeline.kernels.cuda.cache import CubinCache
-from pipeline.kernels.cuda.driver import Driver
+from pipeline.kernels.cuda.driver import Driver, LaunchError
 from pipeline.kernels.cuda.gpu import Gpu
 from pipeline.kernels.decode_reference import Scores
 from tests.pipeline.kernels.cuda.emulated import Emulator
@@ -111,7 +111,7 @@ def test_a_kernel_that_the_driver_does_not_start_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise KernelError("the CUDA driver refuses it")
+        raise LaunchError("the CUDA driver refuses it")
 
     monkeypatch.setattr(Driver, "launch", refuse)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import KernelError
+from pipeline.errors import EXIT_OUT_OF_MEMORY, KernelError, UserError, exit_code
 from pipeline.kernels.cuda import gpu as gpu_module
 from pipeline.kernels.cuda.cache import DAY, CubinCache
-from pipeline.kernels.cuda.driver import Driver
+from pipeline.kernels.cuda.driver import OUT_OF_MEMORY, Driver, LaunchError
 from pipeline.kernels.cuda.gpu import Kernel
 from pipeline.kernels.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
 from tests.pipeline.kernels.cuda.emulated import Emulator
@@ -24,6 +24,9 @@ extern "C" __global__ void fill(Params p) {
   if (threadIdx.x == 0) write(p.out + p.place + blockIdx.x, p.value * SCALE);
 }
 """
+
+
+NO_BINARY_FOR_GPU = 209
 
 
 class Params(ctypes.Structure):
@@ -71,11 +74,37 @@ def test_a_launch_that_the_driver_refuses_is_an_error_with_its_numbers(
 ) -> None:
     kernel = emulator.gpu().kernel("fill", "fill", {"SCALE": 2})
 
-    with pytest.raises(KernelError) as caught:
+    with pytest.raises(LaunchError) as caught:
         kernel(Params(), grid=grid, block=block, shared_bytes=shared)
 
-    message = f"grid {grid}, block {block}, {shared} bytes: CUDA_ERROR_INVALID_VALUE \\(1\\)"
-    caught.match(message.replace("(", r"\(").replace(")", r"\)").replace(r"\\", "\\"))
+    assert not isinstance(caught.value, UserError)
+    numbers = f"grid {grid}, block {block}, {shared} bytes"
+    assert f"kernel fill can't be started with {numbers}" in str(caught.value)
+    assert "CUDA_ERROR_INVALID_VALUE (1)" in str(caught.value)
+    assert "CUDA_LAUNCH_BLOCKING=1" in str(caught.value)
+
+
+def test_a_launch_without_memory_ends_as_other_allocations_do(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(emulator.library)
+    kernel = emulator.gpu(driver=driver).kernel("fill", "fill", {"SCALE": 2})
+    monkeypatch.setattr(driver, "_launch", lambda *_: OUT_OF_MEMORY)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"fill.*_OUT_OF_MEMORY") as caught:
+        kernel(Params(), grid=(1, 1, 1), block=(32, 1, 1))
+
+    assert exit_code(caught.value) == EXIT_OUT_OF_MEMORY
+
+
+def test_code_that_does_not_load_is_an_error_before_the_first_launch(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(emulator.library)
+    monkeypatch.setattr(driver, "_get_function", lambda *_: NO_BINARY_FOR_GPU)
+
+    with pytest.raises(KernelError, match=r"cuKernelGetFunction of fill: .*\(209\)"):
+        emulator.gpu(driver=driver).kernel("fill", "fill", {"SCALE": 2})
 
 
 def test_the_compilers_own_words_reach_the_user(emulator: Emulator, sources: Path) -> None:
