@@ -35,9 +35,12 @@ def is_right(gpu: Gpu, source: str, defines: Macros) -> bool:
         KernelError: the driver does not start the kernel.
     """
     try:
-        return CASES[source](gpu, defines)
+        right = CASES[source](gpu, defines)
     except LaunchError as error:
         raise KernelError(str(error)) from error
+    if not right:  # what was kept of it may be to blame
+        gpu.forget(source, defines)
+    return right
 
 
 def attention(gpu: Gpu, defines: Macros) -> bool:

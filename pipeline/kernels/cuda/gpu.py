@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -67,6 +68,15 @@ class Kernel:
             shared_bytes=shared_bytes,
             stream=stream,
         )
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What a library is compiled from."""
+
+    source: str
+    prelude: str
+    options: list[str]
 
 
 class Gpu:
@@ -141,11 +151,24 @@ class Gpu:
             torch.cuda.mem_get_info(self.device)
             yield
 
-    def _load(self, name: str, defines: Mapping[str, str]) -> int:
+    def forget(self, name: str, defines: Mapping[str, str | int]) -> None:
+        """Have the next process compile a kernel anew, not take what is kept of it."""
+        texts = {macro: str(value) for macro, value in defines.items()}
+        self._cubins.remove(self._path(name, self._recipe(name, texts)))
+
+    def _recipe(self, name: str, defines: Mapping[str, str]) -> _Recipe:
         source, prelude = ((SOURCES / file).read_text() for file in (f"{name}.cu", PRELUDE))
-        options = [f"--gpu-architecture={self.architecture}", *OPTIONS]
-        options += [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
-        path = self._cubins.path(name, [source, prelude, *options, self._version])
+        macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
+        options = [f"--gpu-architecture={self.architecture}", *OPTIONS, *macros]
+        return _Recipe(source, prelude, options)
+
+    def _path(self, name: str, recipe: _Recipe) -> Path:
+        ingredients = [recipe.source, recipe.prelude, *recipe.options, self._version]
+        return self._cubins.path(name, ingredients)
+
+    def _load(self, name: str, defines: Mapping[str, str]) -> int:
+        recipe = self._recipe(name, defines)
+        path = self._path(name, recipe)
         image = self._cubins.read(path)
         if image is not None:
             try:
@@ -154,7 +177,10 @@ class Gpu:
                 pass  # a damaged file: make it anew
         try:
             image, _ = self._nvrtc.compile(
-                source, name=f"{name}.cu", headers={PRELUDE: prelude}, options=options
+                recipe.source,
+                name=f"{name}.cu",
+                headers={PRELUDE: recipe.prelude},
+                options=recipe.options,
             )
         except CompileError as error:
             words = "\n".join(str(error).splitlines()[:LOG_LINES])

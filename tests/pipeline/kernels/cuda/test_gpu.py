@@ -3,6 +3,7 @@
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -145,17 +146,46 @@ def test_another_macro_source_or_gpu_is_another_cubin(
     assert len(list(cubins.directory.iterdir())) == 4
 
 
-@pytest.mark.parametrize("damage", [b"", b"no cubin"])
-def test_a_damaged_cubin_is_made_anew(damage: bytes, emulator: Emulator, tmp_path: Path) -> None:
+def flipped(whole: bytes, place: int) -> bytes:
+    return whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda _: b"",
+        lambda _: b"no cubin",
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: flipped(whole, len(whole) // 2),
+        lambda whole: flipped(whole, -2),
+    ],
+    ids=["empty", "other", "half", "a bit of the code", "a bit of the digest"],
+)
+def test_a_damaged_cubin_is_made_anew(
+    damaged: Callable[[bytes], bytes], emulator: Emulator, tmp_path: Path
+) -> None:
     cubins = CubinCache(tmp_path / "cubins")
     emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
     (kept,) = cubins.directory.iterdir()
-    whole = kept.read_bytes()
-    kept.write_bytes(damage)
+    kept.write_bytes(damaged(kept.read_bytes()))
+    assert cubins.read(kept) is None
 
     emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
 
-    assert kept.read_bytes()[:4] == whole[:4]
+    assert cubins.read(kept) is not None
+
+
+def test_a_whole_cubin_that_the_driver_refuses_is_made_anew(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    cubins = CubinCache(tmp_path / "cubins")
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+    (kept,) = cubins.directory.iterdir()
+    cubins.write(kept, b"no cubin")
+
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+
+    assert cubins.read(kept) != b"no cubin"
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(emulator: Emulator, tmp_path: Path) -> None:
