@@ -9,7 +9,7 @@ the tests at their sizes; `ceilings` measures a copy and a matrix product; `adam
 the kernels by replays of CUDA graphs over more buffers than the cache holds, beside what PyTorch
 has for the same work, and `small` the cache and the sampler; `loop` generates with a model of
 random weights. Lines of JSON are written as they come, tables and gates at the end; a gate or a
-phase that fails is exit code 1.
+phase that fails, or that time was over for, is exit code 1.
 
 Under NVIDIA's checker: compute-sanitizer --tool memcheck python -m benchmarks.kernels_gpu
 --phases correct --cases 12 (likewise racecheck and synccheck), with
@@ -89,13 +89,14 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
             headers={PRELUDE: prelude},
             options=[*options, "--ptxas-options=-v"],
         )
+        spills = [int(number) for number in re.findall(r"(\d+) bytes spill", log)]
         bench.tell(
             "compile",
             kernel=name,
             defines=dict(defines),
             seconds=time.perf_counter() - start,
             registers=[int(number) for number in re.findall(r"Used (\d+) registers", log)],
-            spilled=sum(int(number) for number in re.findall(r"(\d+) bytes spill", log)),
+            spilled=sum(spills) if spills else None,  # None: the compiler did not say
         )
 
 
@@ -103,13 +104,14 @@ def run_correct(bench: Bench, args: argparse.Namespace) -> None:
     """The cases of the tests against float64, on fresh numbers, each twice."""
     from tests.pipeline.kernels.cuda import append_cases, attention_cases, sampling_cases
 
-    for case in append_cases.CASES:
+    for case in bench.in_time("correct", append_cases.CASES):
         stored = append_cases.inputs_of(case, bench.gpu.device)
         with bench.memory():
             bench.tell(
                 "correct", operator=f"cache {case}", right=append_cases.is_right(stored, bench.gpu)
             )
-    for case in sampling_cases.QUICK[:2] if bench.tiny else sampling_cases.GRID:
+    draws = sampling_cases.QUICK[:2] if bench.tiny else sampling_cases.GRID
+    for case in bench.in_time("correct", draws):
         drawn = sampling_cases.inputs_of(case, bench.gpu.device)
         with bench.memory():
             out = sampling_cases.run(case, drawn, bench.gpu)
