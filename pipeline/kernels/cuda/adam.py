@@ -94,7 +94,7 @@ class ShardTable:
 
 def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "5"]:
     """The numbers of a step as the kernel reads them; shards multiply `lr` by their own."""
-    numbers = [step.lr, step.step, step.multiplier, step.overflow, step.seed or 0]
+    numbers = [step.lr, step.step, step.multiplier, step.overflow, (step.seed or 0) % 2**32]
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 

@@ -197,6 +197,20 @@ def test_what_is_not_finite_stays_so_under_stochastic_rounding(emulator: Emulato
     assert copy.isfinite().sum() == 62
 
 
+@pytest.mark.parametrize("seed", [-1, 2**60 + 1])
+def test_a_seed_has_the_random_bits_of_the_reference_whatever_its_size(
+    seed: int, emulator: Emulator
+) -> None:
+    step = dataclasses.replace(STEP, seed=seed)
+    ours = shards_of(Kind(BF16, BF16, BF16, stochastic=True), sizes=(200,))
+    theirs = [copied(shard) for shard in ours]
+
+    by_reference(theirs[0], step)
+    by_kernel(ours, step, emulator)
+
+    assert_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("kind", [Kind(copy=BF16), Kind(split=True)], ids=str)
 def test_a_weight_half_way_between_two_is_rounded_away_from_zero(
     kind: Kind, emulator: Emulator
