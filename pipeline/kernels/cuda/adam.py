@@ -18,8 +18,8 @@ THREADS = 256
 FACTORS_BYTES = 44
 """Of the struct `Factors`."""
 
-SCALARS = ("rate", "step", "multiplier", "overflow", "seed")
-
+SCALARS = ("rate", "beta1_power", "beta2_power", "multiplier", "overflow", "seed")
+"""What changes from step to step: the doubles of the struct `Scalars`."""
 
 Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]
 """Dtypes of the gradient, of the moments and of the copy, and whether the master is split."""
@@ -92,15 +92,17 @@ class ShardTable:
         self.shard_of_block = of_block.to(gpu.device, non_blocking=True)
 
 
-def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "5"]:
+def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "6"]:
     """The numbers of a step as the kernel reads them; shards multiply `lr` by their own."""
-    numbers = [step.lr, step.step, step.multiplier, step.overflow, (step.seed or 0) % 2**32]
+    # Powers as Python has them, as in the reference: another way rounds otherwise.
+    powers = [beta**step.step for beta in step.betas]
+    numbers = [step.lr, *powers, step.multiplier, step.overflow, (step.seed or 0) % 2**32]
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def adamw_(
     table: ShardTable,
-    scalars: Float64[Tensor, "5"],
+    scalars: Float64[Tensor, "6"],
     *,
     betas: tuple[float, float],
     eps: float,
@@ -108,8 +110,9 @@ def adamw_(
 ) -> None:
     """One step of `pipeline.kernels.reference.adamw_` for all shards of a table, in place.
 
-    `scalars` are rate, step (1 for the first), multiplier of the gradient, overflow (not 0: nothing
-    is changed) and the seed of stochastic rounding; they are read on the GPU.
+    `scalars` are the rate, both betas to the power of the step's number, the multiplier of the
+    gradient, overflow (not 0: nothing is changed) and the seed of stochastic rounding; they are
+    read on the GPU.
     """
     if table.num_blocks == 0:
         return
@@ -159,6 +162,8 @@ def specialisation(kind: Kind, *, stochastic: bool = False) -> dict[str, str | i
         "STOCHASTIC": int(stochastic and torch.bfloat16 in (moments, copy)),
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "SHARD_BYTES": ctypes.sizeof(_Shard),
+        "SCALARS_BYTES": 8 * len(SCALARS),
+        "FACTORS_BYTES": FACTORS_BYTES,
     }
 
 
