@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from pipeline.kernels.adam_vectors import check
 from pipeline.kernels.cuda.gpu import DTYPES, Gpu
 from pipeline.kernels.reference import AdamW, Weights
 
@@ -71,6 +72,8 @@ class ShardTable:
     def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
         if not shards:
             raise ValueError("AdamW needs a shard")
+        for number, shard in enumerate(shards):
+            _check(shard, gpu, number)
         self.shards, self.gpu = tuple(shards), gpu
         kinds = {kind_of(shard.weights, shard.gradient) for shard in shards}
         if len(kinds) > 1:
@@ -171,6 +174,23 @@ def kind_of(weights: Weights, gradient: Float[Tensor, " n"]) -> Kind:
     """Which specialisation takes these vectors."""
     copy = None if weights.copy is None else weights.copy.dtype
     return gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None
+
+
+def _check(shard: Shard, gpu: Gpu, number: int) -> None:
+    try:
+        check(shard.weights, shard.gradient)
+    except ValueError as error:
+        raise ValueError(f"shard {number}: {error}") from None
+    if shard.gradient.device != gpu.device:
+        raise ValueError(
+            f"shard {number} is on {shard.gradient.device}, the kernel on {gpu.device}"
+        )
+    for name, tensor in (shard.weights.tensors() | {"gradient": shard.gradient}).items():
+        if tensor.data_ptr() % tensor.element_size():
+            raise ValueError(
+                f"shard {number}: {name} begins between the places of two elements in memory; copy"
+                " it to where the kernel can read it"
+            )
 
 
 def _row(shard: Shard, first_block: int) -> _Shard:

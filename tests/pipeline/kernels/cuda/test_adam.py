@@ -264,6 +264,46 @@ def test_shards_of_one_launch_are_of_one_kind(emulator: Emulator) -> None:
         ShardTable(shards, emulator.gpu())
 
 
+BAD: dict[str, tuple[dict[str, Tensor], str]] = {
+    "dtype": ({"master": torch.zeros(4, dtype=F16)}, "master must be torch.float32"),
+    "length": ({"gradient": torch.zeros(5)}, r"master has shape \(4,\)"),
+    "stride": ({"exp_avg_sq": torch.zeros(8)[::2]}, r"exp_avg_sq has stride \(2,\)"),
+    "copy": ({"copy": torch.zeros(4)}, "copy must be torch.bfloat16 or torch.float16"),
+    "device": ({"copy": torch.zeros(4, dtype=F16, device="meta")}, "copy has shape .* on meta"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_shard_that_the_kernel_can_not_take_is_named(what: str, emulator: Emulator) -> None:
+    changes, message = BAD[what]
+    good, bad = shards_of(Kind(), sizes=(4, 4))
+    tensors = bad.weights.tensors() | {"gradient": bad.gradient} | changes
+    gradient = tensors.pop("gradient")
+    bad = dataclasses.replace(bad, weights=Weights(**tensors), gradient=gradient)
+
+    with pytest.raises(ValueError, match=f"shard 1: .*{message}"):
+        ShardTable([good, bad], emulator.gpu())
+
+
+def test_a_shard_between_two_places_of_memory_is_named(emulator: Emulator) -> None:
+    (shard,) = shards_of(Kind(), sizes=(4,))
+    odd = torch.frombuffer(bytearray(18), dtype=F32, count=4, offset=1)
+
+    with pytest.raises(ValueError, match="shard 0: gradient begins between"):
+        ShardTable([dataclasses.replace(shard, gradient=odd)], emulator.gpu())
+
+
+def test_a_shard_on_another_device_than_the_kernel_is_named(emulator: Emulator) -> None:
+    (shard,) = shards_of(Kind(), sizes=(4,))
+    tensors = {name: each.to("meta") for name, each in shard.weights.tensors().items()}
+    there = dataclasses.replace(
+        shard, weights=Weights(**tensors), gradient=shard.gradient.to("meta")
+    )
+
+    with pytest.raises(ValueError, match="shard 0 is on meta, the kernel on cpu"):
+        ShardTable([there], emulator.gpu())
+
+
 def test_no_shard_is_no_launch(emulator: Emulator) -> None:
     with pytest.raises(ValueError, match="a shard"):
         ShardTable([], emulator.gpu())
