@@ -19,6 +19,14 @@ OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
 
 
+class DriverError(KernelError):
+    """The driver does not load code; the message says what it was asked."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class LaunchError(RuntimeError):
     """A kernel could not be started; what follows on this GPU can't be trusted."""
 
@@ -52,7 +60,7 @@ class Driver:
         """Handle of the library that a cubin, or PTX, is.
 
         Raises:
-            KernelError: the driver refuses it.
+            DriverError: the driver refuses it.
         """
         library = _POINTER()
         code = self._load(ctypes.byref(library), image, None, None, 0, None, None, 0)
@@ -64,7 +72,7 @@ class Driver:
         """Handle of the kernel `entry` of a library, its code loaded into the current context.
 
         Raises:
-            KernelError: it has none of that name, or the driver can't load it.
+            DriverError: it has none of that name, or the driver can't load it.
         """
         kernel = _POINTER()
         code = self._get_kernel(ctypes.byref(kernel), library, entry.encode())
@@ -111,7 +119,7 @@ class Driver:
 
     def _check(self, code: int, what: str) -> None:
         if code:
-            raise KernelError(f"the CUDA driver refuses {what}: {self._name(code)}")
+            raise DriverError(f"the CUDA driver refuses {what}: {self._name(code)}", code)
 
     def _name(self, code: int) -> str:
         name = ctypes.c_char_p()

@@ -12,7 +12,7 @@ import torch
 from pipeline.errors import KernelError
 from pipeline.kernels.cpu.build import cache_directory
 from pipeline.kernels.cuda.cache import CubinCache
-from pipeline.kernels.cuda.driver import Dim, Driver
+from pipeline.kernels.cuda.driver import Dim, Driver, DriverError
 from pipeline.kernels.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
 
 SOURCES = Path(__file__).parent
@@ -26,6 +26,13 @@ OLDEST = 70
 
 LOG_LINES = 5
 """Of the compiler's words, in an error."""
+
+MENDS = {
+    2: "; leave the GPU more free memory",
+    209: "; take a PyTorch whose CUDA knows this GPU",
+    222: "; install a newer driver, or a PyTorch for the CUDA that this driver has",
+}
+"""By code of the driver: no memory, no code for this GPU, PTX newer than the driver."""
 
 DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
 """What a kernel calls a dtype of PyTorch."""
@@ -130,13 +137,20 @@ class Gpu:
         """
         texts = {macro: str(value) for macro, value in defines.items()}
         key = (name, frozenset(texts.items()))
-        if key not in self._libraries:
-            self._libraries[key] = self._load(name, texts)
-        library = self._libraries[key]
-        if (library, entry) not in self._kernels:
-            with self._context():
-                handle = self._driver.kernel(library, entry)
-            self._kernels[library, entry] = Kernel(self._driver, handle, self.device, entry)
+        try:
+            if key not in self._libraries:
+                self._libraries[key] = self._load(name, texts)
+            library = self._libraries[key]
+            if (library, entry) not in self._kernels:
+                with self._context():
+                    handle = self._driver.kernel(library, entry)
+                self._kernels[library, entry] = Kernel(self._driver, handle, self.device, entry)
+        except DriverError as error:
+            raise KernelError(
+                f"{_shown(name, texts)} can't be loaded onto {self.device} (compute capability"
+                f" {self.capability / 10}) as NVRTC {self._version} ({self._nvrtc.path}) made it"
+                f" for {self.architecture}: {error}{MENDS.get(error.code, '')}"
+            ) from None
         return self._kernels[library, entry]
 
     @contextmanager
@@ -173,7 +187,7 @@ class Gpu:
         if image is not None:
             try:
                 return self._driver.load(image)
-            except KernelError:
+            except DriverError:
                 pass  # a damaged file: make it anew
         try:
             image, _ = self._nvrtc.compile(
@@ -184,13 +198,17 @@ class Gpu:
             )
         except CompileError as error:
             words = "\n".join(str(error).splitlines()[:LOG_LINES])
-            shown = ", ".join(f"{macro}={value}" for macro, value in sorted(defines.items()))
             raise KernelError(
-                f"{name}[{shown}] can't be compiled for {self.architecture} by NVRTC"
+                f"{_shown(name, defines)} can't be compiled for {self.architecture} by NVRTC"
                 f" {self._version} ({self._nvrtc.path}): {words}"
             ) from None
         self._cubins.write(path, image)
         return self._driver.load(image)
+
+
+def _shown(name: str, defines: Mapping[str, str]) -> str:
+    macros = ", ".join(f"{macro}={value}" for macro, value in sorted(defines.items()))
+    return f"{name}[{macros}]"
 
 
 @cache

@@ -27,7 +27,7 @@ extern "C" __global__ void fill(Params p) {
 """
 
 
-NO_BINARY_FOR_GPU = 209
+NO_BINARY_FOR_GPU, UNSUPPORTED_PTX = 209, 222
 
 
 class Params(ctypes.Structure):
@@ -98,14 +98,47 @@ def test_a_launch_without_memory_ends_as_other_allocations_do(
     assert exit_code(caught.value) == EXIT_OUT_OF_MEMORY
 
 
+@pytest.mark.parametrize(
+    ("code", "mend"),
+    [(NO_BINARY_FOR_GPU, "a PyTorch whose CUDA knows this GPU"), (UNSUPPORTED_PTX, "newer driver")],
+)
 def test_code_that_does_not_load_is_an_error_before_the_first_launch(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+    code: int, mend: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(emulator.library)
-    monkeypatch.setattr(driver, "_get_function", lambda *_: NO_BINARY_FOR_GPU)
+    monkeypatch.setattr(driver, "_get_function", lambda *_: code)
 
-    with pytest.raises(KernelError, match=r"cuKernelGetFunction of fill: .*\(209\)"):
+    with pytest.raises(KernelError) as caught:
         emulator.gpu(driver=driver).kernel("fill", "fill", {"SCALE": 2})
+
+    kernel = r"fill\[SCALE=2\] can't be loaded onto cpu \(compute capability 9\.0\)"
+    caught.match(rf"{kernel} as NVRTC 13\.0 \(.*libemulator\.so\) made it for sm_90: .*{mend}")
+
+
+def test_code_that_the_driver_refuses_names_kernel_gpu_and_compiler(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Nvrtc, "compile", lambda *_, **__: (b"no code", ""))
+
+    with pytest.raises(KernelError, match=r"fill\[SCALE=2\].*sm_90: .*cuLibraryLoadData.*\(200\)"):
+        emulator.gpu(cubins=CubinCache(tmp_path)).kernel("fill", "fill", {"SCALE": 2})
+
+
+@pytest.mark.parametrize(
+    ("version", "package"),
+    [("12.8", "nvidia-cuda-nvrtc-cu12 of"), ("13.0", "nvidia-cuda-nvrtc of")],
+)
+def test_the_package_that_brings_the_compiler_is_named(
+    version: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: Nvrtc, path: str | Path) -> None:
+        raise KernelError(f"{path} can't be loaded")
+
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(Nvrtc, "__init__", missing)
+
+    with pytest.raises(KernelError, match=f"install the package {package} of CUDA {version}"):
+        find_nvrtc()
 
 
 def test_the_compilers_own_words_reach_the_user(emulator: Emulator, sources: Path) -> None:
