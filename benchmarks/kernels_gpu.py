@@ -4,7 +4,7 @@
     python -m benchmarks.kernels_gpu --backend emulator     # the same course, tiny, without a GPU
 
 Phases, each of which leaves off what its share of the budget has no room for and says so:
-`compile` builds every specialisation and counts registers and spills; `correct` runs the cases of
+`compile` builds each specialisation and counts registers and spills; `correct` runs the cases of
 the tests at their sizes; `ceilings` measures a copy and a matrix product; `adam` and `decode` time
 the kernels by replays of CUDA graphs over more buffers than the cache holds, beside what PyTorch
 has for the same work, and `small` the cache and the sampler; `loop` generates with a model of
@@ -76,6 +76,8 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
         for gradient in dtypes
         for copy in (None, torch.bfloat16, torch.float16)
     ]
+    # As the engine steps bf16 weights.
+    sources.append(("adamw", adam.specialisation((torch.float32, torch.float32, None, True))))
     sources += [("sample", sample.specialisation(dtype)) for dtype in dtypes]
     sources.append(("append", append.SPECIALISATION))
     prelude = (SOURCES / PRELUDE).read_text()
@@ -101,9 +103,19 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
 
 
 def run_correct(bench: Bench, args: argparse.Namespace) -> None:
-    """The cases of the tests against float64, on fresh numbers, each twice."""
-    from tests.pipeline.kernels.cuda import append_cases, attention_cases, sampling_cases
+    """The cases of the tests: against float64, or the bits of the definition."""
+    from tests.pipeline.kernels.cuda import (
+        adam_cases,
+        append_cases,
+        attention_cases,
+        sampling_cases,
+    )
 
+    kinds = [adam_cases.Kind(split=True), *adam_cases.KINDS]
+    for kind in bench.in_time("correct", kinds[:1] if bench.tiny else kinds[1:]):
+        with bench.memory():
+            right = adam_cases.is_right(kind, bench.gpu)
+        bench.tell("correct", operator=f"AdamW {kind}", right=right)
     for case in bench.in_time("correct", append_cases.CASES):
         stored = append_cases.inputs_of(case, bench.gpu.device)
         with bench.memory():
@@ -145,43 +157,54 @@ def run_ceilings(bench: Bench, _: argparse.Namespace) -> None:
 
 
 def run_adam(bench: Bench, _: argparse.Namespace) -> None:
-    """bf16 gradients and weights, fp32 masters and moments: few large vectors, and many small."""
+    """fp32 moments, few large vectors and many small: fp32 masters, and the engine's split ones."""
     layouts = {"24 of 55 million": [55_000_000] * 24, "300 of 4 million": [4_000_000] * 300}
     if bench.tiny:
         layouts = {"3 of 40": [40] * 3}
-    for name, sizes in bench.in_time("adam", list(layouts.items())):
-        shards = [_shard(size, bench.gpu.device) for size in sizes]
-        numel = sum(sizes)
-        with bench.memory():
-            table, scalars = (
-                adam.ShardTable(shards, bench.gpu),
-                adam.scalars_of(STEP, bench.gpu.device),
-            )
-            ours = bench.seconds(
-                [lambda: adam.adamw_(table, scalars, betas=STEP.betas, eps=STEP.eps)]  # noqa: B023
-            )
-        theirs = bench.seconds([_step_of_pytorch(shards)])
+    cases = [(name, split) for split in (False, True) for name in layouts]
+    for name, split in bench.in_time("adam", cases):
+        ours = _time_adam(bench, [_shard(size, bench.gpu.device, split) for size in layouts[name]])
+        gradient = torch.float32 if split else torch.bfloat16
+        plain = [_shard(size, bench.gpu.device, False, gradient) for size in layouts[name]]
         bench.tell(
             "adam",
-            vectors=name,
+            vectors=f"{name}, {'split masters' if split else 'masters and copies'}",
             ours=ours,
-            pytorch=theirs,
-            floor=28 * numel / bench.copy_bandwidth,
+            pytorch=bench.seconds([_step_of_pytorch(plain)]),
+            floor=28 * sum(layouts[name]) / bench.copy_bandwidth,  # in both
         )
 
 
-def _shard(size: int, device: torch.device) -> adam.Shard:
+def _time_adam(bench: Bench, shards: Sequence[adam.Shard]) -> float:
+    with bench.memory():
+        table = adam.ShardTable(shards, bench.gpu)
+        scalars = adam.scalars_of(STEP, bench.gpu.device)
+        return bench.seconds([lambda: adam.adamw_(table, scalars, betas=STEP.betas, eps=STEP.eps)])
+
+
+def _shard(
+    size: int,
+    device: torch.device,
+    split: bool,  # noqa: FBT001
+    gradient: torch.dtype = torch.bfloat16,
+) -> adam.Shard:
+    """fp32 master, bf16 copy and a gradient; or, split, bf16 master and 16 bits, fp32 gradient."""
+
     def vector(dtype: torch.dtype) -> Tensor:
         return torch.randn(size, device=device, dtype=dtype)
 
     weights = Weights(
-        master=vector(torch.float32),
+        master=vector(torch.bfloat16 if split else torch.float32),
         exp_avg=vector(torch.float32),
         exp_avg_sq=vector(torch.float32).square_(),
-        copy=vector(torch.bfloat16),
+        copy=None if split else vector(torch.bfloat16),
+        low_bits=torch.zeros(size, device=device, dtype=torch.int16) if split else None,
     )
     return adam.Shard(
-        weights=weights, gradient=vector(torch.bfloat16), lr=1.0, weight_decay=STEP.weight_decay
+        weights=weights,
+        gradient=vector(torch.float32 if split else gradient),
+        lr=1.0,
+        weight_decay=STEP.weight_decay,
     )
 
 
@@ -192,7 +215,7 @@ def _step_of_pytorch(shards: Sequence[adam.Shard]) -> Callable[[], None]:
     steps = [torch.tensor(9.0, device=masters[0].device) for _ in shards]
 
     def step() -> None:
-        gradients = [shard.gradient.float() for shard in shards]
+        gradients = [shard.gradient.to(torch.float32, copy=True) for shard in shards]
         torch._foreach_mul_(gradients, STEP.multiplier)
         torch._fused_adamw_(
             masters,

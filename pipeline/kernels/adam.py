@@ -20,6 +20,7 @@ from pipeline.kernels.choice import settle
 from pipeline.kernels.cpu import adam as cpu
 from pipeline.kernels.cpu.build import Built, NotBuiltError
 from pipeline.kernels.cuda import adam as cuda
+from pipeline.kernels.cuda.check import is_right
 from pipeline.kernels.cuda.gpu import Gpu, gpu_of
 from pipeline.kernels.reference import AdamW, Weights
 
@@ -107,10 +108,13 @@ def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | Gpu | NotB
 
 @functools.cache
 def _on_gpu(device: torch.device, kind: cuda.Kind, *, stochastic: bool) -> Gpu | NotBuiltError:
-    """The GPU, with the kernel loaded; found out once in a process."""
+    """The GPU, with the kernel loaded and found to be right; found out once in a process."""
+    macros = cuda.specialisation(kind, stochastic=stochastic)
     try:
         gpu = gpu_of(device)
-        gpu.kernel("adamw", "adamw", cuda.specialisation(kind, stochastic=stochastic))
+        gpu.kernel("adamw", "adamw", macros)
+        if not is_right(gpu, "adamw", macros):
+            return NotBuiltError("adamw computes something else than its definition on this GPU")
     except KernelError as error:
         return NotBuiltError(str(error))
     return gpu

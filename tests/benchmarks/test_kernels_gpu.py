@@ -21,10 +21,10 @@ def test_every_phase_runs_under_the_emulator(
     phases = [row["phase"] for row in rows]
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert phases.count("correct") == 3 + 4 + 2  # attention, the cache, the sampler
+    assert phases.count("correct") == 3 + 4 + 2 + 1  # attention, the cache, the sampler, AdamW
     assert phases.count("decode") == phases.count("compile") == 2
     assert {"environment", "ceilings", "adam", "small", "loop"} <= set(phases)
-    assert "9 of 9 gates hold" in printed
+    assert "10 of 10 gates hold" in printed
 
 
 @pytest.mark.skipif(not compiler_found(), reason="the emulator is built by g++")
@@ -35,7 +35,7 @@ def test_a_phase_without_time_says_how_much_it_left_off_and_fails(
     code = main(["--backend", "emulator", *arguments])
 
     lines = (tmp_path / "results.jsonl").read_text().splitlines()[1:]
-    left_off = [{"phase": "correct", "left_off": number} for number in (4, 2, 3)]
+    left_off = [{"phase": "correct", "left_off": number} for number in (1, 4, 2, 3)]
     assert [json.loads(line) for line in lines] == left_off
     assert code == 1
     assert "FAILS: correct: 4 cases were not evaluated" in capsys.readouterr().out

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pipeline.errors import KernelError
+from pipeline.kernels import adam as adamw
 from pipeline.kernels import choice, decode_reference
 from pipeline.kernels.choice import SWITCH, gpu_for
-from pipeline.kernels.cuda import append, decode, sample
+from pipeline.kernels.cuda import adam, append, decode, sample
 from pipeline.kernels.cuda import gpu as gpu_module
 from pipeline.kernels.cuda.cache import CubinCache
 from pipeline.kernels.cuda.driver import Driver, LaunchError
@@ -23,13 +24,18 @@ CPU = torch.device("cpu")
 
 SHAPE = decode.Shape(2, 64, 2)
 
+ADAMW = (torch.float32, torch.float32, None, True)
+"""Its kind in bf16 training."""
+
 KERNELS = {
+    "adamw": adam.specialisation(ADAMW),
     "decode_attention": decode.specialisation(torch.bfloat16, SHAPE),
     "append": append.SPECIALISATION,
     "sample": sample.specialisation(torch.bfloat16),
 }
 
 FAULTS = {
+    "adamw": ("* f.multiplier;", ";"),
     "decode_attention": ("if (token >= keys.end) score[a][g] = MINUS_INFINITY;", ""),
     "append": ("token * of_token", "0 * of_token"),
     "sample": ("state ^ (state >> 27)", "state ^ (state >> 26)"),
@@ -41,11 +47,14 @@ FAULTS = {
 def emulated(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Operators find the emulated GPU; what they find out is forgotten afterwards."""
     cubins = CubinCache(tmp_path / "cubins")
-    monkeypatch.setattr(choice, "gpu_of", lambda _: emulator.gpu(cubins=cubins))
+    for operators in (choice, adamw):
+        monkeypatch.setattr(operators, "gpu_of", lambda _: emulator.gpu(cubins=cubins))
+    adamw._on_gpu.cache_clear()
     choice._compiled.cache_clear()
     choice._say_once.cache_clear()
     with emulator.memory():
         yield
+    adamw._on_gpu.cache_clear()
     choice._compiled.cache_clear()
     choice._say_once.cache_clear()
 
@@ -103,6 +112,8 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     assert [record.message for record in caplog.records] == [
         f"PyTorch does the work of the kernel of the operator: {reason}"
     ]
+    if name == "adamw":
+        assert str(adamw._on_gpu(CPU, ADAMW, stochastic=False)) == reason
     monkeypatch.setenv(SWITCH, "required")
     with pytest.raises(KernelError, match=reason):
         found(name)
