@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,15 +69,29 @@ def test_a_kernel_that_is_right_is_used(name: str) -> None:
     assert isinstance(found(name), Gpu)
 
 
+def test_both_kernels_of_decode_attention_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, names = Driver.launch, []
+
+    def noted(*args: Any, name: str, **kwargs: Any) -> None:
+        names.append(name)
+        launch(*args, name=name, **kwargs)
+
+    monkeypatch.setattr(Driver, "launch", noted)
+
+    assert found("decode_attention") is not None
+
+    assert set(names) == {"decode_attention", "decode_attention_combine"}
+
+
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_what_was_asked_once_is_loaded_and_can_be_captured_into_a_graph(
+def test_what_was_asked_once_has_nothing_left_to_load(
     num_splits: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = found("decode_attention")
     assert gpu is not None
 
     def load(*_: object) -> int:
-        raise AssertionError("what a capture forbids")
+        raise AssertionError("loaded again, which a capture forbids")
 
     monkeypatch.setattr(Driver, "load", load)
     monkeypatch.setattr(Driver, "kernel", load)
