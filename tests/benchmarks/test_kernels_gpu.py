@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import kernels_gpu
 from benchmarks.kernel_gates import GATES, gates
 from benchmarks.kernels_gpu import main
+from benchmarks.kernels_gpu_decode import within_memory
 from tests.pipeline.kernels.cuda.emulated import compiler_found
 
 
@@ -75,6 +77,14 @@ def test_a_phase_that_fails_is_a_gate_and_the_others_are_reported(
     assert "matrix_product" in printed
 
 
+def test_a_way_that_needs_too_much_memory_has_no_time() -> None:
+    def measure() -> float:
+        raise torch.OutOfMemoryError
+
+    assert within_memory(measure) is None
+    assert within_memory(lambda: 1.0) == 1.0
+
+
 def test_a_gate_fails_above_its_number_and_holds_at_it() -> None:
     adam = {"phase": "adam", "vectors": "one", "floor": 1.0, "pytorch": 1.5}
     decode = {"phase": "decode", "model": "m", "batch": 64, "length": 512, "num_splits": None}
@@ -85,6 +95,9 @@ def test_a_gate_fails_above_its_number_and_holds_at_it() -> None:
     assert [holds for _, holds in gates([decode | {"share": 0.75}])] == [True, True]
     assert [holds for _, holds in gates([decode | {"share": 0.74, "live": 0.9}])] == [False, False]
     assert [holds for _, holds in gates([decode | {"length": 128}])] == []
+    fits = decode | {"share": 0.75, "masked": None}
+    assert [holds for _, holds in gates([fits])] == [True, True]
+    assert [holds for _, holds in gates([fits | {"live": None}])] == [True, False]
     small = {"phase": "small", "what": "cache", "pytorch": 1.0}
     assert [holds for _, holds in gates([small | {"ours": 1.0}])] == [True]
     assert [holds for _, holds in gates([small | {"ours": 1.1}])] == [False]
