@@ -1,7 +1,8 @@
 """AdamW over flat vectors: one pass over memory where there is a kernel for it.
 
-The definition, with all options, is `pipeline.kernels.reference.adamw_`; every implementation gives
-its bits.
+The definition, with all options, is `pipeline.kernels.reference.adamw_`; every kernel, and PyTorch
+on a CPU, gives the bits that it has there. PyTorch on a GPU rounds a division by a number of the
+host otherwise, in the last bit.
 """
 
 import functools
@@ -42,7 +43,7 @@ def adamw_(
     Raises:
         ValueError: they are not; the sentence names the vector.
         KernelError: `kernels` is required, and there is none for them. (With auto PyTorch does the
-            work then, with off it always does, to the same bits.)
+            work then, with off it always does, on a CPU to the same bits.)
     """
     check(weights, gradient)
     if gradient.numel() == 0 or step.overflow:
