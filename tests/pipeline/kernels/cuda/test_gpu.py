@@ -126,7 +126,7 @@ def test_code_that_the_driver_refuses_names_kernel_gpu_and_compiler(
 
 @pytest.mark.parametrize(
     ("version", "package"),
-    [("12.8", "nvidia-cuda-nvrtc-cu12 of"), ("13.0", "nvidia-cuda-nvrtc of")],
+    [("12.8", "nvidia-cuda-nvrtc-cu12"), ("13.0", "nvidia-cuda-nvrtc")],
 )
 def test_the_package_that_brings_the_compiler_is_named(
     version: str, package: str, monkeypatch: pytest.MonkeyPatch
