@@ -1,11 +1,11 @@
 """AdamW over flat vectors: one pass over memory where there is a kernel for it.
 
-The definition, with all options, is `pipeline.kernels.reference.adamw_`; every implementation gives
-its bits.
+The definition, with all options, is `pipeline.kernels.reference.adamw_`; every kernel, and PyTorch
+on a CPU, gives the bits that it has there. PyTorch on a GPU rounds a division by a number of the
+host otherwise, in the last bit.
 """
 
 import functools
-import itertools
 from dataclasses import replace
 
 import torch
@@ -16,12 +16,14 @@ from torch.optim.adamw import adamw
 from pipeline.config import Kernels
 from pipeline.errors import KernelError
 from pipeline.kernels import reference
+from pipeline.kernels.adam_vectors import check
 from pipeline.kernels.choice import settle
 from pipeline.kernels.cpu import adam as cpu
 from pipeline.kernels.cpu.build import Built, NotBuiltError
 from pipeline.kernels.cuda import adam as cuda
+from pipeline.kernels.cuda.check import is_right
 from pipeline.kernels.cuda.gpu import Gpu, gpu_of
-from pipeline.kernels.reference import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
+from pipeline.kernels.reference import AdamW, Weights
 
 CHUNK = 65536
 """Elements that PyTorch steps at once: what it makes on the way fits into a core's cache."""
@@ -41,7 +43,7 @@ def adamw_(
     Raises:
         ValueError: they are not; the sentence names the vector.
         KernelError: `kernels` is required, and there is none for them. (With auto PyTorch does the
-            work then, with off it always does, to the same bits.)
+            work then, with off it always does, on a CPU to the same bits.)
     """
     check(weights, gradient)
     if gradient.numel() == 0 or step.overflow:
@@ -107,10 +109,13 @@ def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | Gpu | NotB
 
 @functools.cache
 def _on_gpu(device: torch.device, kind: cuda.Kind, *, stochastic: bool) -> Gpu | NotBuiltError:
-    """The GPU, with the kernel loaded; found out once in a process."""
+    """The GPU, with the kernel loaded and found to be right; found out once in a process."""
+    macros = cuda.specialisation(kind, stochastic=stochastic)
     try:
         gpu = gpu_of(device)
-        gpu.kernel("adamw", "adamw", cuda.specialisation(kind, stochastic=stochastic))
+        gpu.kernel("adamw", "adamw", macros)
+        if not is_right(gpu, "adamw", macros):
+            return NotBuiltError("adamw computes something else than its definition on this GPU")
     except KernelError as error:
         return NotBuiltError(str(error))
     return gpu
@@ -161,45 +166,3 @@ def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:
         rounded, low_bits = reference.split_master(master)
         weights.master.copy_(rounded)
         weights.low_bits.copy_(low_bits)
-
-
-def check(weights: Weights, gradient: Tensor) -> None:
-    """Raise unless the vectors can be stepped.
-
-    Raises:
-        ValueError: one sentence, which names the vector.
-    """
-    tensors = {"gradient": gradient} | weights.tensors()
-    split = weights.low_bits is not None
-    for name, tensor in tensors.items():
-        if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
-            raise ValueError(
-                f"AdamW steps flat vectors of one length on one device: {name} has shape"
-                f" {tuple(tensor.shape)} on {tensor.device}, the gradient has"
-                f" {tuple(gradient.shape)} on {gradient.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"AdamW steps contiguous vectors, and {name} has stride {tensor.stride()}"
-            )
-    allowed = {
-        "master": (torch.bfloat16,) if split else (torch.float32,),
-        "exp_avg": MOMENTS,
-        "exp_avg_sq": (weights.exp_avg.dtype,),
-        "copy": () if split else COPIES,
-        "low_bits": (torch.int16,),
-        "gradient": GRADIENTS,
-    }
-    for name, tensor in tensors.items():
-        if tensor.dtype not in allowed[name]:
-            takes = " or ".join(str(dtype) for dtype in allowed[name]) or "none"
-            raise ValueError(f"AdamW's {name} must be {takes} here, not {tensor.dtype}")
-    if gradient.numel() == 0 or gradient.device.type == "meta":
-        return
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
-        for name, tensor in tensors.items()
-    )
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end:
-            raise ValueError(f"AdamW's vectors must lie apart: {first} and {second} share memory")

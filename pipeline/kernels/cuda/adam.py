@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from pipeline.kernels.adam_vectors import check
 from pipeline.kernels.cuda.gpu import DTYPES, Gpu
 from pipeline.kernels.reference import AdamW, Weights
 
@@ -18,8 +19,8 @@ THREADS = 256
 FACTORS_BYTES = 44
 """Of the struct `Factors`."""
 
-SCALARS = ("rate", "step", "multiplier", "overflow", "seed")
-
+SCALARS = ("rate", "beta1_power", "beta2_power", "multiplier", "overflow", "seed")
+"""What changes from step to step: the doubles of the struct `Scalars`."""
 
 Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]
 """Dtypes of the gradient, of the moments and of the copy, and whether the master is split."""
@@ -71,6 +72,8 @@ class ShardTable:
     def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
         if not shards:
             raise ValueError("AdamW needs a shard")
+        for number, shard in enumerate(shards):
+            _check(shard, gpu, number)
         self.shards, self.gpu = tuple(shards), gpu
         kinds = {kind_of(shard.weights, shard.gradient) for shard in shards}
         if len(kinds) > 1:
@@ -92,15 +95,17 @@ class ShardTable:
         self.shard_of_block = of_block.to(gpu.device, non_blocking=True)
 
 
-def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "5"]:
+def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "6"]:
     """The numbers of a step as the kernel reads them; shards multiply `lr` by their own."""
-    numbers = [step.lr, step.step, step.multiplier, step.overflow, step.seed or 0]
+    # Powers as Python has them, as in the reference: another way rounds otherwise.
+    powers = [beta**step.step for beta in step.betas]
+    numbers = [step.lr, *powers, step.multiplier, step.overflow, (step.seed or 0) % 2**32]
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def adamw_(
     table: ShardTable,
-    scalars: Float64[Tensor, "5"],
+    scalars: Float64[Tensor, "6"],
     *,
     betas: tuple[float, float],
     eps: float,
@@ -108,8 +113,9 @@ def adamw_(
 ) -> None:
     """One step of `pipeline.kernels.reference.adamw_` for all shards of a table, in place.
 
-    `scalars` are rate, step (1 for the first), multiplier of the gradient, overflow (not 0: nothing
-    is changed) and the seed of stochastic rounding; they are read on the GPU.
+    `scalars` are the rate, both betas to the power of the step's number, the multiplier of the
+    gradient, overflow (not 0: nothing is changed) and the seed of stochastic rounding; they are
+    read on the GPU.
     """
     if table.num_blocks == 0:
         return
@@ -159,6 +165,8 @@ def specialisation(kind: Kind, *, stochastic: bool = False) -> dict[str, str | i
         "STOCHASTIC": int(stochastic and torch.bfloat16 in (moments, copy)),
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "SHARD_BYTES": ctypes.sizeof(_Shard),
+        "SCALARS_BYTES": 8 * len(SCALARS),
+        "FACTORS_BYTES": FACTORS_BYTES,
     }
 
 
@@ -166,6 +174,23 @@ def kind_of(weights: Weights, gradient: Float[Tensor, " n"]) -> Kind:
     """Which specialisation takes these vectors."""
     copy = None if weights.copy is None else weights.copy.dtype
     return gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None
+
+
+def _check(shard: Shard, gpu: Gpu, number: int) -> None:
+    try:
+        check(shard.weights, shard.gradient)
+    except ValueError as error:
+        raise ValueError(f"shard {number}: {error}") from None
+    if shard.gradient.device != gpu.device:
+        raise ValueError(
+            f"shard {number} is on {shard.gradient.device}, the kernel on {gpu.device}"
+        )
+    for name, tensor in (shard.weights.tensors() | {"gradient": shard.gradient}).items():
+        if tensor.data_ptr() % tensor.element_size():
+            raise ValueError(
+                f"shard {number}: {name} begins between the places of two elements in memory; copy"
+                " it to where the kernel can read it"
+            )
 
 
 def _row(shard: Shard, first_block: int) -> _Shard:

@@ -31,7 +31,7 @@ struct Shard {
 };
 struct Scalars {
   double rate;  // times the lr of each shard
-  double step;  // 1 for the first
+  double beta1_power, beta2_power;  // to the number of the step, 1 for the first
   double multiplier;
   double overflow;  // not 0: nothing is changed
   double seed;
@@ -43,6 +43,7 @@ struct AdamwParams {
   double beta1, beta2, eps;
 };
 static_assert(sizeof(AdamwParams) == PARAMS_BYTES && sizeof(Shard) == SHARD_BYTES, "see adam.py");
+static_assert(sizeof(Scalars) == SCALARS_BYTES, "see adam.py");
 
 #if SPLIT
 typedef Bf16 Master;
@@ -55,6 +56,7 @@ struct Factors {
   float decay, multiplier, avg_weight, avg_from_gradient, beta2, sq_weight, root_correction, eps, step_size;
   u32 keys[2];
 };
+static_assert(sizeof(Factors) == FACTORS_BYTES, "see adam.py");
 
 DEVICE u32 mix(u32 x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -62,16 +64,8 @@ DEVICE u32 mix(u32 x) {
   return x ^ (x >> 16);
 }
 
-DEVICE double power(double base, u32 exponent) {
-  double result = 1;
-  for (; exponent; exponent >>= 1, base *= base)
-    if (exponent & 1) result *= base;
-  return result;
-}
-
 DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
   const double lr = load_double(&shard->lr) * load_double(&p.scalars->rate);
-  const u32 step = static_cast<u32>(load_double(&p.scalars->step));
   const u32 seed = static_cast<u32>(static_cast<u64>(load_double(&p.scalars->seed)));
   Factors f;
   f.decay = static_cast<float>(1 - lr * load_double(&shard->weight_decay));
@@ -82,9 +76,9 @@ DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
   f.avg_weight = weight >= 0.5f ? weight - 1.f : weight;
   f.beta2 = static_cast<float>(p.beta2);
   f.sq_weight = static_cast<float>(1 - p.beta2);
-  f.root_correction = static_cast<float>(sqrt(1 - power(p.beta2, step)));
+  f.root_correction = static_cast<float>(sqrt(1 - load_double(&p.scalars->beta2_power)));
   f.eps = static_cast<float>(p.eps);
-  f.step_size = static_cast<float>(-lr / (1 - power(p.beta1, step)));
+  f.step_size = static_cast<float>(-lr / (1 - load_double(&p.scalars->beta1_power)));
   f.keys[0] = mix(seed);
   f.keys[1] = mix(seed + 0x9e3779b9u);
   return f;

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DAY = 24 * 3600
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CubinCache:
@@ -16,7 +17,8 @@ class CubinCache:
 
     Two that make the same one write the same bytes, each to a file of its own that then takes the
     name; a process that is killed leaves at most such a file, which goes after a day. Where the
-    directory can't be written to nothing is kept.
+    directory can't be written to nothing is kept. A file ends in a digest of what comes before,
+    so that one which a loss of power has cut off, or a disk has changed, is made anew.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -30,11 +32,18 @@ class CubinCache:
         return self.directory / f"{name}-{content.hexdigest()[:16]}.cubin"
 
     def read(self, path: Path) -> bytes | None:
-        """What `write` stored; None if nothing."""
+        """What `write` stored; None if nothing, or not all of it."""
         try:
-            return path.read_bytes() or None
+            content = path.read_bytes()
         except OSError:
             return None
+        image, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+        return image if hashlib.sha256(image).digest() == digest else None
+
+    def remove(self, path: Path) -> None:
+        """Have it made anew the next time."""
+        with contextlib.suppress(OSError):
+            path.unlink()
 
     def write(self, path: Path, image: bytes) -> None:
         """Store an image, whole or not at all."""
@@ -44,7 +53,7 @@ class CubinCache:
             handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(image)
+                    file.write(image + hashlib.sha256(image).digest())
                 Path(temporary).replace(path)
             except OSError:
                 Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a kernel of generation is asked on a GPU, once in a process, before it is trusted.
+"""What a kernel is asked on a GPU, once in a process, before it is trusted.
 
 Answers are compared with the definition's on the CPU, in float64 where it rounds.
 """
@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from pipeline.kernels import append_reference, decode_reference, sampling_reference
-from pipeline.kernels.cuda import append, decode, sample
+from pipeline.errors import KernelError
+from pipeline.kernels import append_reference, decode_reference, reference, sampling_reference
+from pipeline.kernels.cuda import adam, append, decode, sample
+from pipeline.kernels.cuda.driver import LaunchError
 from pipeline.kernels.cuda.gpu import DTYPES, Gpu
 from pipeline.kernels.decode_reference import Scores
+from pipeline.kernels.reference import AdamW, Weights
 from pipeline.kernels.sampling_reference import Draw
 
 Macros = Mapping[str, str | int]
@@ -30,9 +33,15 @@ def is_right(gpu: Gpu, source: str, defines: Macros) -> bool:
     It waits for the GPU, so it can't be part of a CUDA graph.
 
     Raises:
-        KernelError: the driver refuses the kernel.
+        KernelError: the driver does not start the kernel.
     """
-    return CASES[source](gpu, defines)
+    try:
+        right = CASES[source](gpu, defines)
+    except LaunchError as error:
+        raise KernelError(str(error)) from error
+    if not right:  # what was kept of it may be to blame
+        gpu.forget(source, defines)
+    return right
 
 
 def attention(gpu: Gpu, defines: Macros) -> bool:
@@ -95,7 +104,43 @@ def drawn(gpu: Gpu, defines: Macros) -> bool:
     return True
 
 
+def stepped(gpu: Gpu, defines: Macros) -> bool:
+    """Two steps of a vector with a tail, to the bit."""
+    dtypes = {name: NUMBERS[str(defines[name])] for name in ("GRADIENT", "MOMENT", "COPY")}
+    generator = torch.Generator().manual_seed(0)
+    gradient, master, exp_avg, square = torch.randn(4, 301, generator=generator)
+    low_bits = None
+    if defines["SPLIT"]:
+        master, low_bits = reference.split_master(master)
+    weights = Weights(
+        master=master,
+        exp_avg=exp_avg.to(dtypes["MOMENT"]),
+        exp_avg_sq=square.square().to(dtypes["MOMENT"]),
+        copy=torch.zeros(301, dtype=dtypes["COPY"]) if defines["HAS_COPY"] else None,
+        low_bits=low_bits,
+    )
+    gradient = gradient.to(dtypes["GRADIENT"])
+    there = Weights(
+        **{name: each.to(gpu.device, copy=True) for name, each in weights.tensors().items()}
+    )
+    for number in (1, 2):
+        step = AdamW(
+            lr=0.1,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.1,
+            step=number,
+            multiplier=0.5,
+            seed=number if defines["STOCHASTIC"] else None,
+        )
+        adam.run(gpu, there, gradient.to(gpu.device), step)
+        reference.adamw_(weights, gradient, step)
+    ours = there.tensors()
+    return all(torch.equal(ours[name].cpu(), each) for name, each in weights.tensors().items())
+
+
 CASES: Mapping[str, Callable[[Gpu, Macros], bool]] = {
+    "adamw": stepped,
     "decode_attention": attention,
     "append": appended,
     "sample": drawn,

@@ -1,7 +1,9 @@
 """What compiles kernels for one GPU and starts them there."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 from pipeline.errors import KernelError
 from pipeline.kernels.cpu.build import cache_directory
 from pipeline.kernels.cuda.cache import CubinCache
-from pipeline.kernels.cuda.driver import Dim, Driver
+from pipeline.kernels.cuda.driver import Dim, Driver, DriverError
 from pipeline.kernels.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
 
 SOURCES = Path(__file__).parent
@@ -25,6 +27,13 @@ OLDEST = 70
 LOG_LINES = 5
 """Of the compiler's words, in an error."""
 
+MENDS = {
+    2: "; leave the GPU more free memory",
+    209: "; take a PyTorch whose CUDA knows this GPU",
+    222: "; install a newer driver, or a PyTorch for the CUDA that this driver has",
+}
+"""By code of the driver: no memory, no code for this GPU, PTX newer than the driver."""
+
 DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
 """What a kernel calls a dtype of PyTorch."""
 
@@ -32,8 +41,8 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
 class Kernel:
     """A kernel on one GPU; calling it starts it on the current stream."""
 
-    def __init__(self, driver: Driver, handle: int, device: torch.device) -> None:
-        self._driver, self._handle, self._device = driver, handle, device
+    def __init__(self, driver: Driver, handle: int, device: torch.device, name: str) -> None:
+        self._driver, self._handle, self._device, self._name = driver, handle, device, name
 
     def __call__(
         self, params: ctypes.Structure, *, grid: Dim, block: Dim, shared_bytes: int = 0
@@ -41,7 +50,8 @@ class Kernel:
         """Start it with the struct `params` as its argument; what the struct points to must live.
 
         Raises:
-            KernelError: the driver refuses the launch.
+            torch.OutOfMemoryError: the GPU has no memory left for it.
+            LaunchError: the driver refuses the launch, or an earlier kernel has failed.
         """
         if self._device.type != "cuda":  # the emulator of the tests
             self._launch(params, grid, block, shared_bytes, stream=0)
@@ -59,11 +69,21 @@ class Kernel:
         self._driver.launch(
             self._handle,
             params,
+            name=self._name,
             grid=grid,
             block=block,
             shared_bytes=shared_bytes,
             stream=stream,
         )
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What a library is compiled from."""
+
+    source: str
+    prelude: str
+    options: list[str]
 
 
 class Gpu:
@@ -110,43 +130,85 @@ class Gpu:
     def kernel(self, name: str, entry: str, defines: Mapping[str, str | int]) -> Kernel:
         """The kernel `entry` of the source `name`.cu with some macros, compiled at its first use.
 
+        Its code is on the GPU then: the first launch has nothing left to load.
+
         Raises:
             KernelError: it can't be compiled or loaded; with the compiler's or driver's own words.
         """
         texts = {macro: str(value) for macro, value in defines.items()}
         key = (name, frozenset(texts.items()))
-        if key not in self._libraries:
-            self._libraries[key] = self._load(name, texts)
-        library = self._libraries[key]
-        if (library, entry) not in self._kernels:
-            handle = self._driver.kernel(library, entry)
-            self._kernels[library, entry] = Kernel(self._driver, handle, self.device)
+        try:
+            if key not in self._libraries:
+                self._libraries[key] = self._load(name, texts)
+            library = self._libraries[key]
+            if (library, entry) not in self._kernels:
+                with self._context():
+                    handle = self._driver.kernel(library, entry)
+                self._kernels[library, entry] = Kernel(self._driver, handle, self.device, entry)
+        except DriverError as error:
+            raise KernelError(
+                f"{_shown(name, texts)} can't be loaded onto {self.device} (compute capability"
+                f" {self.capability / 10}) as NVRTC {self._version} ({self._nvrtc.path}) made it"
+                f" for {self.architecture}: {error}{MENDS.get(error.code, '')}"
+            ) from None
         return self._kernels[library, entry]
 
-    def _load(self, name: str, defines: Mapping[str, str]) -> int:
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Inside it the GPU's context is this thread's."""
+        if self.device.type != "cuda":  # the emulator of the tests
+            yield
+            return
+        with torch.cuda.device(self.device):
+            # To choose a device that is chosen already binds nothing; a call of the runtime does,
+            # and this one is allowed while a graph is captured.
+            torch.cuda.mem_get_info(self.device)
+            yield
+
+    def forget(self, name: str, defines: Mapping[str, str | int]) -> None:
+        """Have the next process compile a kernel anew, not take what is kept of it."""
+        texts = {macro: str(value) for macro, value in defines.items()}
+        self._cubins.remove(self._path(name, self._recipe(name, texts)))
+
+    def _recipe(self, name: str, defines: Mapping[str, str]) -> _Recipe:
         source, prelude = ((SOURCES / file).read_text() for file in (f"{name}.cu", PRELUDE))
-        options = [f"--gpu-architecture={self.architecture}", *OPTIONS]
-        options += [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
-        path = self._cubins.path(name, [source, prelude, *options, self._version])
+        macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
+        options = [f"--gpu-architecture={self.architecture}", *OPTIONS, *macros]
+        return _Recipe(source, prelude, options)
+
+    def _path(self, name: str, recipe: _Recipe) -> Path:
+        ingredients = [recipe.source, recipe.prelude, *recipe.options, self._version]
+        return self._cubins.path(name, ingredients)
+
+    def _load(self, name: str, defines: Mapping[str, str]) -> int:
+        recipe = self._recipe(name, defines)
+        path = self._path(name, recipe)
         image = self._cubins.read(path)
         if image is not None:
             try:
                 return self._driver.load(image)
-            except KernelError:
+            except DriverError:
                 pass  # a damaged file: make it anew
         try:
             image, _ = self._nvrtc.compile(
-                source, name=f"{name}.cu", headers={PRELUDE: prelude}, options=options
+                recipe.source,
+                name=f"{name}.cu",
+                headers={PRELUDE: recipe.prelude},
+                options=recipe.options,
             )
         except CompileError as error:
             words = "\n".join(str(error).splitlines()[:LOG_LINES])
-            shown = ", ".join(f"{macro}={value}" for macro, value in sorted(defines.items()))
             raise KernelError(
-                f"{name}[{shown}] can't be compiled for {self.architecture} by NVRTC"
+                f"{_shown(name, defines)} can't be compiled for {self.architecture} by NVRTC"
                 f" {self._version} ({self._nvrtc.path}): {words}"
             ) from None
         self._cubins.write(path, image)
         return self._driver.load(image)
+
+
+def _shown(name: str, defines: Mapping[str, str]) -> str:
+    macros = ", ".join(f"{macro}={value}" for macro, value in sorted(defines.items()))
+    return f"{name}[{macros}]"
 
 
 @cache

@@ -107,14 +107,16 @@ def find_nvrtc() -> Nvrtc:
     """
     if torch.version.cuda is None:
         raise KernelError(f"this PyTorch ({torch.__version__}) is a build without CUDA")
-    name = f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
+    major = torch.version.cuda.partition(".")[0]
+    name = f"libnvrtc.so.{major}"
     packages = (path for place in sys.path for path in Path(place).glob(f"nvidia/*/lib/{name}"))
     path = next(packages, None)
     try:
         return Nvrtc(name if path is None else path.resolve())
     except KernelError as error:
+        package = "nvidia-cuda-nvrtc" + (f"-cu{major}" if int(major) < 13 else "")
         raise KernelError(
-            f"{error}; install the package nvidia-cuda-nvrtc of CUDA {torch.version.cuda}"
+            f"{error}; install the package {package} of CUDA {torch.version.cuda}"
         ) from None
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import KernelError
 from pipeline.kernels.cuda.cache import CubinCache
-from pipeline.kernels.cuda.driver import Driver
+from pipeline.kernels.cuda.driver import Driver, LaunchError
 from pipeline.kernels.cuda.gpu import Gpu
 from pipeline.kernels.cuda.nvrtc import Nvrtc
 
@@ -84,7 +84,7 @@ class Emulator:
         try:
             with _Made(self._allow):
                 yield
-        except KernelError as error:
+        except (KernelError, LaunchError) as error:
             if "LAUNCH_FAILED" in str(error):
                 raise AssertionError(self._functions.emulator_error().decode()) from None
             raise

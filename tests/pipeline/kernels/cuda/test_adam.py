@@ -4,94 +4,29 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from pipeline.kernels import reference
-from pipeline.kernels.cuda.adam import CHUNK, Shard, ShardTable, adamw_, scalars_of
+from pipeline.kernels.cuda.adam import Shard, ShardTable, adamw_, scalars_of
 from pipeline.kernels.reference import AdamW, Weights
+from tests.pipeline.kernels.cuda.adam_cases import (
+    BF16,
+    F16,
+    F32,
+    KINDS,
+    STEP,
+    Kind,
+    by_reference,
+    copied,
+    shard_of,
+    shards_of,
+)
 from tests.pipeline.kernels.cuda.emulated import SCHEDULES, Emulator
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
-
-SIZES = (1, 3, CHUNK + 4, 1000, 5, 0, 2 * CHUNK - 1)
-"""Of shards: less than a vector load, more than a block, with a tail and without, and nothing."""
-
-STEP = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, multiplier=0.25)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What of AdamW a specialisation of the kernel does."""
-
-    gradient: torch.dtype = F32
-    moments: torch.dtype = F32
-    copy: torch.dtype | None = None
-    split: bool = False
-    stochastic: bool = False
-
-    def __str__(self) -> str:
-        parts = [str(self.gradient), *["bf16 moments"] * (self.moments == BF16)]
-        parts += [f"{self.copy} copy"] * (self.copy is not None)
-        parts += ["split"] * self.split + ["stochastic"] * self.stochastic
-        return ", ".join(parts).replace("torch.", "")
-
-
-KINDS = [
-    Kind(),
-    Kind(BF16, copy=BF16),
-    Kind(F16, copy=F16),
-    Kind(F32, BF16, BF16),
-    Kind(BF16, BF16, BF16, stochastic=True),
-    Kind(BF16, split=True),
-    Kind(BF16, BF16, split=True, stochastic=True),
-    Kind(F32, copy=BF16, stochastic=True),
-]
-
-
-def shard_of(kind: Kind, size: int, *, shift: int, seed: int) -> Shard:
-    """Random vectors that begin `shift` elements into their memory, between others' numbers."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def vector(dtype: torch.dtype, scale: float, *, positive: bool = False) -> Tensor:
-        values = torch.randn(size + shift + 5, generator=generator) * scale
-        values = values.abs() if positive else values
-        return values.to(dtype)[shift : shift + size]
-
-    master, low_bits = vector(F32, 1.0), None
-    if kind.split:
-        whole = vector(F32, 1.0).clone()
-        master, low_bits = reference.split_master(whole)
-    weights = Weights(
-        master=master,
-        exp_avg=vector(kind.moments, 1e-2),
-        exp_avg_sq=vector(kind.moments, 1e-3, positive=True),
-        copy=None if kind.copy is None else vector(kind.copy, 1.0),
-        low_bits=low_bits,
-    )
-    gradient = vector(kind.gradient, 1.0)
-    decay = 0.1 * (seed % 2)
-    return Shard(
-        weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=decay, first=7 * seed
-    )
-
-
-def shards_of(kind: Kind, *, shift: int = 0, sizes: Sequence[int] = SIZES) -> list[Shard]:
-    return [shard_of(kind, size, shift=shift, seed=seed) for seed, size in enumerate(sizes)]
-
-
-def copied(shard: Shard) -> Shard:
-    tensors = {name: each.clone() for name, each in shard.weights.tensors().items()}
-    return dataclasses.replace(shard, weights=Weights(**tensors))
-
-
-def by_reference(shard: Shard, step: AdamW) -> None:
-    settings = {"lr": step.lr * shard.lr, "weight_decay": shard.weight_decay, "first": shard.first}
-    reference.adamw_(shard.weights, shard.gradient, dataclasses.replace(step, **settings))
 
 
 def by_kernel(
@@ -155,13 +90,14 @@ def test_a_step_is_that_of_the_formula_in_float64(
     torch.testing.assert_close(shard.weights.exp_avg_sq.double(), exp_avg_sq, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("step", [1, 2, 10, 999, 1000, 123_457, 10_000_000])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.5), (0.0, 0.95)])
+@pytest.mark.parametrize("step", [1, 2, 10, 999, 1000, 11_585, 10_000_000])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.5), (0.0, 0.95), (0.99, 0.999999)])
 def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
     step: int, betas: tuple[float, float], emulator: Emulator
 ) -> None:
-    numbers = dataclasses.replace(STEP, step=step, betas=betas, lr=3e-4)
-    ours = shards_of(Kind(), sizes=(40,))
+    # Multiplied by squares, 0.999999^11585 is a number whose correction has other bits in fp32.
+    numbers = dataclasses.replace(STEP, step=step, betas=betas, lr=1.0)
+    ours = shards_of(Kind(), sizes=(400,))
     theirs = [copied(shard) for shard in ours]
 
     by_reference(theirs[0], numbers)
@@ -195,6 +131,20 @@ def test_what_is_not_finite_stays_so_under_stochastic_rounding(emulator: Emulato
     assert copy[3].isnan()
     assert copy[5] == -math.inf
     assert copy.isfinite().sum() == 62
+
+
+@pytest.mark.parametrize("seed", [-1, 2**60 + 1])
+def test_a_seed_has_the_random_bits_of_the_reference_whatever_its_size(
+    seed: int, emulator: Emulator
+) -> None:
+    step = dataclasses.replace(STEP, seed=seed)
+    ours = shards_of(Kind(BF16, BF16, BF16, stochastic=True), sizes=(200,))
+    theirs = [copied(shard) for shard in ours]
+
+    by_reference(theirs[0], step)
+    by_kernel(ours, step, emulator)
+
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", [Kind(copy=BF16), Kind(split=True)], ids=str)
@@ -247,6 +197,46 @@ def test_shards_of_one_launch_are_of_one_kind(emulator: Emulator) -> None:
 
     with pytest.raises(ValueError, match="same dtypes"):
         ShardTable(shards, emulator.gpu())
+
+
+BAD: dict[str, tuple[dict[str, Tensor], str]] = {
+    "dtype": ({"master": torch.zeros(4, dtype=F16)}, "master must be torch.float32"),
+    "length": ({"gradient": torch.zeros(5)}, r"master has shape \(4,\)"),
+    "stride": ({"exp_avg_sq": torch.zeros(8)[::2]}, r"exp_avg_sq has stride \(2,\)"),
+    "copy": ({"copy": torch.zeros(4)}, "copy must be torch.bfloat16 or torch.float16"),
+    "device": ({"copy": torch.zeros(4, dtype=F16, device="meta")}, "copy has shape .* on meta"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_shard_that_the_kernel_can_not_take_is_named(what: str, emulator: Emulator) -> None:
+    changes, message = BAD[what]
+    good, bad = shards_of(Kind(), sizes=(4, 4))
+    tensors = bad.weights.tensors() | {"gradient": bad.gradient} | changes
+    gradient = tensors.pop("gradient")
+    bad = dataclasses.replace(bad, weights=Weights(**tensors), gradient=gradient)
+
+    with pytest.raises(ValueError, match=f"shard 1: .*{message}"):
+        ShardTable([good, bad], emulator.gpu())
+
+
+def test_a_shard_between_two_places_of_memory_is_named(emulator: Emulator) -> None:
+    (shard,) = shards_of(Kind(), sizes=(4,))
+    odd = torch.frombuffer(bytearray(18), dtype=F32, count=4, offset=1)
+
+    with pytest.raises(ValueError, match="shard 0: gradient begins between"):
+        ShardTable([dataclasses.replace(shard, gradient=odd)], emulator.gpu())
+
+
+def test_a_shard_on_another_device_than_the_kernel_is_named(emulator: Emulator) -> None:
+    (shard,) = shards_of(Kind(), sizes=(4,))
+    tensors = {name: each.to("meta") for name, each in shard.weights.tensors().items()}
+    there = dataclasses.replace(
+        shard, weights=Weights(**tensors), gradient=shard.gradient.to("meta")
+    )
+
+    with pytest.raises(ValueError, match="shard 0 is on meta, the kernel on cpu"):
+        ShardTable([there], emulator.gpu())
 
 
 def test_no_shard_is_no_launch(emulator: Emulator) -> None:

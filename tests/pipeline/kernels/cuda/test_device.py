@@ -7,10 +7,19 @@ import torch
 
 from pipeline.kernels import append_reference
 from pipeline.kernels.cuda import append
-from pipeline.kernels.cuda.adam import Shard, ShardTable, adamw_, scalars_of
+from pipeline.kernels.cuda.adam import ShardTable, adamw_, scalars_of
 from pipeline.kernels.cuda.gpu import Gpu, gpu_of
-from pipeline.kernels.reference import Weights
 from tests.pipeline.kernels.cuda import append_cases, sampling_cases
+from tests.pipeline.kernels.cuda.adam_cases import (
+    KINDS,
+    STEP,
+    Kind,
+    by_reference,
+    copied,
+    is_right,
+    moved,
+    shards_of,
+)
 from tests.pipeline.kernels.cuda.attention_cases import (
     GRID,
     TOLERANCES,
@@ -19,7 +28,6 @@ from tests.pipeline.kernels.cuda.attention_cases import (
     relative_error,
     run,
 )
-from tests.pipeline.kernels.cuda.test_adam import KINDS, STEP, Kind, by_reference, copied, shards_of
 
 pytestmark = pytest.mark.gpu
 
@@ -29,12 +37,6 @@ def gpu() -> Gpu:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     return gpu_of(torch.device("cuda", torch.cuda.current_device()))
-
-
-def on(device: torch.device, shard: Shard) -> Shard:
-    tensors = {name: each.to(device) for name, each in shard.weights.tensors().items()}
-    gradient = shard.gradient.to(device)
-    return dataclasses.replace(shard, weights=Weights(**tensors), gradient=gradient)
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
@@ -66,28 +68,12 @@ def test_tokens_are_those_of_the_definition_and_the_same_every_time(
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_adamw_has_the_bits_of_the_definition_on_a_cpu(kind: Kind, gpu: Gpu) -> None:
-    step = dataclasses.replace(STEP, seed=11 if kind.stochastic else None)
-    expected = shards_of(kind)
-    ours = [on(gpu.device, copied(shard)) for shard in expected]
-
-    for shard in expected:
-        by_reference(shard, step)
-    adamw_(
-        ShardTable(ours, gpu),
-        scalars_of(step, gpu.device),
-        betas=step.betas,
-        eps=step.eps,
-        stochastic=kind.stochastic,
-    )
-
-    for one, other in zip(ours, expected, strict=True):
-        for name, tensor in other.weights.tensors().items():
-            assert torch.equal(one.weights.tensors()[name].cpu(), tensor), name
+    assert is_right(kind, gpu)
 
 
 def test_a_graph_reads_new_scalars_and_lengths(gpu: Gpu) -> None:
-    shards = [on(gpu.device, shard) for shard in shards_of(Kind(), sizes=(1000,))]
-    expected = [copied(on(torch.device("cpu"), shard)) for shard in shards]
+    shards = [moved(shard, gpu.device) for shard in shards_of(Kind(), sizes=(1000,))]
+    expected = [copied(moved(shard, torch.device("cpu"))) for shard in shards]
     table, scalars = ShardTable(shards, gpu), scalars_of(STEP, gpu.device)
     adamw_(table, scalars_of(dataclasses.replace(STEP, overflow=True), gpu.device),
            betas=STEP.betas, eps=STEP.eps)  # fmt: skip

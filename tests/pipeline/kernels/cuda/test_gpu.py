@@ -3,16 +3,17 @@
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.errors import KernelError
+from pipeline.errors import EXIT_OUT_OF_MEMORY, KernelError, UserError, exit_code
 from pipeline.kernels.cuda import gpu as gpu_module
 from pipeline.kernels.cuda.cache import DAY, CubinCache
-from pipeline.kernels.cuda.driver import Driver
+from pipeline.kernels.cuda.driver import OUT_OF_MEMORY, Driver, LaunchError
 from pipeline.kernels.cuda.gpu import Kernel
 from pipeline.kernels.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
 from tests.pipeline.kernels.cuda.emulated import Emulator
@@ -24,6 +25,9 @@ extern "C" __global__ void fill(Params p) {
   if (threadIdx.x == 0) write(p.out + p.place + blockIdx.x, p.value * SCALE);
 }
 """
+
+
+NO_BINARY_FOR_GPU, UNSUPPORTED_PTX = 209, 222
 
 
 class Params(ctypes.Structure):
@@ -71,11 +75,70 @@ def test_a_launch_that_the_driver_refuses_is_an_error_with_its_numbers(
 ) -> None:
     kernel = emulator.gpu().kernel("fill", "fill", {"SCALE": 2})
 
-    with pytest.raises(KernelError) as caught:
+    with pytest.raises(LaunchError) as caught:
         kernel(Params(), grid=grid, block=block, shared_bytes=shared)
 
-    message = f"grid {grid}, block {block}, {shared} bytes: CUDA_ERROR_INVALID_VALUE \\(1\\)"
-    caught.match(message.replace("(", r"\(").replace(")", r"\)").replace(r"\\", "\\"))
+    assert not isinstance(caught.value, UserError)
+    numbers = f"grid {grid}, block {block}, {shared} bytes"
+    assert f"kernel fill can't be started with {numbers}" in str(caught.value)
+    assert "CUDA_ERROR_INVALID_VALUE (1)" in str(caught.value)
+    assert "CUDA_LAUNCH_BLOCKING=1" in str(caught.value)
+
+
+def test_a_launch_without_memory_ends_as_other_allocations_do(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(emulator.library)
+    kernel = emulator.gpu(driver=driver).kernel("fill", "fill", {"SCALE": 2})
+    monkeypatch.setattr(driver, "_launch", lambda *_: OUT_OF_MEMORY)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"fill.*_OUT_OF_MEMORY") as caught:
+        kernel(Params(), grid=(1, 1, 1), block=(32, 1, 1))
+
+    assert exit_code(caught.value) == EXIT_OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("code", "mend"),
+    [(NO_BINARY_FOR_GPU, "a PyTorch whose CUDA knows this GPU"), (UNSUPPORTED_PTX, "newer driver")],
+)
+def test_code_that_does_not_load_is_an_error_before_the_first_launch(
+    code: int, mend: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(emulator.library)
+    monkeypatch.setattr(driver, "_get_function", lambda *_: code)
+
+    with pytest.raises(KernelError) as caught:
+        emulator.gpu(driver=driver).kernel("fill", "fill", {"SCALE": 2})
+
+    kernel = r"fill\[SCALE=2\] can't be loaded onto cpu \(compute capability 9\.0\)"
+    caught.match(rf"{kernel} as NVRTC 13\.0 \(.*libemulator\.so\) made it for sm_90: .*{mend}")
+
+
+def test_code_that_the_driver_refuses_names_kernel_gpu_and_compiler(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Nvrtc, "compile", lambda *_, **__: (b"no code", ""))
+
+    with pytest.raises(KernelError, match=r"fill\[SCALE=2\].*sm_90: .*cuLibraryLoadData.*\(200\)"):
+        emulator.gpu(cubins=CubinCache(tmp_path)).kernel("fill", "fill", {"SCALE": 2})
+
+
+@pytest.mark.parametrize(
+    ("version", "package"),
+    [("12.8", "nvidia-cuda-nvrtc-cu12"), ("13.0", "nvidia-cuda-nvrtc")],
+)
+def test_the_package_that_brings_the_compiler_is_named(
+    version: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: Nvrtc, path: str | Path) -> None:
+        raise KernelError(f"{path} can't be loaded")
+
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(Nvrtc, "__init__", missing)
+
+    with pytest.raises(KernelError, match=f"install the package {package} of CUDA {version}"):
+        find_nvrtc()
 
 
 def test_the_compilers_own_words_reach_the_user(emulator: Emulator, sources: Path) -> None:
@@ -116,17 +179,46 @@ def test_another_macro_source_or_gpu_is_another_cubin(
     assert len(list(cubins.directory.iterdir())) == 4
 
 
-@pytest.mark.parametrize("damage", [b"", b"no cubin"])
-def test_a_damaged_cubin_is_made_anew(damage: bytes, emulator: Emulator, tmp_path: Path) -> None:
+def flipped(whole: bytes, place: int) -> bytes:
+    return whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda _: b"",
+        lambda _: b"no cubin",
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: flipped(whole, len(whole) // 2),
+        lambda whole: flipped(whole, -2),
+    ],
+    ids=["empty", "other", "half", "a bit of the code", "a bit of the digest"],
+)
+def test_a_damaged_cubin_is_made_anew(
+    damaged: Callable[[bytes], bytes], emulator: Emulator, tmp_path: Path
+) -> None:
     cubins = CubinCache(tmp_path / "cubins")
     emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
     (kept,) = cubins.directory.iterdir()
-    whole = kept.read_bytes()
-    kept.write_bytes(damage)
+    kept.write_bytes(damaged(kept.read_bytes()))
+    assert cubins.read(kept) is None
 
     emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
 
-    assert kept.read_bytes()[:4] == whole[:4]
+    assert cubins.read(kept) is not None
+
+
+def test_a_whole_cubin_that_the_driver_refuses_is_made_anew(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    cubins = CubinCache(tmp_path / "cubins")
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+    (kept,) = cubins.directory.iterdir()
+    cubins.write(kept, b"no cubin")
+
+    emulator.gpu(cubins=cubins).kernel("fill", "fill", {"SCALE": 2})
+
+    assert cubins.read(kept) != b"no cubin"
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(emulator: Emulator, tmp_path: Path) -> None:

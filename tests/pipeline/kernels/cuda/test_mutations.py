@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.kernels.cuda import gpu as gpu_module
-from tests.pipeline.kernels.cuda import append_cases, sampling_cases
+from tests.pipeline.kernels.cuda import adam_cases, append_cases, sampling_cases
 from tests.pipeline.kernels.cuda import attention_cases as attention
 from tests.pipeline.kernels.cuda import test_adam as adam
 from tests.pipeline.kernels.cuda.attention_cases import BF16, F32, RAGGED, Case
@@ -133,9 +133,9 @@ ADAM = {
 }
 
 ADAM_CASES = [
-    *((adam.Kind(), shift, schedule) for shift, schedule in [(0, 0), (0, 1), (1, 7)]),
-    (adam.Kind(BF16, BF16, BF16, stochastic=True), 1, 0),
-    (adam.Kind(BF16, split=True), 0, 7),
+    *((adam_cases.Kind(), shift, schedule) for shift, schedule in [(0, 0), (0, 1), (1, 7)]),
+    (adam_cases.Kind(BF16, BF16, BF16, stochastic=True), 1, 0),
+    (adam_cases.Kind(BF16, split=True), 0, 7),
 ]
 
 APPEND = {
@@ -269,7 +269,7 @@ def adam_is_right(emulator: Emulator) -> bool:
         for test in (
             lambda: adam.check_bits(kind, emulator, shift=shift, schedule=schedule),  # noqa: B023
             lambda: adam.check_overflow(emulator),
-            lambda: adam.check_ties(adam.Kind(split=True), emulator),
+            lambda: adam.check_ties(adam_cases.Kind(split=True), emulator),
         ):
             try:
                 test()

@@ -71,6 +71,7 @@ struct Kernel {
   void (*function)(const void*);
   std::string name;
   unsigned shared_limit = 48 << 10;
+  bool is_loaded = false;
 };
 
 struct State {
@@ -179,13 +180,14 @@ int nvrtcDestroyProgram(Program** program) {
 
 // The driver.
 
-enum { INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_HANDLE = 400, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_IMAGE = 200, INVALID_HANDLE = 400, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
 
 int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
 
 int cuGetErrorName(int code, const char** name) {
   static const std::map<int, const char*> names = {
-      {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},   {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
+      {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},   {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+      {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
       {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"}, {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
       {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED"},
   };
@@ -221,10 +223,22 @@ int cuLibraryGetKernel(Kernel** kernel, void* library, const char* name) {
   return SUCCESS;
 }
 
+// Loads the code of a kernel, which a real driver else does at the first launch.
+int cuKernelGetFunction(void** function, Kernel* kernel) {
+  if (!state().kernels.count(kernel)) return INVALID_HANDLE;
+  kernel->is_loaded = true;
+  *function = kernel;
+  return SUCCESS;
+}
+
 int cuLaunchKernel(Kernel* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                    unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
                    void** params, void** extra) {
   if (!state().kernels.count(kernel)) return INVALID_HANDLE;
+  if (!kernel->is_loaded) {
+    state().error = kernel->name + " was not loaded before its first launch";
+    return LAUNCH_FAILED;
+  }
   const bool grid = grid_x && grid_y && grid_z && grid_x < 1u << 31 && grid_y < 65536 && grid_z < 65536;
   const bool block = block_x && block_y && block_z && block_x <= 1024 && block_y <= 1024 &&
                      block_z <= 64 && block_x * block_y * block_z <= 1024;

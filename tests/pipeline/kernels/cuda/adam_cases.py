@@ -1,0 +1,119 @@
+"""Cases of AdamW on a GPU, and what is right."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels import reference
+from pipeline.kernels.cuda.adam import CHUNK, Shard, ShardTable, adamw_, scalars_of
+from pipeline.kernels.cuda.gpu import Gpu
+from pipeline.kernels.reference import AdamW, Weights
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+SIZES = (1, 3, CHUNK + 4, 1000, 5, 0, 2 * CHUNK - 1)
+"""Of shards: less than a vector load, more than a block, with a tail and without, and nothing."""
+
+STEP = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, multiplier=0.25)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What of AdamW a specialisation of the kernel does."""
+
+    gradient: torch.dtype = F32
+    moments: torch.dtype = F32
+    copy: torch.dtype | None = None
+    split: bool = False
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        parts = [str(self.gradient), *["bf16 moments"] * (self.moments == BF16)]
+        parts += [f"{self.copy} copy"] * (self.copy is not None)
+        parts += ["split"] * self.split + ["stochastic"] * self.stochastic
+        return ", ".join(parts).replace("torch.", "")
+
+
+KINDS = [
+    Kind(),
+    Kind(BF16, copy=BF16),
+    Kind(F16, copy=F16),
+    Kind(F32, BF16, BF16),
+    Kind(BF16, BF16, BF16, stochastic=True),
+    Kind(split=True),
+    Kind(BF16, split=True),
+    Kind(BF16, BF16, split=True, stochastic=True),
+    Kind(F32, copy=BF16, stochastic=True),
+]
+
+
+def shard_of(kind: Kind, size: int, *, shift: int, seed: int) -> Shard:
+    """Random vectors that begin `shift` elements into their memory, between others' numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def vector(dtype: torch.dtype, scale: float, *, positive: bool = False) -> Tensor:
+        values = torch.randn(size + shift + 5, generator=generator) * scale
+        values = values.abs() if positive else values
+        return values.to(dtype)[shift : shift + size]
+
+    master, low_bits = vector(F32, 1.0), None
+    if kind.split:
+        whole = vector(F32, 1.0).clone()
+        master, low_bits = reference.split_master(whole)
+    weights = Weights(
+        master=master,
+        exp_avg=vector(kind.moments, 1e-2),
+        exp_avg_sq=vector(kind.moments, 1e-3, positive=True),
+        copy=None if kind.copy is None else vector(kind.copy, 1.0),
+        low_bits=low_bits,
+    )
+    gradient = vector(kind.gradient, 1.0)
+    decay = 0.1 * (seed % 2)
+    return Shard(
+        weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=decay, first=7 * seed
+    )
+
+
+def shards_of(kind: Kind, *, shift: int = 0, sizes: Sequence[int] = SIZES) -> list[Shard]:
+    return [shard_of(kind, size, shift=shift, seed=seed) for seed, size in enumerate(sizes)]
+
+
+def copied(shard: Shard) -> Shard:
+    tensors = {name: each.clone() for name, each in shard.weights.tensors().items()}
+    return dataclasses.replace(shard, weights=Weights(**tensors))
+
+
+def by_reference(shard: Shard, step: AdamW) -> None:
+    settings = {"lr": step.lr * shard.lr, "weight_decay": shard.weight_decay, "first": shard.first}
+    reference.adamw_(shard.weights, shard.gradient, dataclasses.replace(step, **settings))
+
+
+def moved(shard: Shard, device: torch.device) -> Shard:
+    """The same numbers on another device."""
+    tensors = {name: each.to(device) for name, each in shard.weights.tensors().items()}
+    gradient = shard.gradient.to(device)
+    return dataclasses.replace(shard, weights=Weights(**tensors), gradient=gradient)
+
+
+def is_right(kind: Kind, gpu: Gpu) -> bool:
+    """Whether the kernel has the bits of the definition on a CPU."""
+    step = dataclasses.replace(STEP, seed=11 if kind.stochastic else None)
+    expected = shards_of(kind)
+    ours = [moved(copied(shard), gpu.device) for shard in expected]
+    for shard in expected:
+        by_reference(shard, step)
+    adamw_(
+        ShardTable(ours, gpu),
+        scalars_of(step, gpu.device),
+        betas=step.betas,
+        eps=step.eps,
+        stochastic=kind.stochastic,
+    )
+    return all(
+        torch.equal(one.weights.tensors()[name].cpu(), tensor)
+        for one, other in zip(ours, expected, strict=True)
+        for name, tensor in other.weights.tensors().items()
+    )
