@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.kernels.cpu.build import LEFTOVER
+
 DAY = 24 * 3600
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -50,7 +52,7 @@ class CubinCache:
         with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_abandoned()
-            handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
+            handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=LEFTOVER, suffix=".tmp")
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(image + hashlib.sha256(image).digest())
@@ -59,7 +61,7 @@ class CubinCache:
                 Path(temporary).unlink(missing_ok=True)
 
     def _remove_abandoned(self) -> None:
-        for path in self.directory.glob("*.tmp"):
+        for path in self.directory.glob(f"{LEFTOVER}*.tmp"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < time.time() - DAY:
                     path.unlink()

@@ -244,15 +244,19 @@ def test_processes_that_build_the_same_cubin_leave_one(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path) -> None:
     cubins = CubinCache(tmp_path)
-    old, new = tmp_path / "old.tmp", tmp_path / "new.tmp"
-    for each in (old, new):
+    old, new, theirs = (
+        tmp_path / name for name in ("rlhf-kernel-a.tmp", "rlhf-kernel-b.tmp", "thesis.tmp")
+    )
+    for each in (old, new, theirs):
         each.write_text("half")
-    os.utime(old, (time.time() - DAY - 60,) * 2)
+    for each in (old, theirs):
+        os.utime(each, (time.time() - DAY - 60,) * 2)
 
     cubins.write(cubins.path("fill", []), b"image")
 
     assert not old.exists()
     assert new.exists()
+    assert theirs.exists()
 
 
 def test_a_gpu_later_than_the_compiler_gets_ptx_of_the_latest_it_knows(emulator: Emulator) -> None:
