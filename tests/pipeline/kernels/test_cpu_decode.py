@@ -66,9 +66,9 @@ def test_attention_is_that_of_float64_for_any_head(
         exact = decode_reference.decode_attention(
             row.double(), key.double(), value.double(), scores
         )
-        torch.testing.assert_close(
-            out.double(), exact, rtol=0, atol=4e-6 if dtype == torch.float32 else 2e-2
-        )
+        # In bf16 a result is rounded, and weights are before.
+        rtol, atol = (0, 4e-6) if dtype == torch.float32 else (2**-8, 4e-3)
+        torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("size", [16, 24, 48, 64, 80, 128, 254, 256])
