@@ -160,8 +160,7 @@ class Gpu:
             yield
             return
         with torch.cuda.device(self.device):
-            # To choose a device that is chosen already binds nothing; a call of the runtime does,
-            # and this one is allowed while a graph is captured.
+            # To choose a device that is chosen already binds nothing; a call of the runtime does.
             torch.cuda.mem_get_info(self.device)
             yield
 
