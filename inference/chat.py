@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence
 
 from inference.settings import add_options, sampling_of
+from pipeline.installation import CHAT
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="chat.py", description="Talk to a model with the chat template it was saved with."
+        prog=CHAT, description="Talk to a model with the chat template it was saved with."
     )
     add = parser.add_argument
     add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")

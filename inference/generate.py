@@ -14,6 +14,7 @@ from pathlib import Path
 from inference.settings import add_options, sampling_of
 from pipeline.cli import run_main
 from pipeline.config import require
+from pipeline.installation import MODULE
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m inference.generate", description="Answer a file of prompts."
+        prog=f"{MODULE} inference.generate", description="Answer a file of prompts."
     )
     add = parser.add_argument
     add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")

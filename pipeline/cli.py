@@ -40,6 +40,7 @@ from pipeline.errors import (
     UserError,
     is_out_of_memory,
 )
+from pipeline.installation import MODULE, find_preset
 from pipeline.settings import (
     Layer,
     Option,
@@ -129,12 +130,14 @@ def split_options(argv: Sequence[str]) -> list[Option]:
 def read_layers(words: Sequence[str]) -> list[Layer]:
     """The settings in the YAML (or JSON) files that follow `--config`.
 
+    A preset is found by its name, such as `sft/opt-1.3b.yaml`, in any directory.
+
     Raises:
         ConfigError: no file named, no such file, not YAML, or not a mapping of names to values.
     """
     if not words:
         raise ConfigError("--config needs a file")
-    return [_read_layer(Path(word)) for word in words]
+    return [_read_layer(find_preset(Path(word))) for word in words]
 
 
 def write_config(config: object, path: Path) -> None:
@@ -200,7 +203,7 @@ def step_help(config_class: type) -> str:
     summary = (config_class.__doc__ or "").strip().splitlines()[0]
     return "\n".join(
         [
-            f"usage: python -m {module} [--config FILE ...] [--SETTING VALUE ...]",
+            f"usage: {MODULE} {module} [--config FILE ...] [--SETTING VALUE ...]",
             "",
             summary,
             "",

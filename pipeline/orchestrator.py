@@ -8,6 +8,7 @@ from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, sa
 from pipeline.config import TrainedModelConfig
 from pipeline.engine.deepspeed.read import notice_of
 from pipeline.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
+from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
 from pipeline.plan.make import make_plan
@@ -209,7 +210,7 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     yield f"models   {'  '.join(str(path) for path in models)}"
     actors = (out / "step3_ppo" / "actor", out / "step1_sft")
     for model in [path for path in actors if (path / "config.json").is_file()][:1]:
-        yield f"chat     python chat.py --path {model}"
+        yield f"chat     {CHAT} --path {model}"
 
 
 def _numbers(values: Mapping[str, object]) -> str:

@@ -13,4 +13,6 @@ if [[ "${1:-}" == engine || "${1:-}" == kernels || "${1:-}" == ppo ]]; then
     part=$1
     shift
 fi
-"${PYTHON:-python3}" -m "benchmarks.${part}_gpu" "$@"
+ROOT=$PWD
+source scripts/python.sh
+"$PYTHON" -m "benchmarks.${part}_gpu" "$@"

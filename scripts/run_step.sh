@@ -1,7 +1,7 @@
 # What the scripts of the steps have in common. A script sets PRESETS, files below configs/ without
 # their ending, and reads this; its directories say which step it is, and where that runs.
 #
-# PYTHON         the interpreter (python3)
+# PYTHON         the interpreter; without it the active environment's, else that of `make demo`
 # NUM_PROCESSES  processes of single_node (one per GPU)
 # HOSTFILE       machines of multi_node; without it those of the SLURM allocation
 # LAUNCH         further options of multi_node, such as "--include worker-0" (docs/scaling.md)
@@ -9,7 +9,7 @@ set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-PYTHON=${PYTHON:-python3}
+source "$ROOT/scripts/python.sh"
 STEP=$(basename "$(dirname "$(dirname "$HERE")")")
 
 case $(basename "$HERE") in

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from inference.settings import Sampling
 from pipeline.cli import run_main
 from pipeline.errors import ConfigError
+from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
     from inference.prompts import Prompt
@@ -124,7 +125,7 @@ def write(
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; DeepSpeed-Chat's names for the two models work too."""
     parser = argparse.ArgumentParser(
-        prog="python -m step1_sft.evaluate",
+        prog=f"{MODULE} step1_sft.evaluate",
         description="Two models answer the same prompts, side by side.",
     )
     add = parser.add_argument

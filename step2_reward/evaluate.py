@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.cli import run_main
 from pipeline.config import DataConfig, require
 from pipeline.errors import DataError, ModelError
+from pipeline.installation import MODULE
 from step2_reward.config import RewardConfig
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def score_answers(
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; DeepSpeed-Chat's name for the model works too."""
     parser = argparse.ArgumentParser(
-        prog="python -m step2_reward.evaluate",
+        prog=f"{MODULE} step2_reward.evaluate",
         description="Scores of pairs (--data-path) or of single answers (--prompt, --answer).",
     )
     add = parser.add_argument

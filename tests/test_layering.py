@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STEPS = {"step1_sft", "step2_reward", "step3_ppo"}
-OURS = STEPS | {"inference", "pipeline", "train", "chat"}
+OURS = STEPS | {"inference", "pipeline", "rlhf_pipeline", "train", "chat"}
 
 MAY_IMPORT = {
     "pipeline": {"pipeline"},
@@ -18,6 +18,7 @@ MAY_IMPORT = {
     **{step: {step, "inference", "pipeline"} for step in STEPS},
     "chat": {"inference", "pipeline"},
     "train": STEPS | {"inference", "pipeline"},
+    "rlhf_pipeline": {"rlhf_pipeline", "train", "inference", "pipeline"},
 }
 
 

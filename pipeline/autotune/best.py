@@ -10,6 +10,7 @@ import yaml
 from pipeline.autotune.space import Value
 from pipeline.budget.ladder import nested
 from pipeline.config import EMBEDDED, StepConfig
+from pipeline.installation import TRAIN
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.request import CommandLine, Request, Stage
 from pipeline.plan.resolve import step_configs
@@ -51,7 +52,7 @@ def write_best(
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(f"# Run it: python train.py --config {file}\n{text}", encoding="utf-8")
+    partial.write_text(f"# Run it: {TRAIN} --config {file}\n{text}", encoding="utf-8")
     partial.replace(file)
 
 

@@ -18,6 +18,7 @@ from pipeline.autotune.space import Value, known_dimensions
 from pipeline.autotune.tuning import LOGS, TRIALS, Tuning
 from pipeline.cli import say
 from pipeline.errors import ConfigError, suggestion
+from pipeline.installation import TRAIN
 from pipeline.plan.output import AUTOTUNE
 from pipeline.plan.plan import Plan
 
@@ -58,7 +59,7 @@ def tune(plan: Plan) -> Plan:
                 rehearse(plan, stage)
     finally:
         shutil.rmtree(rehearsals(plan), ignore_errors=True)
-    say(f"the best settings: {out / BEST}; `python train.py --config {out / BEST}` runs with them")
+    say(f"the best settings: {out / BEST}; `{TRAIN} --config {out / BEST}` runs with them")
     return plan
 
 

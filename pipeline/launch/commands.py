@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from pipeline.installation import ROOT
 from pipeline.launch.deployment import Deployment
 from pipeline.launch.environment import read_env_file
 from pipeline.launch.hosts import Host
 from pipeline.launch.layout import Layout
 from pipeline.launch.local import list_gpus, share_of_cores
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 TORCHRUN = ("-m", "pipeline.launch.torchrun")
 RESTARTS = 100
@@ -105,9 +104,13 @@ def options_said(deployment: Deployment) -> list[str]:
 
 
 def step_environment(where: Layout, deployment: Deployment) -> Mapping[str, str]:
-    """The environment of the command on this machine, so that it finds the packages."""
+    """The environment of the command on this machine, so that it finds our packages.
+
+    And no others: a folder of the directory that the user stands in may be named as one of ours.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **read_env_file(deployment.env_file), "PYTHONPATH": path}
+    environment["PYTHONSAFEPATH"] = "1"
     if where.by == "process":
         environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(1)))
     own = where.hosts[deployment.node_rank or 0] if where.by in ("node", "hand") else None

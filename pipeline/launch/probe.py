@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.installation import ROOT
 from pipeline.launch.interface import own_address
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CODE = ("pipeline", "inference", "step1_sft", "step2_reward", "step3_ppo")
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
 

@@ -22,6 +22,7 @@ from transformers import (
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Precision
 from pipeline.errors import ModelError
+from pipeline.installation import TRAIN
 from pipeline.models.attention import RAGGED
 from pipeline.models.deferred import (
     NotDeferrableError,
@@ -106,7 +107,7 @@ def load_classifier(
     if path == EMBEDDED:
         raise ModelError(
             "the embedded model is a language model: a reward model starts from step 1's output;"
-            " run `python train.py --step 1` first"
+            f" run `{TRAIN} --step 1` first"
         )
     settings = _without_dropout(path, config)
     settings.num_labels = 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig
 from pipeline.errors import DataError, ModelError
+from pipeline.installation import TRAIN
 from pipeline.plan.output import MARK, RESULT
 from pipeline.plan.request import Request, Stage
 
@@ -102,7 +103,7 @@ def _check_made(stage: Stage, maker: Stage, path: Path, request: Request) -> Non
 
 def _command(maker: Stage, request: Request) -> str:
     """The command that runs the step `maker` with the models and data of this request."""
-    words = ["python train.py --step", str(maker.number)]
+    words = [f"{TRAIN} --step", str(maker.number)]
     if request.actor_model is not None:
         words += ["--actor-model", request.actor_model]
     if request.reward_model is not None and maker.number == 2:

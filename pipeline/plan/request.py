@@ -9,6 +9,7 @@ from pipeline.autotune.options import Autotuning
 from pipeline.cli import help_entry, read_layers, say, settings_help, split_options
 from pipeline.config import StepConfig, require
 from pipeline.errors import ConfigError
+from pipeline.installation import MODULE, TRAIN
 from pipeline.launch.deployment import Deployment
 from pipeline.settings import (
     Layer,
@@ -239,7 +240,7 @@ def _help(stages: Sequence[Stage]) -> str:
     places = {each.name for each in fields(Deployment)}
     trials = {each.name for each in fields(Autotuning)}
     lines = [
-        "usage: python train.py [OPTION ...]",
+        f"usage: {TRAIN} [OPTION ...]",
         "         [--sft.SETTING VALUE ...] [--reward.SETTING VALUE ...] [--ppo.SETTING VALUE ...]",
         "",
         "From a base language model to a chat model in three steps. Without options it trains the",
@@ -261,16 +262,16 @@ def _help(stages: Sequence[Stage]) -> str:
         *settings_help([each for each in settings if each.name in trials], dashes=True),
         "",
         "Settings of the steps, such as --sft.max_steps 100 --ppo.kl_coef 0.05, are listed by",
-        *(f"  python -m {stage.module} --help" for stage in stages),
+        *(f"  {MODULE} {stage.module} --help" for stage in stages),
         "",
         "Examples",
-        "  python train.py",
-        "  python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m",
-        "  python train.py --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
-        "  python train.py --actor-model facebook/opt-6.7b --plan auto --plan-for 8xA100-40GB",
-        "  python train.py --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
-        "  python train.py --deployment-type single_node --zero-config ds_config.json",
-        "  python train.py --deployment-type single_node --autotune run",
-        "  python train.py --output-dir out --resume",
+        f"  {TRAIN}",
+        f"  {TRAIN} --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m",
+        f"  {TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
+        f"  {TRAIN} --actor-model facebook/opt-6.7b --plan auto --plan-for 8xA100-40GB",
+        f"  {TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+        f"  {TRAIN} --deployment-type single_node --zero-config ds_config.json",
+        f"  {TRAIN} --deployment-type single_node --autotune run",
+        f"  {TRAIN} --output-dir out --resume",
     ]
     return "\n".join(lines)

@@ -7,19 +7,18 @@ each `--config` in order; the DeepSpeed file of `--zero-config`; train.py's own 
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig, require
 from pipeline.engine.deepspeed.layer import deepspeed_layer
+from pipeline.installation import ROOT
 from pipeline.plan.request import CommandLine, Request, Stage
 from pipeline.settings import Layer, build_config, flatten
 
 DEFAULT_DATA = "Dahoas/rm-static"
 """Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
 
 NOTHING = Layer({}, "nothing")

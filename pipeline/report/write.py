@@ -5,6 +5,7 @@ The file needs nothing else: style and curves are inside. Text of models and dat
 
 from pathlib import Path
 
+from pipeline.installation import CHAT
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
 from pipeline.report.findings import JUDGED, before_after, findings, judge_rates
 from pipeline.report.pages import templates
@@ -53,6 +54,7 @@ def render(results: Results, out: Path) -> str:
             charts=charts,
             phases={name: phase_shares(step) for name, step in results.steps.items()},
             models=answering_models(results),
+            chat_command=CHAT,
             chat_path=chat_path(results, out),
             out=out,
         )

@@ -1,0 +1,26 @@
+"""Where the code lies, in a checkout or an installed package, and how a user calls its commands."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""Holds `pipeline/`, the steps and `configs/`; on `PYTHONPATH` of all processes we start."""
+
+IS_INSTALLED = ROOT.name == "rlhf_pipeline"
+"""Whether this is a wheel's copy: there everything lies below one package (`rlhf_pipeline`)."""
+
+TRAIN = "rlhf" if IS_INSTALLED else "python train.py"
+CHAT = "rlhf-chat" if IS_INSTALLED else "python chat.py"
+MODULE = "python -m rlhf_pipeline" if IS_INSTALLED else "python -m"
+
+
+def find_preset(path: Path) -> Path:
+    """The file of settings at `path`; where there is none, the preset of that name that we bring.
+
+    So `--config configs/sft/opt-1.3b.yaml` and `sft/opt-1.3b.yaml` work in any directory.
+    """
+    if path.is_absolute() or path.exists():
+        return path
+    for preset in (ROOT / path, ROOT / "configs" / path):
+        if preset.is_file() and (ROOT / "configs") in preset.parents:
+            return preset
+    return path

@@ -1,0 +1,44 @@
+"""`python -m rlhf_pipeline MODULE [OPTION ...]`: what `python -m MODULE` is in a checkout."""
+
+import importlib.util
+import runpy
+import sys
+
+import rlhf_pipeline
+
+OWN = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo")
+USAGE = (
+    "usage: python -m rlhf_pipeline MODULE [OPTION ...]\n\n"
+    "Runs a module of the package, such as inference.generate, step1_sft.evaluate,\n"
+    "pipeline.data.inspect, pipeline.engine.memory or pipeline.engine.checkpoint.\n"
+    "`rlhf` runs the three steps, `rlhf-chat` talks to a model."
+)
+
+
+def main() -> None:
+    """Run the module that the command line names, as `__main__`."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)  # noqa: T201
+        return
+    module, *rest = words
+    rlhf_pipeline.add_to_path()
+    if module.split(".")[0] not in OWN or not _exists(module):
+        print(  # noqa: T201
+            f"error: rlhf_pipeline has no module {module}; the names are those of"
+            " `python -m NAME` in the documentation, such as inference.generate",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    sys.argv = [module, *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+main()

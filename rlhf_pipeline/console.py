@@ -1,0 +1,21 @@
+"""The commands of an installed package: `rlhf` is `train.py`, `rlhf-chat` is `chat.py`."""
+
+import rlhf_pipeline
+
+
+def train() -> None:
+    """`rlhf`: the three steps, with the options of `train.py`."""
+    rlhf_pipeline.add_to_path()
+    from pipeline.cli import run_main
+    from train import main
+
+    run_main(main)
+
+
+def chat() -> None:
+    """`rlhf-chat`: talk to a model, with the options of `chat.py`."""
+    rlhf_pipeline.add_to_path()
+    from inference.chat import main
+    from pipeline.cli import run_main
+
+    run_main(main)

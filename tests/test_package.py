@@ -1,0 +1,151 @@
+"""The wheel as a user installs it: no checkout, another directory, commands of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SHORT = """
+sft: {max_steps: 2, data: {max_eval_rows: 8}}
+reward: {max_steps: 2, normalization_prompts: 8, data: {max_eval_rows: 8}}
+ppo: {max_steps: 1, rollout_size: 8, batch_size: 8, data: {max_eval_rows: 8}}
+"""
+"""A run of seconds, over the embedded default's settings."""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of commands of an environment that has the wheel, and what it depends on."""
+    directory = tmp_path_factory.mktemp("installed")
+    # From a copy without its history: what is built must not hang on it.
+    source = directory / "source"
+    tracked = ("pipeline", "inference", "rlhf_pipeline", "configs")
+    steps = ("step1_sft", "step2_reward", "step3_ppo")
+    for name in (*tracked, *steps):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train.py", "chat.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(directory))
+    subprocess.run([*pip, *build, str(source)], check=True, cwd=directory)
+    shutil.rmtree(source)
+
+    environment = directory / "venv"
+    venv.create(environment, with_pip=False)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    own = sysconfig.get_paths()["purelib"]
+    (packages / "dependencies.pth").write_text(f"{own}\n")  # without the .pth files of `own`
+    (wheel,) = directory.glob("rlhf_pipeline-*.whl")
+    commands = environment / "bin"
+    install = ("--python", str(commands / "python"), "install", "--no-deps", "--no-index")
+    subprocess.run([*pip, *install, str(wheel)], check=True, cwd=directory)
+    return commands
+
+
+def run(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command in `cwd`, in an environment that knows no checkout."""
+    unwanted = {"PYTHONPATH", "RANK", "VIRTUAL_ENV"}
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_installed_commands_run_the_three_steps_and_chat(
+    installed: Path, tmp_path: Path
+) -> None:
+    # A user's own modules in the directory where the command is started are not ours.
+    for name in ("pipeline", "inference", "step1_sft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('this is the user own')\n")
+    (tmp_path / "train.py").write_text("raise ImportError('this is the user own')\n")
+    (tmp_path / "short.yaml").write_text(SHORT)
+
+    ended = run(tmp_path, installed / "rlhf", "--config", "short.yaml", "--output-dir", "x")
+
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert set(summary["steps"]) == {"step1_sft", "step2_reward", "step3_ppo"}
+    assert "rlhf-chat --path x/step3_ppo/actor" in ended.stdout
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is 2 plus 2?"}\n')
+    words = ("--path", "x/step3_ppo/actor", "--prompts", prompts, "--out", "answers.jsonl")
+    answered = run(
+        tmp_path, installed / "python", "-P", "-m", "rlhf_pipeline", "inference.generate", *words
+    )
+    assert answered.returncode == 0, answered.stderr[-2000:]
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
+
+
+def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) -> None:
+    names = ("pipeline", "inference", "train", "chat", "step1_sft", "step2_reward", "step3_ppo")
+    program = (
+        "from importlib.util import find_spec\n"
+        f"print([name for name in {names!r} if find_spec(name)])\n"
+        "import rlhf_pipeline; rlhf_pipeline.add_to_path()\n"
+        "import pipeline.config; print(pipeline.config.__file__)"
+    )
+
+    ended = run(tmp_path, installed / "python", "-c", program)
+
+    nothing, config = ended.stdout.splitlines()
+    assert nothing == "[]"
+    assert config.endswith("site-packages/rlhf_pipeline/pipeline/config.py")
+
+
+def test_presets_are_found_by_name_in_any_directory(installed: Path, tmp_path: Path) -> None:
+    for preset in ("sft/opt-1.3b.yaml", "configs/sft/opt-1.3b.yaml"):
+        words = ("--config", preset, "--output_dir", "x", "--print_config")
+        ended = run(
+            tmp_path, installed / "python", "-m", "rlhf_pipeline", "step1_sft.train", *words
+        )
+
+        assert ended.returncode == 0, ended.stderr
+        assert "path: facebook/opt-1.3b" in ended.stdout
+
+
+def test_an_unknown_module_is_one_sentence(installed: Path, tmp_path: Path) -> None:
+    ended = run(tmp_path, installed / "python", "-m", "rlhf_pipeline", "inference.nothing")
+
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: rlhf_pipeline has no module inference.nothing; ")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_scripts_find_the_environment_that_the_demo_made(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "python.sh"
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(script, tmp_path / "scripts")
+    bare = tmp_path / "bin"  # a machine whose own python3 has no package
+    bare.mkdir()
+    for name in ("python3", "python"):
+        (bare / name).write_text("#!/bin/sh\nexit 1\n")
+        (bare / name).chmod(0o755)
+    ask = f"ROOT={tmp_path}; source {tmp_path}/scripts/python.sh; echo $PYTHON"
+
+    def said() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [shutil.which("bash") or "bash", "-c", ask],
+            env={"PATH": str(bare)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    without = said()
+    made = tmp_path / ".venv" / "bin"
+    made.mkdir(parents=True)
+    (made / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (made / "python").chmod(0o755)
+
+    assert without.returncode == 2
+    assert without.stderr.startswith("error: no Python here has the project's packages; run 'make")
+    assert said().stdout.strip() == f"{tmp_path}/.venv/bin/python"
