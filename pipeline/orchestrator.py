@@ -201,8 +201,7 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     for name, result in read_summary(out)["steps"].items():
         work = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
         yield f"{name:<14}{work}   {_numbers(result.get('eval', {}))}"
-    _, headline, _ = findings(read_results(out))
-    yield f"\n{headline}"
+    yield f"\n{findings(read_results(out))[0].whole}"
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
     made = [out / stage.name for stage in plan.stages]

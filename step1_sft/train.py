@@ -99,6 +99,7 @@ def train(config: SFTConfig) -> Path:
                 "perplexity_before": before,
                 "perplexity_after": best.value,
                 "best_step": best.step,
+                "rows": len(data.eval),
             }
         )
     return config.output_dir

@@ -15,7 +15,7 @@ from pipeline.distributed import gather_objects, local_device, local_world_size
 from pipeline.errors import ModelError
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
-from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
+from step3_ppo.evaluate import Answer, HeldOut, comparison, mean_length, mean_score, stop_rate
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +110,13 @@ def _respond(held_out: HeldOut, base: FrozenModelConfig) -> list[Response]:
     return held_out.respond(model, temperature=held_out.config.temperature)
 
 
-def summarize(before: Answers, after: Answers) -> dict[str, float]:
+def summarize(before: Answers, after: Answers) -> dict[str, int | float]:
     """The `eval` object of step 3: greedy answers, except for the KL."""
     return {
         "score_before": mean_score(before.greedy),
         "score_after": mean_score(after.greedy),
         "kl": after.kl,
-        "win_rate": win_rate(after.greedy, before.greedy),
+        **comparison(after.greedy, before.greedy),
         "length_before": mean_length(before.greedy),
         "length_after": mean_length(after.greedy),
         "stop_rate": stop_rate(after.greedy),
@@ -126,11 +126,26 @@ def summarize(before: Answers, after: Answers) -> dict[str, float]:
     }
 
 
-def judged_rates(held_out: HeldOut, sampled: dict[str, list[Answer]]) -> dict[str, float] | None:
-    """The judge's rate of each model on the embedded task; None on any other data."""
-    rates = {name: held_out.judged(answers) for name, answers in sampled.items()}
-    known = {name: rate for name, rate in rates.items() if rate is not None}
-    return known if len(known) == len(rates) else None
+def judged(held_out: HeldOut, sampled: Mapping[str, list[Answer]]) -> dict[str, object]:
+    """What the embedded task's judge says of the models; empty on any other data.
+
+    Returns:
+        `judge`: the share of right answers by model; `judge_counts`: the number of prompts, and on
+        how many of them step 3 alone (gained) or step 1 alone (lost) is right.
+    """
+    verdicts = {name: held_out.verdicts(answers) for name, answers in sampled.items()}
+    known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
+    if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
+        return {}
+    pairs = list(zip(known["step3_ppo"], known["step1_sft"], strict=True))
+    return {
+        "judge": {name: sum(each) / len(each) for name, each in known.items()},
+        "judge_counts": {
+            "prompts": len(pairs),
+            "gained": sum(new and not old for new, old in pairs),
+            "lost": sum(old and not new for new, old in pairs),
+        },
+    }
 
 
 def write_samples(held_out: HeldOut, sampled: dict[str, list[Answer]], path: Path) -> None:

@@ -84,17 +84,13 @@ class HeldOut:
         total, count = global_sums([log_ratio.double().sum().item(), len(responses)])
         return total / count
 
-    def judged(self, answers: Sequence[Answer]) -> float | None:
-        """Share of answers that the embedded task's judge finds correct and polite.
-
-        None where a prompt is not of that task.
-        """
+    def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:
+        """Whether each answer is correct and polite; None where the prompt is not of that task."""
         verdicts = [
             judge(prompt.messages[-1].content, answer.text) if len(prompt.messages) == 1 else None
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
-        known = [verdict.both for verdict in verdicts if verdict is not None]
-        return sum(known) / len(known) if len(known) == len(verdicts) else None
+        return [None if verdict is None else verdict.both for verdict in verdicts]
 
     def print_samples(self, iteration: int) -> None:
         """Log the actor's greedy answers to the first prompts."""
@@ -135,6 +131,16 @@ def win_rate(new: Sequence[Answer], old: Sequence[Answer]) -> float:
         (a.score > b.score) + 0.5 * (a.score == b.score) for a, b in zip(new, old, strict=True)
     )
     return wins / len(new)
+
+
+def comparison(new: Sequence[Answer], old: Sequence[Answer]) -> dict[str, int | float]:
+    """The win rate, and what its uncertainty follows from: prompts, wins and losses."""
+    return {
+        "win_rate": win_rate(new, old),
+        "prompts": len(new),
+        "wins": sum(a.score > b.score for a, b in zip(new, old, strict=True)),
+        "losses": sum(a.score < b.score for a, b in zip(new, old, strict=True)),
+    }
 
 
 def mean_score(answers: Sequence[Answer]) -> float:

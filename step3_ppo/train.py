@@ -27,7 +27,7 @@ from step3_ppo.comparison import (
     Answers,
     answer_all,
     answers_of_base,
-    judged_rates,
+    judged,
     summarize,
     write_samples,
 )
@@ -139,8 +139,7 @@ def train(config: PPOConfig) -> Path:
             sampled = {"base": base, **sampled}
         if is_main():
             write_samples(held_out, sampled, run.path("samples.json"))
-        rates = judged_rates(held_out, sampled)
-        run.finish(eval=evaluation if rates is None else {**evaluation, "judge": rates})
+        run.finish(eval={**evaluation, **judged(held_out, sampled)})
     return config.output_dir
 
 

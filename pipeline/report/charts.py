@@ -25,6 +25,9 @@ class Curve:
     measured: bool = False
     """Few exact points, such as evaluations: drawn as they are, with dots, not smoothed."""
 
+    exact: bool = False
+    """Set rather than measured, such as a learning rate: drawn as it is."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -162,7 +165,11 @@ def _curve(curve: Curve, x: Scale, y: Scale, place: int) -> list[Markup]:
             ).format(place, x(step), y(value), f"step {step:g}: {value:.4g}")
             for step, value in curve.points
         ]
-        return [_path(curve.points, x, y, f"line c{place}"), *dots]
+        # A line through two points would look like a curve that nobody measured.
+        path = [_path(curve.points, x, y, f"line c{place}")] if len(curve.points) > 2 else []
+        return [*path, *dots]
+    if curve.exact:
+        return [_path(thinned(curve.points), x, y, f"line c{place}")]
     raw = _path(thinned(curve.points), x, y, f"raw c{place}")
     return [raw, _path(thinned(smoothed(curve.points)), x, y, f"line c{place}")]
 

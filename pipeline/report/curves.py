@@ -24,6 +24,9 @@ class Chart:
     logarithmic: bool = False
     """Positive values that may span orders of magnitude."""
 
+    exact: bool = False
+    """Set rather than measured: not smoothed."""
+
 
 @dataclass(frozen=True)
 class DrawnChart:
@@ -49,7 +52,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart("Perplexity", "held-out answers", {"eval_perplexity": "held out"}, logarithmic=True),
         Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-        Chart("Learning rate", "", {"lr": "lr"}),
+        Chart("Learning rate", "", {"lr": "lr"}, exact=True),
     ),
     "step2_reward": (
         Chart(
@@ -67,7 +70,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
             {"eval_mean_chosen": "chosen", "eval_mean_rejected": "rejected"},
         ),
         Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-        Chart("Learning rate", "", {"lr": "lr"}),
+        Chart("Learning rate", "", {"lr": "lr"}, exact=True),
     ),
     "step3_ppo": (
         Chart("Score", "reward model, sampled answers", {"score": "score"}, key=True),
@@ -91,7 +94,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart("Largest ratio", "new to old policy, one token", {"ratio_max": "ratio"}),
         Chart("Rollout gap", "generation against training, nats", {"rollout_gap": "gap"}),
-        Chart("KL coefficient", "", {"kl_coef": "coefficient"}),
+        Chart("KL coefficient", "", {"kl_coef": "coefficient"}, exact=True),
     ),
 }
 
@@ -103,7 +106,7 @@ def step_charts(step: StepResult) -> list[DrawnChart]:
     drawn: list[DrawnChart] = []
     for chart in CHARTS[step.name]:
         curves = [
-            Curve(title, points, measured=name.startswith("eval_"))
+            Curve(title, points, measured=name.startswith("eval_"), exact=chart.exact)
             for name, title in chart.names.items()
             if (points := step.series(name))
         ]

@@ -1,32 +1,46 @@
 """What a run's figures say: did it get better, and by how much."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.results import Results, StepResult, finite
 
 JUDGED = ("base", "step1_sft", "step3_ppo")
 """The models whose answers are compared, earliest first."""
 
 
-def findings(results: Results) -> tuple[bool | None, str, list[str]]:
-    """(did it get better, the strongest finding, the others), each a sentence with its figures.
+@dataclass(frozen=True)
+class Finding:
+    """What one kind of figure says of the run."""
+
+    verdict: Verdict | None
+    """None where it can't be said, as without the number of prompts."""
+
+    sentence: str
+    """With its figures, without a full stop."""
+
+    detail: str = ""
+    """Of how many, and with which 95 % interval."""
+
+    optimized: bool = False
+    """Whether the figure is what training maximized, so that a rise proves little."""
+
+    @property
+    def whole(self) -> str:
+        """The sentence with its detail."""
+        return f"{self.sentence} ({self.detail})" if self.detail else self.sentence
+
+
+def findings(results: Results) -> list[Finding]:
+    """What the figures say, the strongest first; never empty.
 
     The judge's word comes first where there is one; then what people would look at next.
     """
-    found = [
-        finding
-        for finding in (
-            _by_judge(results),
-            _by_win_rate(results),
-            _by_accuracy(results),
-            _by_perplexity(results),
-        )
-        if finding is not None
-    ]
-    if not found:
-        return None, "No step has been evaluated yet.", []
-    (better, headline), *others = found
-    return better, headline, [sentence for _, sentence in others]
+    found = [_by_judge(results), _by_win_rate(results)]
+    found += [_by_accuracy(results), _by_perplexity(results)]
+    known = [finding for finding in found if finding is not None]
+    return known or [Finding(None, "No step has been evaluated yet")]
 
 
 def judge_rates(results: Results) -> dict[str, float]:
@@ -63,46 +77,73 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
     ]
 
 
-def _by_judge(results: Results) -> tuple[bool, str] | None:
+def _by_judge(results: Results) -> Finding | None:
     rates = judge_rates(results)
     if len(rates) < 2:
         return None
     *earlier, (_, last) = rates.items()
     before = " and ".join(f"{percent(rate)} {_AFTER[model]}" for model, rate in reversed(earlier))
-    better = last > max(rate for _, rate in earlier)
-    return better, f"{percent(last)} of answers are correct and polite, against {before}"
+    sentence = f"{percent(last)} of answers are correct and polite, against {before}"
+    step = results.steps["step3_ppo"]
+    counts = step.eval.get("judge_counts")
+    numbers = [finite(counts.get(name)) for name in _COUNTS] if isinstance(counts, Mapping) else []
+    known = [int(number) for number in numbers if number is not None]
+    if len(known) < len(_COUNTS) or not known[0]:
+        return Finding(None, sentence)
+    count, gained, lost = known
+    change = change_interval(gained, lost, count)
+    low, high = change
+    return Finding(
+        verdict_of(change),
+        sentence,
+        f"{count:,} held-out prompts; 95 % interval of the change from step 1: {points(low)} to"
+        f" {points(high)} points",
+    )
 
 
 _AFTER = {"base": "from the base model", "step1_sft": "after step 1", "step3_ppo": "after PPO"}
 
+_COUNTS = ("prompts", "gained", "lost")
 
-def _by_win_rate(results: Results) -> tuple[bool, str] | None:
+
+def _by_win_rate(results: Results) -> Finding | None:
     step = results.steps.get("step3_ppo")
     win_rate = step.number("win_rate") if step else None
     if step is None or win_rate is None:
         return None
+    wins, losses, count = (step.number(name) for name in ("wins", "losses", "prompts"))
     kl = step.number("kl")
     price = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
-    sentence = (
-        f"PPO's answers score higher than step 1's on {percent(win_rate)} of held-out prompts"
-    )
-    return win_rate > 0.5, sentence + price
+    start = f"PPO's answers score higher than step 1's on {percent(win_rate)} of"
+    if wins is None or losses is None or not count:
+        return Finding(None, f"{start} held-out prompts{price}", optimized=True)
+    # A win rate with ties counted half is 1/2 and half of the change in wins.
+    change = change_interval(int(wins), int(losses), int(count))
+    low, high = (0.5 + end / 2 for end in change)
+    sentence = f"{start} {count:,.0f} held-out prompts{price}"
+    detail = f"95 % interval {percent(low)} to {percent(high)}"
+    return Finding(verdict_of(change), sentence, detail, optimized=True)
 
 
-def _by_accuracy(results: Results) -> tuple[bool, str] | None:
+def _by_accuracy(results: Results) -> Finding | None:
     step = results.steps.get("step2_reward")
     after = step.number("accuracy_after") if step else None
     if step is None or after is None:
         return None
     before, pairs = step.number("accuracy_before"), step.number("pairs")
-    among = f" {pairs:.0f}" if pairs else ""
+    among = f" {pairs:,.0f}" if pairs else ""
     sentence = f"The reward model puts {percent(after)} of{among} held-out pairs in the right order"
-    if before is None:
-        return after > 0.5, sentence
-    return after > before, f"{sentence}, {percent(before)} before training"
+    if before is not None:
+        sentence += f", {percent(before)} before training"
+    if not pairs:
+        return Finding(None, sentence)
+    interval = share_interval(after * pairs, int(pairs))
+    low, high = interval
+    verdict = verdict_of(interval, equal=0.5 if before is None else max(0.5, before))
+    return Finding(verdict, sentence, f"95 % interval {percent(low)} to {percent(high)}")
 
 
-def _by_perplexity(results: Results) -> tuple[bool, str] | None:
+def _by_perplexity(results: Results) -> Finding | None:
     step = results.steps.get("step1_sft")
     if step is None:
         return None
@@ -110,10 +151,17 @@ def _by_perplexity(results: Results) -> tuple[bool, str] | None:
     if before is None or after is None:
         return None
     verb = "fell" if after < before else "rose"
-    return (
-        after < before,
-        f"Perplexity on held-out answers {verb} from {plain(before)} to {plain(after)}",
+    rows = step.number("rows")
+    among = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
+    return Finding(
+        "better" if after < before else "worse",
+        f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
     )
+
+
+def points(change: float) -> str:
+    """A change of a share, in percentage points with its sign."""
+    return f"{100 * change:+.1f}".replace("-", "\u2212")
 
 
 def percent(share: float) -> str:

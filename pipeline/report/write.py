@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.installation import CHAT
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
-from pipeline.report.findings import JUDGED, before_after, findings, judge_rates
+from pipeline.report.findings import JUDGED, Finding, before_after, findings, judge_rates
 from pipeline.report.pages import templates
 from pipeline.report.results import Results, read_results
 
@@ -35,7 +35,7 @@ def write_report(out: Path) -> Path:
 
 def render(results: Results, out: Path) -> str:
     """The page; `out` is what its commands name."""
-    better, headline, others = findings(results)
+    first, *others = findings(results)
     key_charts, charts = split_key_charts(
         {name: step_charts(step) for name, step in results.steps.items()}
     )
@@ -43,9 +43,10 @@ def render(results: Results, out: Path) -> str:
         templates()
         .get_template("report.html")
         .render(
-            better=better,
-            headline=headline,
-            others=others,
+            verdict=verdict(first),
+            headline=first.sentence,
+            detail=first.detail,
+            others=[finding.whole for finding in others],
             results=results,
             rates=judge_rates(results),
             titles=TITLES,
@@ -59,6 +60,21 @@ def render(results: Results, out: Path) -> str:
             out=out,
         )
     )
+
+
+def verdict(finding: Finding) -> tuple[str, str] | None:
+    """(style, words) of the mark beside the headline; None where nothing can be said."""
+    match finding.verdict:
+        case "better" if finding.optimized:
+            return "yes", "It scores higher, by what it was trained on"
+        case "better":
+            return "yes", "It got better"
+        case "worse":
+            return "no", "It got worse"
+        case "not told apart":
+            return "unclear", "Better and worse can't be told apart"
+        case None:
+            return None
 
 
 def answering_models(results: Results) -> list[str]:

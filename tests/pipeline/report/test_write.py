@@ -14,10 +14,12 @@ from pipeline.report.results import read_results
 from pipeline.report.write import write_report
 
 SFT = {"seconds": 80.0, "steps": 3, "tokens": 2_400_000}
-SFT_EVAL = {"perplexity_before": 1102.3, "perplexity_after": 2.31}
+SFT_EVAL = {"perplexity_before": 1102.3, "perplexity_after": 2.31, "rows": 300}
 RM_EVAL = {"accuracy_before": 0.512, "accuracy_after": 0.943, "pairs": 212}
 PPO_EVAL = {"score_before": -0.6, "score_after": 1.38, "kl": 4.02, "win_rate": 0.871}
+PPO_EVAL |= {"prompts": 62, "wins": 54, "losses": 8}
 JUDGE = {"base": 0.0, "step1_sft": 0.41, "step3_ppo": 0.84}
+COUNTS = {"prompts": 200, "gained": 90, "lost": 4}
 
 
 def write(path: Path, content: object) -> None:
@@ -67,31 +69,58 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
         tmp_path,
         step1_sft=SFT_EVAL,
         step2_reward=RM_EVAL,
-        step3_ppo={**PPO_EVAL, "judge": JUDGE},
+        step3_ppo={**PPO_EVAL, "judge": JUDGE, "judge_counts": COUNTS},
     )
 
-    better, headline, others = findings(read_results(tmp_path))
+    first, *others = findings(read_results(tmp_path))
 
-    assert better is True
-    assert headline.replace("\u202f", " ") == (
+    assert first.verdict == "better"
+    assert first.sentence.replace("\u202f", " ") == (
         "84 % of answers are correct and polite, against 41 % after step 1 and 0 % from the base"
         " model"
     )
-    assert [sentence.replace("\u202f", " ") for sentence in others] == [
-        "PPO's answers score higher than step 1's on 87.1 % of held-out prompts, at a KL of 4.02"
-        " nats per answer",
+    assert first.detail == (
+        "200 held-out prompts; 95 % interval of the change from step 1: +35.2 to +50.0 points"
+    )
+    assert [finding.whole.replace("\u202f", " ") for finding in others] == [
+        "PPO's answers score higher than step 1's on 87.1 % of 62 held-out prompts, at a KL"
+        " of 4.02 nats per answer (95 % interval 77.6 % to 94.3 %)",
         "The reward model puts 94.3 % of 212 held-out pairs in the right order, 51.2 % before"
-        " training",
-        "Perplexity on held-out answers fell from 1,102 to 2.31",
+        " training (95 % interval 90.3 % to 96.7 %)",
+        "Perplexity on 300 held-out answers fell from 1,102 to 2.31",
     ]
 
 
 def test_a_run_that_got_worse_is_said_to_have(tmp_path: Path) -> None:
     judge = {"base": 0.1, "step1_sft": 0.5, "step3_ppo": 0.3}
-    write_summary(tmp_path, step3_ppo={"win_rate": 0.9, "judge": judge})
+    counts = {"prompts": 100, "gained": 5, "lost": 25}
+    figures = {"win_rate": 0.9, "judge": judge, "judge_counts": counts}
+    write_summary(tmp_path, step3_ppo=figures)
 
-    assert findings(read_results(tmp_path))[0] is False
-    assert "It did not get better" in Page(write_report(tmp_path)).text
+    assert findings(read_results(tmp_path))[0].verdict == "worse"
+    assert "It got worse" in Page(write_report(tmp_path)).text
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "said"),
+    [
+        (9, 5, "Better and worse can't be told apart"),
+        (45, 5, "It scores higher, by what it was trained on"),
+        (5, 45, "It got worse"),
+    ],
+)
+def test_a_win_rate_tells_no_more_than_its_prompts_do(
+    tmp_path: Path, wins: int, losses: int, said: str
+) -> None:
+    count = wins + losses
+    figures = {"win_rate": wins / count, "prompts": count, "wins": wins, "losses": losses}
+    write_summary(tmp_path, step3_ppo=figures)
+
+    text = Page(write_report(tmp_path)).text
+
+    assert said in text
+    assert f"of {count} held-out prompts" in text
+    assert "It got better" not in text
 
 
 def test_step_1_alone_has_a_report(tmp_path: Path) -> None:
@@ -100,7 +129,7 @@ def test_step_1_alone_has_a_report(tmp_path: Path) -> None:
 
     page = Page(write_report(tmp_path))
 
-    assert "Perplexity on held-out answers fell from 1,102 to 2.31." in page.text
+    assert "Perplexity on 300 held-out answers fell from 1,102 to 2.31." in page.text
     assert f"python chat.py --path {tmp_path / 'step1_sft'}" in page.text
     assert "PPO" not in page.text
     assert page.tags.count("svg") == 1

@@ -1,0 +1,41 @@
+"""How far a figure of so many prompts can be trusted: 95 % intervals of shares and of changes."""
+
+import math
+from typing import Literal
+
+Verdict = Literal["better", "worse", "not told apart"]
+
+Z = 1.959964
+"""Of a standard normal, 95 % lie between -Z and Z."""
+
+Interval = tuple[float, float]
+
+
+def share_interval(successes: int | float, count: int) -> Interval:
+    """Of the share that `successes` of `count` independent trials estimate (Wilson 1927)."""
+    share = successes / count
+    center = share + Z * Z / (2 * count)
+    half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    scale = 1 + Z * Z / count
+    return (center - half) / scale, (center + half) / scale
+
+
+def change_interval(gained: int, lost: int, count: int) -> Interval:
+    """Of the change of a share between two models that answered the same `count` prompts.
+
+    `gained` prompts are right with the new model alone, `lost` with the old one alone; those on
+    which both agree tell nothing about the change. Half a prompt is added to each of the four kinds
+    of pairs, so that the interval also holds for few prompts (Agresti and Min 2005, "Wald + 2").
+    """
+    total = count + 2
+    change = (gained - lost) / total
+    spread = math.sqrt((gained + lost + 1) - (gained - lost) ** 2 / total) / total
+    return max(-1.0, change - Z * spread), min(1.0, change + Z * spread)
+
+
+def verdict_of(interval: Interval, *, equal: float = 0.0) -> Verdict:
+    """What an interval says of a change: none is `equal`."""
+    low, high = interval
+    if low > equal:
+        return "better"
+    return "worse" if high < equal else "not told apart"
