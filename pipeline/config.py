@@ -6,6 +6,7 @@ One frozen dataclass per concern. A field's docstring is its `--help` text and i
 import math
 import re
 from dataclasses import dataclass, field
+from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
@@ -289,6 +290,14 @@ class DataConfig:
     """Chat format: auto (the tokenizer's own template, else human_assistant), tokenizer,
     human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain, or a path to a Jinja file."""
 
+    template_args: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the chat template: `{"enable_thinking": false}` (chat_template_kwargs). They are
+    saved with the model."""
+
+    template_date: str = "2026-01-01"
+    """The date, as 2026-01-31, for chat templates that put today's into the prompt, so that tokens
+    don't depend on the day of training."""
+
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
 
@@ -308,7 +317,19 @@ class DataConfig:
             all(part >= 0 and math.isfinite(part) for part in self.split) and sum(self.split) > 0,
             f"data.split needs three proportions that are not all 0, got {self.split}",
         )
+        require(
+            _is_date(self.template_date),
+            f"data.template_date must be a date as 2026-01-31, got {self.template_date}",
+        )
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
+
+
+def _is_date(text: str) -> bool:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ from step1_sft.losses import next_token_nll
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
     seed_generators(config.seed + rank())  # of adapter dropout
-    tokenizer, chat = load_chat(config.model, config.data.format)
+    tokenizer, chat = load_chat(
+        config.model, config.data.format, config.data.template_args, config.data.template_date
+    )
     data = load_examples(config.data, step=1, seed=config.seed)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
     total_steps = num_steps(

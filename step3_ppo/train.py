@@ -58,7 +58,9 @@ def train(config: PPOConfig) -> Path:
             " without a prompt; raise it"
         )
     seed_generators(config.seed + rank())
-    tokenizer, chat = load_chat(config.actor, config.data.format)
+    tokenizer, chat = load_chat(
+        config.actor, config.data.format, config.data.template_args, config.data.template_date
+    )
     prompts = load_prompts(chat, config)
     stream = RowStream(
         num_rows=len(prompts.train), batch_size=config.rollout_size, seed=config.seed

@@ -11,14 +11,17 @@ generation. Loss masks follow from the cut, never from token ids, so a padding t
 the end-of-sequence token does no harm.
 """
 
-from collections.abc import Sequence
+import datetime as dt
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pipeline.config import DataConfig
 from pipeline.data.continuation import Encoder, beginning_encoder, continuation_encoder
 from pipeline.data.examples import Encoded, Message
+from pipeline.data.template import Argument, with_arguments, with_date
 from pipeline.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -36,6 +39,11 @@ FORMATS = {
     "plain": (),
 }
 """The formats in formats/*.jinja and the special tokens each one needs."""
+
+THINK = "<think>"
+END_OF_THINK = "\n</think>\n\n"
+"""How an answer without thinking closes the block that a generation prompt has opened: after
+`<think>` and a line's end it is the empty block that models of the Qwen3 family were trained on."""
 
 _PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
 _PROBE_RESPONSE = Message("assistant", "Four.")
@@ -65,6 +73,10 @@ class ChatFormat:
 
     tokens: tuple[str, ...] = ()
     """The special tokens the template needs."""
+
+    keeps_history: bool = True
+    """A turn of the assistant is rendered alike as the last one and as an earlier one. If not, as
+    where a template leaves the thinking of earlier turns out, only the last one is trained."""
 
     system_slot: bool = True
     """The template takes a system message; if not, it is put in front of the first user turn."""
@@ -128,6 +140,8 @@ class ChatFormat:
         answered = messages[-1].role == "assistant"
         if answered and len(messages) == 1:  # text that answers nobody has no roles
             return [Segment(self._bos + messages[0].content + self._eos, by_assistant=True)]
+        if not self.keeps_history:
+            return self._segments_of_last_turn(messages, answered=answered)
         text = self.render(messages, generation_prompt=not answered)
         turns = [at for at, message in enumerate(messages) if message.role == "assistant"]
         starts = [self._start(messages[:at], text) for at in turns]
@@ -144,6 +158,30 @@ class ChatFormat:
         if not answered:
             segments.append(Segment(text[position:], by_assistant=False))
         return segments
+
+    def _segments_of_last_turn(self, messages: Messages, *, answered: bool) -> list[Segment]:
+        """The text of a dialogue in two pieces: what comes before the last answer, and that answer.
+
+        Where the generation prompt opens a block of thinking that the answer does not have, the
+        answer closes it: so it is generated after the same prompt.
+        """
+        prompt = self.render(messages[:-1] if answered else messages, generation_prompt=True)
+        segments = [Segment(prompt, by_assistant=False)]
+        if not answered:
+            return segments
+        text = self.render(messages, generation_prompt=False)
+        if text.startswith(prompt):
+            turn = text[
+                len(prompt) : len(prompt) + self._turn_length(messages, text[len(prompt) :])
+            ]
+        elif prompt.rstrip().endswith(THINK):
+            turn = END_OF_THINK.lstrip("\n") if prompt.endswith("\n\n") else END_OF_THINK
+            turn += messages[-1].content.strip()
+        else:
+            self._start(messages[:-1], text)  # raises: no cut is right
+            raise AssertionError
+        closed = turn if turn.endswith(self._end_of_turn) else turn + self._end_of_turn
+        return [*segments, Segment(closed, by_assistant=True)]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Token ids of a dialogue that the assistant is to continue, generation prompt included."""
@@ -227,9 +265,8 @@ class ChatFormat:
     @cached_property
     def _end_of_turn(self) -> str:
         """The special token after an assistant turn's text; end-of-sequence where there is none."""
-        prompt = self.render(_PROBE_PROMPT, generation_prompt=True)
         dialogue = self.render((*_PROBE_PROMPT, _PROBE_RESPONSE), generation_prompt=False)
-        tail = dialogue[len(prompt) :].partition(_PROBE_RESPONSE.content)[2]
+        tail = dialogue.rpartition(_PROBE_RESPONSE.content)[2]
         specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         specials.update(self.tokenizer.all_special_tokens, self.tokens)
         found = [(tail.find(token), -len(token), token) for token in specials if token in tail]
@@ -244,16 +281,23 @@ class ChatFormat:
         return str(self.tokenizer.bos_token) if _adds_bos(self.tokenizer) else ""
 
 
-def resolve_format(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatFormat:
+def resolve_format(
+    tokenizer: "PreTrainedTokenizerBase",
+    name: str,
+    arguments: Mapping[str, Argument] | None = None,
+    date: str | None = None,
+) -> ChatFormat:
     """The chat format called `name`, for `tokenizer`.
 
     Args:
         tokenizer: of the model; it isn't changed.
         name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
             one of `FORMATS`, or a path to a Jinja file.
+        arguments: of the template, which keeps them.
+        date: what the template takes for today, as 2026-01-31; `DataConfig`'s default without it.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: there is no such format, or it has no such argument.
         ModelError: the tokenizer lacks what the format needs.
         DataError: the template can't be cut into prompts and responses.
     """
@@ -264,7 +308,11 @@ def resolve_format(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatForma
         )
     if name == "auto":
         name = "tokenizer" if tokenizer.chat_template else "human_assistant"
-    chat_format = ChatFormat(name, _template(tokenizer, name), tokenizer, FORMATS.get(name, ()))
+    today = dt.date.fromisoformat(date or DataConfig().template_date)
+    template = with_date(_template(tokenizer, name), today)
+    template = with_arguments(template, arguments or {})
+    chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ()))
+    chat_format = replace(chat_format, keeps_history=_keeps_history(chat_format))
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
     text = chat_format.render(_PROBE_PROMPT, generation_prompt=True)
     if _adds_bos(tokenizer) and not text.startswith(str(tokenizer.bos_token)):
@@ -305,6 +353,20 @@ def _check_complete(chat_format: ChatFormat) -> None:
             f"chat format {chat_format.name} leaves out the text of turns, perhaps because it was"
             " written for images and text in parts; choose another --format"
         )
+
+
+def _keeps_history(chat_format: ChatFormat) -> bool:
+    """Whether an assistant turn is rendered alike as the last one and with more turns after it."""
+    first, answer = _PROBE_PROMPT[:1], _PROBE_PROMPT[1]
+    prompt = chat_format.render(first, generation_prompt=True)
+    last = chat_format.render((*first, answer), generation_prompt=False)
+    longer = chat_format.render(_PROBE_PROMPT, generation_prompt=True)
+    if prompt.rstrip().endswith(THINK):
+        return False
+    if not last.startswith(prompt):
+        return True  # `segments` says what is wrong
+    end = last.find(answer.content) + len(answer.content)
+    return longer.startswith(last[:end])
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:

@@ -97,7 +97,12 @@ def main(argv: Sequence[str]) -> None:
 
     from pipeline.models.chat import load_chat
 
-    tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config.format)
+    tokenizer, chat = load_chat(
+        FrozenModelConfig(path=config.tokenizer),
+        config.format,
+        config.template_args,
+        config.template_date,
+    )
     rows = encode_rows(data.train, chat, step=config.step, train_on=config.train_on)
     findings = lint(rows, data.eval, chat, step=config.step, max_length=config.max_length)
 

@@ -1,22 +1,37 @@
 """A model's tokenizer and chat format, together."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat_format import ChatFormat, resolve_format
+from pipeline.data.template import Argument
 from pipeline.errors import ModelError
 from pipeline.models.load import load_tokenizer
 
+logger = logging.getLogger(__name__)
 
-def load_chat(config: FrozenModelConfig, name: str) -> tuple[PreTrainedTokenizerBase, ChatFormat]:
+
+def load_chat(
+    config: FrozenModelConfig,
+    name: str,
+    arguments: Mapping[str, Argument] | None = None,
+    date: str | None = None,
+) -> tuple[PreTrainedTokenizerBase, ChatFormat]:
     """The tokenizer with the format's special tokens and template, and the format called `name`.
 
-    Saving the tokenizer saves the template, so that chat uses the one the model was trained with.
+    Saving the tokenizer saves the template, so that chat uses the one the model was trained with,
+    its arguments and date (`data.template_args`, `data.template_date`) included.
     """
     tokenizer = load_tokenizer(config)
-    chat = resolve_format(tokenizer, name)
+    chat = resolve_format(tokenizer, name, arguments, date)
+    if not chat.keeps_history:
+        logger.info(
+            "the chat template renders an answer otherwise once more turns follow (it leaves"
+            " thinking out, say): of a dialogue of several turns only the last answer is trained"
+        )
     chat.add_new_tokens()
     chat.attach(tokenizer)
     return tokenizer, chat

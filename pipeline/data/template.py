@@ -1,0 +1,47 @@
+"""What a chat template is told besides the dialogue: arguments such as enable_thinking, the date.
+
+Both are written into the template that is saved with the model, so that chat, other software and
+the next step render a dialogue as it was trained on.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import date
+
+from pipeline.errors import ConfigError
+
+Argument = bool | int | float | str
+
+_CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
+_OWN = ("messages", "add_generation_prompt", "tools", "documents")
+
+
+def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
+    """The template with defaults for variables that its caller does not set.
+
+    A template that has these defaults already is returned as it is.
+
+    Raises:
+        ConfigError: a name is no variable of a template, or one that the template never reads.
+    """
+    lines = ""
+    for name, value in arguments.items():
+        if not name.isidentifier() or name in _OWN:
+            raise ConfigError(f"data.template_args {name} is not an argument that can be set")
+        if not re.search(rf"\b{name}\b", template):
+            raise ConfigError(
+                f"data.template_args {name}: the chat template never reads it; remove it, or check"
+                " its spelling"
+            )
+        literal = str(value).lower() if isinstance(value, bool) else json.dumps(value)
+        lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+    return template if template.startswith(lines) else lines + template
+
+
+def with_date(template: str, day: date) -> str:
+    """The template with `day` wherever it asks for today.
+
+    What a model is trained on must not depend on the day on which it is trained.
+    """
+    return _CLOCK.sub(lambda call: json.dumps(day.strftime(call["form"])), template)
