@@ -268,20 +268,26 @@ class DataConfig:
     """Which rows a step reads and how they become tokens."""
 
     path: tuple[str, ...] = (EMBEDDED,)
-    """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names (data_path); each
-    may end in `:weight`, its share of the mixture. `embedded` is the built-in task."""
+    """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names
+    (data_path); each may end in `@split`, a split of a set, and `:weight`, its share of the
+    mixture. `embedded` is the built-in task."""
 
     eval_path: tuple[str, ...] = ()
     """Rows for evaluation; empty holds out `eval_fraction` of `path`, or its test split."""
 
     eval_fraction: float = 0.1
-    """Share of the rows held out for evaluation where `eval_path` is empty."""
+    """Share of the prompts held out for evaluation where `eval_path` is empty."""
+
+    seed: int = 0
+    """Decides which prompts are held out and which step gets each other one (data_seed). It has
+    nothing to do with the seed of training, and must be the same in all steps."""
 
     max_eval_rows: int = 256
     """At most this many rows are evaluated."""
 
     split: tuple[float, float, float] = (2.0, 4.0, 4.0)
-    """Proportions of the rows that steps 1, 2 and 3 see; the parts are disjoint (data_split)."""
+    """Proportions of the prompts that steps 1, 2 and 3 see; no prompt is in two parts
+    (data_split)."""
 
     fields: dict[str, str] = field(default_factory=dict)
     """Column names where they differ from the usual: `{"prompt": "question", "chosen": "good"}`."""

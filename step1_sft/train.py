@@ -15,7 +15,9 @@ from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_bat
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.fingerprint import fingerprint
-from pipeline.data.stages import load_examples
+from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.stages import StageData
+from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.distributed import (
     global_sum,
     global_sums,
@@ -43,7 +45,7 @@ def train(config: SFTConfig) -> Path:
     tokenizer, chat = load_chat(
         config.model, config.data.format, config.data.template_args, config.data.template_date
     )
-    data = load_examples(config.data, step=1, seed=config.seed)
+    data = load_step_rows(config, step=1)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
     total_steps = num_steps(
         num_rows=len(data.train),
@@ -58,6 +60,8 @@ def train(config: SFTConfig) -> Path:
             Policy(model, kernels=config.model.kernels), config.model, total_steps=total_steps
         )
         config = within_context(config, model)
+        check_rows(data, chat, config)
+        record_prompts(data.prompts, config)
         held_out = encode(data.eval, chat, config)
         best = BestWeights(engine)
         checkpoints = Checkpoints(
@@ -115,6 +119,25 @@ def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> 
         )
         for example in examples
     ]
+
+
+def check_rows(data: StageData, chat: ChatFormat, config: SFTConfig) -> None:
+    """Say how many rows are cut; raise DataError where nothing is left to train or evaluate."""
+    limit = config.data.max_length
+
+    def fit(examples: Sequence[Example]) -> list[Fit]:
+        rows = [chat.encode(each.prompt, each.chosen, config.data.train_on) for each in examples]
+        return [Fit(len(row) > limit, row.head(limit).num_targets) for row in rows]
+
+    for name, examples in (("training rows", data.train), ("evaluation rows", data.eval)):
+        check_lengths(
+            examples,
+            fit,
+            config.data,
+            name=name,
+            end="end",
+            empty="have nothing left to train on",
+        )
 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:

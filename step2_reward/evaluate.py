@@ -111,7 +111,7 @@ def read_pairs(data_path: str, *, seed: int) -> "list[Example]":
 
     if data_path == EMBEDDED:
         return load_examples(DataConfig(), step=2, seed=seed).eval
-    source = read_source(data_path)
+    source = read_source(data_path, step=2)
     known = named_set(source.name)
     rows = source.eval or source.train
     examples = [known.read(row) if known else read_row(row, {}) for row in rows]

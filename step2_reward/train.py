@@ -20,7 +20,9 @@ from pipeline.data.batches import RowStream, TokenBatch, collate, micro_batches,
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.fingerprint import fingerprint
-from pipeline.data.stages import load_examples
+from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.stages import StageData
+from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.distributed import (
     global_sums,
     is_main,
@@ -79,7 +81,7 @@ def train(config: RewardConfig) -> Path:
     )
     if config.actor.path is not None:
         require_same_chat(tokenizer, load_tokenizer(config.actor), "the reward model", config.actor)
-    data = load_examples(config.data, step=2, seed=config.seed)
+    data = load_step_rows(config, step=2)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
     total_steps = num_steps(
         num_rows=len(data.train),
@@ -92,6 +94,8 @@ def train(config: RewardConfig) -> Path:
         scorer = Scorer(model, kernels=config.model.kernels)
         engine = Engine(scorer, config.model, total_steps=total_steps)
         config = within_context(config, model)
+        check_pairs(data, chat, config)
+        record_prompts(data.prompts, config)
         held_out = encode(data.eval, chat, config)
         checkpoints = Checkpoints(
             run,
@@ -170,6 +174,30 @@ def encode(
         )
         for example in examples
     ]
+
+
+def check_pairs(data: StageData, chat: ChatFormat, config: RewardConfig) -> None:
+    """Say how many pairs are cut; raise DataError where none is left that differs."""
+    limit = config.data.max_length
+
+    def fit(examples: Sequence[Example]) -> list[Fit]:
+        fits = []
+        for each in examples:
+            chosen = chat.encode(each.prompt, each.chosen)
+            rejected = chat.encode(each.prompt, each.rejected)
+            differ = chosen.tail(limit).input_ids != rejected.tail(limit).input_ids
+            fits.append(Fit(max(len(chosen), len(rejected)) > limit, int(differ)))
+        return fits
+
+    for name, examples in (("training pairs", data.train), ("evaluation pairs", data.eval)):
+        check_lengths(
+            examples,
+            fit,
+            config.data,
+            name=name,
+            end="beginning",
+            empty="have equal responses",
+        )
 
 
 def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.data.fingerprint import fingerprint
-from pipeline.data.stages import load_examples
+from pipeline.data.prompt_record import PromptRecord
+from pipeline.data.step_rows import load_step_rows
 from pipeline.errors import DataError
 from step3_ppo.config import PPOConfig
 
@@ -32,6 +33,9 @@ class Prompts:
     fingerprint: str
     """Of the rows that the training prompts come from."""
 
+    record: PromptRecord
+    """Of what this step and the earlier ones train on and hold out."""
+
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     """Read, encode and sift the prompts; those over `max_prompt_length` are left out, and counted.
@@ -39,7 +43,7 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     Raises:
         DataError: no prompt is short enough.
     """
-    data = load_examples(config.data, step=3, seed=config.seed)
+    data = load_step_rows(config, step=3)
     train = _encode(data.train, chat)
     short = _short(train, config.max_prompt_length)
     encoded = _encode(data.eval, chat)
@@ -51,14 +55,19 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
                 f"every {name} prompt is longer than ppo.max_prompt_length"
                 f" {config.max_prompt_length} (the shortest has {shortest} tokens); raise it"
             )
-    if len(short) < len(train):
         logger.info(
-            "left out %d of %d prompts that are longer than max_prompt_length %d",
-            len(train) - len(short),
-            len(train),
+            "%d of %d %s prompts are longer than max_prompt_length %d and left out",
+            len(all_of_them) - len(kept),
+            len(all_of_them),
+            name,
             config.max_prompt_length,
         )
-    return Prompts(train=short, held_out=held_out, fingerprint=fingerprint(data.train))
+    return Prompts(
+        train=short,
+        held_out=held_out,
+        fingerprint=fingerprint(data.train),
+        record=data.prompts,
+    )
 
 
 def _encode(examples: Sequence[Example], chat: ChatFormat) -> list[Prompt]:

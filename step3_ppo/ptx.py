@@ -5,23 +5,44 @@ from dataclasses import replace
 from pipeline.config import EMBEDDED
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
 from pipeline.data.chat_format import ChatFormat
+from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.stages import load_examples
+from pipeline.data.step_rows import record_prompts
 from pipeline.distributed import local_device, rank, world_size
 from step3_ppo.config import PPOConfig
+
+
+def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
+    """The batches of PPO-ptx where it is on; leaves the record of all that the step trains on.
+
+    Args:
+        chat: how dialogues are encoded.
+        config: of the step.
+        prompts: what PPO and the earlier steps train on and hold out.
+    """
+    ptx = PtxStream(chat, config, prompts) if config.ptx_coef > 0 else None
+    record_prompts(prompts | ptx.trained if ptx else prompts, config)
+    return ptx
 
 
 class PtxStream:
     """Batches of dialogues or plain text, as large as PPO's minibatches."""
 
-    def __init__(self, chat: ChatFormat, config: PPOConfig) -> None:
+    def __init__(
+        self, chat: ChatFormat, config: PPOConfig, apart: PromptRecord | None = None
+    ) -> None:
+        """`apart` has the prompts that PPO and the earlier steps hold out: none is learned."""
         self.chat = chat
         self.config = config
-        data = config.data
+        data = replace(config.data, eval_path=())
         if config.ptx_data:  # rows of its own, read by their own fields
-            data = replace(data, path=config.ptx_data, fields={}, eval_path=())
+            data = replace(data, path=config.ptx_data, fields={})
             if EMBEDDED not in data.path:  # all of them
                 data = replace(data, split=(1.0, 0.0, 0.0))
-        self.examples = load_examples(data, step=1, seed=config.seed).train
+        held_out = PromptRecord(held_out=(apart or PromptRecord()).held_out)
+        rows = load_examples(data, step=1, seed=config.seed, earlier=held_out)
+        self.examples = rows.train
+        self.trained = PromptRecord(trained=rows.prompts.trained)
         self.rows = RowStream(
             num_rows=len(self.examples), batch_size=config.batch_size, seed=config.seed
         )

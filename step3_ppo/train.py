@@ -37,7 +37,7 @@ from step3_ppo.evaluate import HeldOut, mean_score, stop_rate
 from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import load_prompts
-from step3_ppo.ptx import PtxStream
+from step3_ppo.ptx import PtxStream, open_ptx
 from step3_ppo.rollout import (
     Forward,
     Rollout,
@@ -76,7 +76,7 @@ def train(config: PPOConfig) -> Path:
         held_out = HeldOut(models, prompts.held_out, config)
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
-        ptx = PtxStream(chat, config) if config.ptx_coef > 0 else None
+        ptx = open_ptx(chat, config, prompts.record)
         checkpoints = Checkpoints(
             run,
             engines={"actor": models.actor, "critic": models.critic},

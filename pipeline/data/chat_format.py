@@ -59,6 +59,9 @@ class Segment:
     by_assistant: bool
     """The assistant wrote it, up to and including its end-of-turn token."""
 
+    trained: bool = True
+    """False where the data says that the turn is not to be learned."""
+
 
 @dataclass(frozen=True)
 class ChatFormat:
@@ -153,7 +156,8 @@ class ChatFormat:
             turn = region[:length]
             closed = turn if turn.endswith(self._end_of_turn) else turn + self._end_of_turn
             segments.append(Segment(text[position:start], by_assistant=False))
-            segments.append(Segment(closed, by_assistant=True))
+            trained = messages[at].trained
+            segments.append(Segment(closed, by_assistant=True, trained=trained))
             position = start + length
         if not answered:
             segments.append(Segment(text[position:], by_assistant=False))
@@ -198,7 +202,7 @@ class ChatFormat:
         """Token ids of a dialogue, which begin with `encode_prompt(prompt)`, and which are trained.
 
         Trained are the texts of all assistant turns and the tokens that end them; with "all",
-        every token. The first token follows nothing and is never trained.
+        every token. Turns that are not `trained`, and the first token, never are.
         """
         messages = [*prompt, *response]
         if not response or messages[-1].role != "assistant":
@@ -208,7 +212,8 @@ class ChatFormat:
         trained: list[bool] = []
         for segment, ids in zip(segments, self._ids(segments), strict=True):
             input_ids += ids
-            trained += [segment.by_assistant or train_on == "all"] * len(ids)
+            learned = segment.trained and (segment.by_assistant or train_on == "all")
+            trained += [learned] * len(ids)
         trained[0] = False
         return Encoded(input_ids, trained)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipeline.data.examples import Message, Role
 
@@ -42,9 +43,10 @@ def join_turns(messages: Sequence[Message]) -> Turns:
     """
     joined: list[Message] = []
     for message in messages:
-        if joined and joined[-1].role == message.role:
-            content = f"{joined[-1].content}\n\n{message.content}"
-            joined[-1] = Message(message.role, content.strip("\n"))
+        last = joined[-1] if joined else None
+        if last and (last.role, last.trained) == (message.role, message.trained):
+            content = f"{last.content}\n\n{message.content}"
+            joined[-1] = replace(last, content=content.strip("\n"))
         else:
             joined.append(message)
     return tuple(joined)
@@ -63,19 +65,20 @@ def last_response(turns: Turns) -> tuple[Turns, Turns]:
 def common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns] | None:
     """(prompt, chosen, rejected) of two whole dialogues: the prompt is what they share.
 
-    The prompt ends in a user turn and each response in an assistant turn; None where that can't be.
+    The prompt ends in a user turn and each response in an assistant turn. None where that can't be:
+    one of them has no response to the last user turn they share.
     """
-    chosen, rejected = _ending_in_assistant(chosen), _ending_in_assistant(rejected)
     shared = 0
-    for ours, theirs in zip(chosen[:-1], rejected[:-1], strict=False):
+    for ours, theirs in zip(chosen, rejected, strict=False):
         if ours != theirs:
             break
         shared += 1
     while shared and chosen[shared - 1].role != "user":
         shared -= 1
-    if not shared:
-        return None
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    # What follows the last response answers nobody. It is taken off behind the shared prompt, which
+    # an unanswered dialogue must not shorten: the other's answer would become part of a response.
+    ours, theirs = (_ending_in_assistant(turns[shared:]) for turns in (chosen, rejected))
+    return (chosen[:shared], ours, theirs) if shared and ours and theirs else None
 
 
 def _ending_in_assistant(turns: Turns) -> Turns:

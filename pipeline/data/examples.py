@@ -13,6 +13,9 @@ class Message:
     role: Role
     content: str
 
+    trained: bool = True
+    """False for an assistant turn that is read and not learned (`"weight": 0`)."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -36,6 +39,12 @@ class Example:
 
     origin: str = ""
     """Where the row came from, for error messages: `rows.jsonl line 17`."""
+
+    @property
+    def num_targets(self) -> int:
+        """Assistant turns that step 1 learns."""
+        turns = (*self.prompt, *self.chosen)
+        return sum(turn.trained for turn in turns if turn.role == "assistant")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
                 for text in (message.role, message.content):
                     encoded = text.encode()
                     digest.update(len(encoded).to_bytes(8, "little") + encoded)
+                if not message.trained:
+                    digest.update(b"\xfd" * 8)
             digest.update(b"\xff" * 8)  # no text is as long
         digest.update(b"\xfe" * 8)
     return digest.hexdigest()[:16]

@@ -30,14 +30,20 @@ class InspectConfig:
     """What to look at."""
 
     data_path: tuple[str, ...] = (EMBEDDED,)
-    """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names; each may end in
-    `:weight`. `embedded` is the built-in task."""
+    """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names;
+    each may end in `@split` and `:weight`. `embedded` is the built-in task."""
 
     eval_path: tuple[str, ...] = ()
-    """Rows for evaluation; empty holds out a part of `data_path`, or its test split."""
+    """Rows for evaluation; empty holds out `eval_fraction` of `data_path`, or its test split."""
+
+    eval_fraction: float = 0.1
+    """Share of the prompts held out for evaluation where `eval_path` is empty."""
 
     data_split: tuple[float, float, float] = (2.0, 4.0, 4.0)
-    """Proportions of the rows that steps 1, 2 and 3 see."""
+    """Proportions of the prompts that steps 1, 2 and 3 see."""
+
+    data_seed: int = 0
+    """Decides which prompts are held out and which step gets each other one."""
 
     fields: dict[str, str] = field(default_factory=dict)
     """Column names where they differ from the usual: prompt=question chosen=good."""
@@ -65,7 +71,7 @@ class InspectConfig:
     """Print the token ids as well."""
 
     seed: int = 1234
-    """Seed of the split and of the order of the rows."""
+    """Seed of the run: the built-in task draws its rows with it."""
 
     def __post_init__(self) -> None:
         require(self.rows >= 0, f"rows must not be below 0, got {self.rows}")
@@ -76,7 +82,9 @@ class InspectConfig:
         return DataConfig(
             path=self.data_path,
             eval_path=self.eval_path,
+            eval_fraction=self.eval_fraction,
             split=self.data_split,
+            seed=self.data_seed,
             fields=self.fields,
             format=self.format,
             train_on=self.train_on,

@@ -8,27 +8,28 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.data.dialogues import (
-    Turns,
-    common_prompt,
-    join_turns,
-    last_response,
-    parse_dialogue,
-)
-from pipeline.data.examples import Example, Message, Role
+from pipeline.data.dialogues import Turns, common_prompt, last_response
+from pipeline.data.examples import Example, Message
 from pipeline.data.sources import Row
+from pipeline.data.turns import (
+    BAD_LABEL,
+    EMPTY_RESPONSE,
+    NO_ANSWER,
+    NO_TARGETS,
+    ZERO_WEIGHT,
+    Columns,
+    LeftOut,
+    Reading,
+    dialogue,
+    history,
+    names,
+    prompt,
+    response,
+    text,
+    turns,
+    with_system,
+)
 from pipeline.errors import DataError
-
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-}
 
 
 @dataclass(frozen=True)
@@ -38,32 +39,73 @@ class Shape:
     needs: tuple[str, ...]
     """Columns a row must have to be of this shape."""
 
-    read: Callable[[Row], Example | None]
-    """The example in a row; None where the row holds nothing to train on."""
+    read: Callable[[Row], Example]
+    """The example in a row; raises LeftOut where the row holds nothing to train on."""
 
     may_have: tuple[str, ...] = ()
     """Further columns it reads."""
 
 
-def read_row(row: Row, fields: Mapping[str, str]) -> Example | None:
+def read_row(row: Row, fields: Mapping[str, str], reading: Reading | None = None) -> Example | None:
     """The example in `row`; None where it holds nothing to train on, such as an empty dialogue.
 
     Args:
         row: the columns and their origin.
         fields: our names of columns to the row's, `{"prompt": "question"}`.
+        reading: receives which columns were read, and why a row is left out.
 
     Raises:
         DataError: no shape fits the row's columns, or a column holds something else than it should.
     """
+    reading = Reading() if reading is None else reading
     given = {ours: row.columns[theirs] for ours, theirs in fields.items() if theirs in row.columns}
-    columns = {name: value for name, value in {**row.columns, **given}.items() if value is not None}
+    columns = Columns(
+        {name: value for name, value in {**row.columns, **given}.items() if value is not None}
+    )
     named = Row(columns, row.origin)
-    for shape in SHAPES:
-        if _fits(shape, columns, given):
-            example = shape.read(named)
-            return example and replace(example, margin=_margin(named), origin=row.origin)
-    raise DataError(
-        f"{row.origin}: no known shape of row has the columns {_list(columns)};"
+    shape = next((shape for shape in SHAPES if _fits(shape, columns, given)), None)
+    if shape is None:
+        raise DataError(_unknown_shape(row, columns))
+    try:
+        return _example(shape, named, reading)
+    except LeftOut as reason:
+        reading.left_out[str(reason)] += 1
+        return None
+    finally:
+        reading.columns.update(row.columns)
+        reading.used.update(fields[name] if name in given else name for name in columns.read)
+
+
+def _example(shape: Shape, row: Row, reading: Reading) -> Example:
+    """The example of a row of this shape, as its weight and its label have it."""
+    if "weight" in row.columns and _weight(row) == 0:
+        raise LeftOut(ZERO_WEIGHT)
+    example = replace(shape.read(row), margin=_margin(row), origin=row.origin)
+    for said in (example.chosen, example.rejected):
+        if any(turn.role == "assistant" and not turn.content.strip() for turn in said):
+            raise LeftOut(EMPTY_RESPONSE)
+    example = replace(example, prompt=tuple(map(_unlearned_where_empty, example.prompt)))
+    if not example.prompt or not example.chosen or example.rejected:
+        return example
+    if _is_labelled_bad(row):
+        reason = BAD_LABEL
+    elif example.num_targets == 0:
+        reason = NO_TARGETS
+    else:
+        return example
+    reading.no_demonstrations[reason] += 1
+    return replace(example, chosen=())
+
+
+def _unlearned_where_empty(turn: Message) -> Message:
+    """The turn; of an assistant that said nothing, one that is read and not learned."""
+    empty = turn.role == "assistant" and not turn.content.strip()
+    return replace(turn, trained=False) if empty else turn
+
+
+def _unknown_shape(row: Row, columns: Collection[str]) -> str:
+    return (
+        f"{row.origin}: no known shape of row has the columns {names(columns)};"
         " needed are prompt + chosen + rejected, chosen + rejected dialogues, messages,"
         " conversations, instruction + output, prompt + response, prompt, or text: say which column"
         """ is which with --fields, such as '{"prompt": "question", "response": "best"}'"""
@@ -72,191 +114,178 @@ def read_row(row: Row, fields: Mapping[str, str]) -> Example | None:
 
 def check_fields(fields: Mapping[str, str], columns: Collection[str]) -> None:
     """Raise DataError for a name in `fields` that no shape reads, or a column that isn't there."""
-    known = {name for shape in SHAPES for name in (*shape.needs, *shape.may_have)} | _MARGINS
+    known = {name for shape in SHAPES for name in (*shape.needs, *shape.may_have)} | _EVERYWHERE
     for ours, theirs in fields.items():
         if ours not in known:
-            raise DataError(f"fields: {ours} is not a name we know; use one of {_list(known)}")
+            raise DataError(f"fields: {ours} is not a name we know; use one of {names(known)}")
         if theirs not in columns:
             raise DataError(
-                f"fields: no row has the column {theirs} (for {ours}); there are {_list(columns)}"
+                f"fields: no row has the column {theirs} (for {ours}); there are {names(columns)}"
             )
 
 
 def _fits(shape: Shape, columns: Collection[str], given: Collection[str]) -> bool:
     """Whether `columns` has what `shape` needs, and the shape reads all that `--fields` gave."""
-    reads = {*shape.needs, *shape.may_have, *_MARGINS}
+    reads = {*shape.needs, *shape.may_have, *_EVERYWHERE}
     return all(name in columns for name in shape.needs) and reads.issuperset(given)
 
 
-def _list(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
+def _preference(row: Row) -> Example:
+    chosen, rejected = dialogue(row, "chosen"), dialogue(row, "rejected")
+    if chosen is not None and rejected is not None:
+        parts = common_prompt(chosen, rejected)
+        if parts is None:
+            raise LeftOut(NO_ANSWER)
+        return Example(with_system(row, parts[0]), parts[1], parts[2])
+    return _answered(_prompt_beside(row), response(row, "chosen"), response(row, "rejected"))
 
 
-def _text(row: Row, name: str) -> str:
-    value = row.columns[name]
-    if not isinstance(value, str):
-        raise DataError(
-            f"{row.origin}: {name} must be text, got {type(value).__name__};"
-            " name another column with --fields or mend the row"
-        )
-    return value
-
-
-def _turns(row: Row, name: str) -> Turns:
-    """The turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects."""
-    value = row.columns[name]
-    if not isinstance(value, list):
-        raise DataError(
-            f"{row.origin}: {name} must be a list of turns, got {type(value).__name__};"
-            " name another column with --fields or mend the row"
-        )
-    return join_turns([_turn(row, name, turn) for turn in value])
-
-
-def _turn(row: Row, name: str, turn: object) -> Message:
-    if isinstance(turn, dict):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if isinstance(content, list):  # parts, as multi-modal chats have them
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            texts = [part for part in parts if isinstance(part, str)]
-            content = "".join(texts) if len(texts) == len(parts) else None
-        if role in _ROLES and isinstance(content, str):
-            return Message(_ROLES[role], content)
-        if isinstance(content, str):
-            raise DataError(
-                f"{row.origin}: {name} has a turn of role {role!r};"
-                f" roles are {_list(_ROLES)}: leave such rows out"
-            )
+def _prompt_beside(row: Row) -> Turns:
+    """The prompt of two responses: a column of its own, or LLaMA-Factory's forms of dialogue."""
+    if "prompt" in row.columns:
+        return prompt(row)
+    for name in ("conversations", "messages"):
+        if name in row.columns:
+            return last_response(_from_first_user(with_system(row, turns(row, name))))[0]
+    if "instruction" in row.columns:
+        return _instruction(row)
     raise DataError(
-        f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
-        f' {{"from": ..., "value": ...}} with text, got {str(turn)[:80]}'
+        f"{row.origin}: without a prompt, chosen and rejected must be whole dialogues, turns or"
+        ' "\\n\\nHuman: ...\\n\\nAssistant: ..." text; it has the columns'
+        f" {names(row.columns)}: say which one is the prompt with --fields"
     )
 
 
-def _prompt(row: Row, name: str = "prompt") -> Turns:
-    """A prompt column: turns, a "Human: ... Assistant:" text, or the text of one user turn."""
-    if isinstance(row.columns[name], list):
-        return _with_system(row, _turns(row, name))
-    text = _text(row, name)
-    return _with_system(row, parse_dialogue(text) or (Message("user", text),))
-
-
-def _with_system(row: Row, turns: Turns) -> Turns:
-    if not row.columns.get("system"):
-        return turns
-    return (Message("system", _text(row, "system")), *turns)
-
-
-def _response(row: Row, name: str) -> Turns:
-    """A response column: turns, or the text of one assistant turn."""
-    if isinstance(row.columns[name], list):
-        return _turns(row, name)
-    return (Message("assistant", _text(row, name).strip()),)
-
-
-def _dialogue(row: Row, name: str) -> Turns | None:
-    """The column as a whole dialogue, from its first user turn on; None if it is a response."""
-    if isinstance(row.columns[name], list):
-        turns = _turns(row, name)
-        return turns if turns and turns[0].role != "assistant" else None
-    return parse_dialogue(_text(row, name))
-
-
-def _preference(row: Row) -> Example | None:
-    chosen, rejected = _dialogue(row, "chosen"), _dialogue(row, "rejected")
-    if chosen is not None and rejected is not None:
-        parts = common_prompt(chosen, rejected)
-        return parts and Example(_with_system(row, parts[0]), parts[1], parts[2])
-    if "prompt" not in row.columns:
-        raise DataError(
-            f"{row.origin}: without a prompt, chosen and rejected must be whole dialogues, turns or"
-            ' "\\n\\nHuman: ...\\n\\nAssistant: ..." text; it has the columns'
-            f" {_list(row.columns)}: say which one is the prompt with --fields"
-        )
-    prompt = _prompt(row)
-    return _answered(prompt, _response(row, "chosen"), _response(row, "rejected"))
-
-
-def _answered(prompt: Turns, chosen: Turns, rejected: Turns = ()) -> Example | None:
+def _answered(asked: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
     """The example, if its prompt ends in a user turn and the assistant takes the next."""
-    responses = [response for response in (chosen, rejected) if response]
-    if not prompt or prompt[-1].role != "user" or not responses:
-        return None
-    if any(response[0].role != "assistant" for response in responses):
-        return None
-    if any(response[-1].role != "assistant" for response in responses):
-        return None
-    return Example(prompt, chosen, rejected)
+    responses = [each for each in (chosen, rejected) if each]
+    if not asked or asked[-1].role != "user" or not responses:
+        raise LeftOut(NO_ANSWER)
+    if any({each[0].role, each[-1].role} != {"assistant"} for each in responses):
+        raise LeftOut(NO_ANSWER)
+    return Example(asked, chosen, rejected)
 
 
-def _messages(row: Row) -> Example | None:
-    return _chat(_with_system(row, _turns(row, "messages")))
+def _messages(row: Row) -> Example:
+    return _chat(with_system(row, turns(row, "messages")))
 
 
-def _conversations(row: Row) -> Example | None:
-    turns = _with_system(row, _turns(row, "conversations"))
-    system = turns[:1] if turns and turns[0].role == "system" else ()
-    turns = turns[len(system) :]
-    if turns and turns[0].role == "assistant":  # cut out of a longer chat: no user turn to answer
-        turns = turns[1:]
-    return _chat((*system, *turns))
+def _conversations(row: Row) -> Example:
+    return _chat(_from_first_user(with_system(row, turns(row, "conversations"))))
 
 
-def _chat(turns: Turns) -> Example | None:
-    prompt, response = last_response(turns)
-    if not response:
-        return Example(prompt) if prompt and prompt[-1].role == "user" else None
-    return _answered(prompt, response)
+def _from_first_user(said: Turns) -> Turns:
+    """The dialogue without an assistant's turn at its start: it was cut out of a longer chat."""
+    system = said[:1] if said and said[0].role == "system" else ()
+    rest = said[len(system) :]
+    return (*system, *(rest[1:] if rest and rest[0].role == "assistant" else rest))
 
 
-def _alpaca(row: Row) -> Example | None:
+def _chat(said: Turns) -> Example:
+    asked, answer = last_response(said)
+    return _answered(asked, answer) if answer else _prompt_example(asked)
+
+
+def _prompt_example(asked: Turns) -> Example:
+    if not asked or asked[-1].role != "user":
+        raise LeftOut(NO_ANSWER)
+    return Example(asked)
+
+
+def _instruction(row: Row) -> Turns:
+    """The prompt of Alpaca's columns: earlier turns, the instruction, and below it its input."""
+    inputs = [text(row, name) for name in ("input", "context") if row.columns.get(name)]
+    asked = "\n\n".join([text(row, "instruction"), *inputs])
+    return with_system(row, (*history(row), Message("user", asked)))
+
+
+def _alpaca(row: Row) -> Example:
     output = "output" if "output" in row.columns else "response"
-    instruction = _text(row, "instruction")
-    inputs = [_text(row, name) for name in ("input", "context") if row.columns.get(name)]
-    text = "\n\n".join([instruction, *inputs])
-    return _answered(_with_system(row, (Message("user", text),)), _response(row, output))
+    return _answered(_instruction(row), response(row, output))
 
 
-def _pair(response: str, prompt: str = "prompt") -> Callable[[Row], Example | None]:
-    def read(row: Row) -> Example | None:
-        return _answered(_prompt(row, prompt), _response(row, response))
+def _pair(answer: str, asked: str = "prompt") -> Callable[[Row], Example]:
+    def read(row: Row) -> Example:
+        return _answered(prompt(row, asked), response(row, answer))
 
     return read
 
 
-def _prompt_only(row: Row) -> Example | None:
-    prompt = _prompt(row)
-    return Example(prompt) if prompt and prompt[-1].role == "user" else None
+def _prompt_only(row: Row) -> Example:
+    return _prompt_example(prompt(row))
 
 
-def _plain_text(row: Row) -> Example | None:
-    text = _text(row, "text")
-    return Example((), (Message("assistant", text),)) if text.strip() else None
+def _plain_text(row: Row) -> Example:
+    written = text(row, "text")
+    if not written.strip():
+        raise LeftOut(EMPTY_RESPONSE)
+    return Example((), (Message("assistant", written),))
 
 
-_MARGINS = {"margin", "score_chosen", "score_rejected"}
+_MARGINS = ("margin", "score_chosen", "score_rejected")
+_EVERYWHERE = {*_MARGINS, "label", "weight"}
+"""Columns that a row of any shape may have."""
 
 
 def _margin(row: Row) -> float | None:
     """The column `margin`, else score_chosen - score_rejected, else None."""
-    for name in _MARGINS.intersection(row.columns):
-        value = row.columns[name]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
-            raise DataError(f"{row.origin}: {name} must be a finite number, got {value!r}")
-    if "margin" in row.columns:
-        return float(row.columns["margin"])
-    if "score_chosen" in row.columns and "score_rejected" in row.columns:
-        return float(row.columns["score_chosen"] - row.columns["score_rejected"])
+    if "rejected" not in row.columns:
+        return None
+    numbers = {name: _number(row, name) for name in _MARGINS if name in row.columns}
+    if "margin" in numbers:
+        return numbers["margin"]
+    if "score_chosen" in numbers and "score_rejected" in numbers:
+        return numbers["score_chosen"] - numbers["score_rejected"]
     return None
 
 
+def _number(row: Row, name: str) -> float:
+    value = row.columns[name]
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"{row.origin}: {name} must be a finite number, got {value!r}")
+    return number
+
+
+def _weight(row: Row) -> float:
+    weight = _number(row, "weight")
+    if weight not in (0, 1):
+        raise DataError(
+            f"{row.origin}: weight is {weight:g}, and a row is trained (1) or not (0); rename the"
+            " column if it means something else"
+        )
+    return weight
+
+
+def _is_labelled_bad(row: Row) -> bool:
+    """Whether the column `label` (KTO; `kto_tag` in LLaMA-Factory) says that the response is bad.
+
+    A label that is neither true nor false, such as the name of a class, is not read.
+    """
+    name = "kto_tag" if "kto_tag" in row.columns else "label"
+    said = str(dict.get(row.columns, name)).strip().lower()
+    if said in ("true", "false"):
+        return str(row.columns[name]).strip().lower() == "false"
+    if said in ("0", "1"):
+        raise DataError(
+            f"{row.origin}: {name} is {said}; beside a response it must be true (good) or false"
+            " (bad), or have another name if it means something else"
+        )
+    return False
+
+
+_ALPACA = ("input", "context", "history", "system")
+_BESIDE = ("prompt", "conversations", "messages", "instruction", *_ALPACA)
+
 SHAPES = (
-    Shape(("chosen", "rejected"), _preference, ("prompt", "system")),
-    Shape(("messages",), _messages, ("system",)),
-    Shape(("conversations",), _conversations, ("system",)),
-    Shape(("instruction", "output"), _alpaca, ("input", "context", "system")),
-    Shape(("instruction", "response"), _alpaca, ("input", "context", "system")),
+    Shape(("chosen", "rejected"), _preference, _BESIDE),
+    Shape(("messages",), _messages, ("system", "kto_tag")),
+    Shape(("conversations",), _conversations, ("system", "kto_tag")),
+    Shape(("instruction", "output"), _alpaca, (*_ALPACA, "kto_tag")),
+    Shape(("instruction", "response"), _alpaca, (*_ALPACA, "kto_tag")),
     Shape(("prompt", "chosen"), _pair("chosen"), ("system",)),
     Shape(("prompt", "response"), _pair("response"), ("system",)),
     Shape(("prompt", "completion"), _pair("completion"), ("system",)),

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.csv_rows import CSV_SUFFIXES, read_csv
+from pipeline.data.splits import choose_splits, split_of_file, without_unknown_words
 from pipeline.errors import DataError
 
-SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
+_SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 _HUB_ALIASES = {
@@ -25,7 +28,6 @@ _HUB_ALIASES = {
     "Cohere/miracl-ja": "Cohere/miracl-ja-queries-22-12",
     "Hello-SimpleAI/HC3-Chinese": "Hello-SimpleAI/HC3-Chinese/all",
 }
-_TEST_WORDS = ("test", "eval", "validation", "valid", "dev")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Source:
     """The rows of one data path."""
 
     name: str
-    """The data path without its weight."""
+    """The data path without its split and its weight."""
 
     weight: float | None
     """Its share of the mixture, relative to the other paths; None where none was given."""
@@ -53,63 +55,128 @@ class Source:
     eval: list[Row]
     """The rows of its test split; empty where it has none."""
 
+    splits: str = ""
+    """Which of several splits were read: `train_sft, for evaluation test_sft`."""
 
-def read_source(spec: str) -> Source:
-    """The rows behind one data path, `NAME` or `NAME:WEIGHT`.
 
-    NAME is a .json, .jsonl, .jsonl.gz or .parquet file, a directory of such files, `local/jsonfile`
-    (data/train.json and data/eval.json), or a Hub data set `owner/name` or `owner/name/config`.
+class Reader:
+    """Reads data paths; every file and data set once, however many steps ask for it."""
 
-    Raises:
-        DataError: nothing is there, or it can't be read.
-    """
-    name, weight = split_weight(spec)
-    path = Path(name).expanduser()
-    if name == "local/jsonfile" and not path.exists():
-        train, test = _read_file(Path("data/train.json")), _read_file(Path("data/eval.json"))
-    elif path.is_dir():
-        train, test = _read_directory(path)
-    elif path.exists():
-        train, test = _read_file(path), []
-    elif name.endswith(SUFFIXES) or not _HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise DataError(f"data path {name}: there is no such file or directory")
-    else:
-        train, test = _read_hub(name)
-    if not train:
-        raise DataError(f"data path {name} holds no rows")
-    return Source(name, weight, train, test)
+    def __init__(self) -> None:
+        self._files: dict[Path, list[Row]] = {}
+        self._sets: dict[str, Mapping[str, Iterable[Any]]] = {}
+        self._splits: dict[tuple[str, str], list[Row]] = {}
+
+    def read(self, spec: str, *, step: int | None = None) -> Source:
+        """The rows behind one data path, `NAME`, `NAME@SPLIT` or `NAME:WEIGHT`, for `step`.
+
+        NAME is a file (`SUFFIXES`), a directory of such files, `local/jsonfile` (data/train.json
+        and data/eval.json), or a Hub data set `owner/name` or `owner/name/config`.
+
+        Raises:
+            DataError: nothing is there, it can't be read, or which split to read is not clear.
+        """
+        bare, weight = split_weight(spec)
+        name, asked = split_name(bare)
+        path = Path(name).expanduser()
+        splits = ""
+        if name == "local/jsonfile" and not path.exists():
+            train = self._read_file(Path("data/train.json"))
+            test = self._read_file(Path("data/eval.json"))
+        elif path.is_dir():
+            train, test, splits = self._read_directory(path, step=step, asked=asked)
+        elif path.exists():
+            if asked is not None:
+                raise DataError(f"data path {bare}: a file has no splits; leave @{asked} away")
+            train, test = self._read_file(path), []
+        elif name.endswith(SUFFIXES) or not _HUB_NAME.fullmatch(name) or name.startswith("."):
+            raise DataError(f"data path {name}: there is no such file or directory")
+        else:
+            train, test, splits = self._read_hub(name, step=step, asked=asked)
+        if not train:
+            raise DataError(f"data path {bare} holds no rows")
+        return Source(name, weight, train, test, splits)
+
+    def _read_directory(
+        self, directory: Path, *, step: int | None, asked: str | None
+    ) -> tuple[list[Row], list[Row], str]:
+        files = sorted(
+            file
+            for file in directory.rglob("*")
+            if file.name.endswith(SUFFIXES)
+            and not any(part.startswith(".") for part in file.relative_to(directory).parts)
+        )
+        if not files:
+            raise DataError(f"data path {directory} holds no {', '.join(SUFFIXES)} file")
+        splits: dict[str, list[Path]] = {}
+        for file in files:
+            split = split_of_file(file.relative_to(directory).parts)
+            name = split if asked is not None else without_unknown_words(split)
+            splits.setdefault(name, []).append(file)
+        if asked is None and not any(name.startswith("train") for name in splits):
+            return self._rows_of_files(files), [], ""  # test files alone: they are asked for
+        train, test = choose_splits(str(directory), splits, step=step, asked=asked)
+        return (
+            self._rows_of_files(splits[train]),
+            [row for split in test for row in self._rows_of_files(splits[split])],
+            _described(train, test, splits),
+        )
+
+    def _rows_of_files(self, files: Iterable[Path]) -> list[Row]:
+        return [row for file in files for row in self._read_file(file)]
+
+    def _read_file(self, path: Path) -> list[Row]:
+        key = path.absolute()
+        if key not in self._files:
+            self._files[key] = _read_file(path)
+        return self._files[key]
+
+    def _read_hub(
+        self, name: str, *, step: int | None, asked: str | None
+    ) -> tuple[list[Row], list[Row], str]:
+        if name not in self._sets:
+            self._sets[name] = _load_hub_set(name)
+        splits = self._sets[name]
+        train, test = choose_splits(name, splits, step=step, asked=asked)
+        for split in (train, *test):
+            if (name, split) not in self._splits:
+                self._splits[name, split] = [
+                    Row(row, f"{name} {split} row {number}")
+                    for number, row in enumerate(splits[split], start=1)
+                ]
+        held_out = [row for split in test for row in self._splits[name, split]]
+        return self._splits[name, train], held_out, _described(train, test, splits)
+
+
+def _described(train: str, test: list[str], splits: Mapping[str, Any]) -> str:
+    """Which splits are read, where there were others to choose from."""
+    if {train, *test} == set(splits):
+        return ""
+    return f"{train}, for evaluation {', '.join(test)}" if test else train
+
+
+def read_source(spec: str, *, step: int | None = None) -> Source:
+    """What `Reader.read` gives for one data path."""
+    return Reader().read(spec, step=step)
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """`("owner/name", "train_sft")` for "owner/name@train_sft"; None where no split is named."""
+    match = _SPLIT.fullmatch(name)
+    if match is None or Path(name).expanduser().exists():
+        return name, None
+    return match["name"], match["split"]
 
 
 def split_weight(spec: str) -> tuple[str, float | None]:
     """`("rows.jsonl", 0.5)` for "rows.jsonl:0.5"; only a number at the end is a weight."""
     match = _WEIGHT.fullmatch(spec)
-    if match is None or Path(spec).exists():
+    if match is None or Path(spec).expanduser().exists():
         return spec, None
     weight = float(match["weight"])
     if weight <= 0:
         raise DataError(f"data path {spec}: a weight must be above 0")
     return match["name"], weight
-
-
-def _is_test(name: str) -> bool:
-    """Whether a file or split called `name` holds test rows: test, eval-00000-of-00002, dev_2."""
-    return re.split(r"[-_.]", name.lower())[0] in _TEST_WORDS
-
-
-def _read_directory(directory: Path) -> tuple[list[Row], list[Row]]:
-    files = sorted(
-        file
-        for file in directory.rglob("*")
-        if file.name.endswith(SUFFIXES)
-        and not any(part.startswith(".") for part in file.relative_to(directory).parts)
-    )
-    if not files:
-        raise DataError(f"data path {directory} holds no {', '.join(SUFFIXES)} file")
-    test_files = [file for file in files if any(map(_is_test, file.relative_to(directory).parts))]
-    if len(test_files) == len(files):  # a directory of nothing but test files is asked for as rows
-        test_files = []
-    train = [row for file in files if file not in test_files for row in _read_file(file)]
-    return train, [row for file in test_files for row in _read_file(file)]
 
 
 def _read_file(path: Path) -> list[Row]:
@@ -118,6 +185,8 @@ def _read_file(path: Path) -> list[Row]:
         raise DataError(f"data path {path}: there is no such file")
     if path.name.endswith(".parquet"):
         rows = _read_parquet(path)
+    elif path.name.endswith(CSV_SUFFIXES):
+        rows = [Row(columns, origin) for origin, columns in read_csv(path, _text(path))]
     elif path.name.endswith(SUFFIXES):
         rows = list(_read_json(path))
     else:
@@ -141,15 +210,22 @@ def _read_parquet(path: Path) -> list[Row]:
     return [Row(row, f"{path} row {number}") for number, row in enumerate(columns, start=1)]
 
 
-def _read_json(path: Path) -> Iterator[Row]:
-    """Rows of a JSON list or of JSON lines, whichever the file holds."""
+def _text(path: Path) -> str:
+    """The text of a file, unpacked where it is packed."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} can't be read: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {_one_line(error)}") from error
+        raise DataError(
+            f"{path} is not UTF-8 text: {_one_line(error)}; save it as UTF-8"
+        ) from error
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """Rows of a JSON list or of JSON lines, whichever the file holds."""
+    text = _text(path)
     if text.lstrip()[:1] == "[":
         items: Iterable[tuple[str, Any]] = _json_list(path, text)
     else:
@@ -185,7 +261,8 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             ) from error
 
 
-def _read_hub(name: str) -> tuple[list[Row], list[Row]]:
+def _load_hub_set(name: str) -> Mapping[str, Iterable[Any]]:
+    """The splits of a Hub data set, by name."""
     import datasets
 
     owner_name = _HUB_ALIASES.get(name, name).split("/")
@@ -200,30 +277,7 @@ def _read_hub(name: str) -> tuple[list[Row], list[Row]]:
         ) from error
     if not isinstance(splits, datasets.DatasetDict):
         raise DataError(f"data path {name} has no named splits")
-    return hub_rows(name, {str(split): rows for split, rows in splits.items()})
-
-
-def hub_rows(name: str, splits: Mapping[str, Iterable[Any]]) -> tuple[list[Row], list[Row]]:
-    """Train and test rows: the splits of those names, else the ones that begin so (train_sft)."""
-    train = [split for split in splits if split == "train"]
-    train = train or [split for split in splits if split.startswith("train")]
-    train = train or list(splits)[: len(splits) == 1]
-    if not train:
-        raise DataError(
-            f"data path {name} has no train split, it has {', '.join(splits)};"
-            " save the rows you want as a local .parquet or .jsonl file and give that"
-        )
-    test = [split for word in _TEST_WORDS for split in splits if split == word][:1]
-    test = test or [split for split in splits if _is_test(split) and split not in train]
-
-    def rows(chosen: list[str]) -> list[Row]:
-        return [
-            Row(row, f"{name} {split} row {number}")
-            for split in chosen
-            for number, row in enumerate(splits[split], start=1)
-        ]
-
-    return rows(train), rows(test)
+    return {str(split): rows for split, rows in splits.items()}
 
 
 def _one_line(error: Exception) -> str:

@@ -1,20 +1,20 @@
 """Which rows a step trains on and is evaluated on.
 
-Rows for evaluation are taken out first and are the same for every step. The others are cut into
-three disjoint parts, one for each step. Everything follows from the paths and the seed.
+Rows for evaluation are taken out first; the others are cut into three parts, one for each step.
+Both are decided prompt by prompt (`parts`). What earlier steps trained on or held out, in whichever
+way their rows were chosen, is kept apart as well (`prompt_record`).
 """
 
 import logging
-import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from pipeline.config import EMBEDDED, DataConfig
-from pipeline.data.examples import Example, Message
-from pipeline.data.named import named_set
-from pipeline.data.shapes import check_fields, read_row
-from pipeline.data.sources import Row, Source, read_source
+from pipeline.data.examples import Example
+from pipeline.data.parts import assign_steps, held_out_prompts
+from pipeline.data.prompt_hash import draw, prompt_hash
+from pipeline.data.prompt_record import PromptRecord, as_hashes, contained
+from pipeline.data.reading import ReadPath, RowReader
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -35,60 +35,95 @@ class StageData:
     eval: list[Example]
 
     notes: list[str]
-    """What a user may want to know: rows left out, and why."""
+    """What a user may want to know: columns and rows that are not used, and why."""
+
+    prompts: PromptRecord = field(default_factory=PromptRecord, compare=False)
+    """What this step and the earlier ones train on and hold out."""
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The examples of one data path."""
+class _Row:
+    """An example with the hash of its prompt."""
 
-    name: str
-    weight: float | None
-    train: list[Example]
-    eval: list[Example]
+    prompt: int
+    example: Example
 
 
-OF_ROWS = ("split", "fields", "eval_fraction")
+OF_ROWS = ("split", "fields", "eval_fraction", "seed")
 """Settings of how a user's rows are read and shared out."""
 
-MAX_HELD_OUT = 2048
-"""Rows cut off for evaluation, at the most; more would tell little and be missed in training."""
+MANY_HELD_OUT = 2048
+"""Rows held out above which a note says that fewer would do."""
 
 
-def load_examples(config: DataConfig, *, step: int, seed: int) -> StageData:
+def load_examples(
+    config: DataConfig,
+    *,
+    step: int,
+    seed: int,
+    earlier: PromptRecord | None = None,
+    reader: RowReader | None = None,
+) -> StageData:
     """The examples `step` (1, 2 or 3) trains on and is evaluated on; the log gets the notes.
+
+    Args:
+        config: the paths, and how their rows are read and shared out.
+        step: which step reads them.
+        seed: of the run. The embedded task draws its rows with it; a user's own rows depend on
+            `config.seed` alone.
+        earlier: the prompts of the steps before, which stay apart: those they trained on are not
+            held out here, and those they held out are not trained on.
+        reader: reads each path once, where several steps are loaded one after the other.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
-    read = _embedded if EMBEDDED in config.path else _read_and_share
-    data = read(config, step=step, seed=seed)
+    earlier = earlier or PromptRecord()
+    if EMBEDDED in config.path:
+        data = _embedded(config, earlier, step=step, seed=seed)
+    else:
+        data = _read_and_share(config, earlier, reader or RowReader(), step=step)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
     return data
 
 
-def _read_and_share(config: DataConfig, *, step: int, seed: int) -> StageData:
+def _read_and_share(
+    config: DataConfig, earlier: PromptRecord, reader: RowReader, *, step: int
+) -> StageData:
     notes: list[str] = []
-    parts = _read(config.path, config, step, notes)
-    train = _mix(parts, seed, notes)
+    paths = reader.read(config.path, config.fields, step=step, notes=notes)
+    rows = _mix(paths, config, notes)
     if config.eval_path:
-        eval_parts = _read(config.eval_path, config, step, notes)
-        held_out = [example for part in eval_parts for example in part.eval or part.train]
+        given = reader.read(config.eval_path, config.fields, step=step, notes=notes)
+        held_out = _hashed(row for path in given for row in path.eval or path.train)
     else:
-        held_out = [example for part in parts for example in part.eval]
-        uncut = {example.origin for part in parts if not part.eval for example in part.train}
-        uncut_rows = [example for example in train if example.origin in uncut]
-        held_out += _cut_eval(uncut_rows, config, seed)
-    train = _without_prompts_of(held_out, train, notes, cut_here=not config.eval_path)
-    return StageData(
-        _share(train, config, step, seed, notes),
-        _eval_rows(held_out, config, step, seed),
+        uncut = [path.name for path in paths if not path.eval]
+        held_out = _hashed(row for path in paths for row in path.eval)
+        held_out += _cut_eval([row for name in uncut for row in rows[name]], config, notes)
+    cut_here = {id(row.example) for row in held_out}
+    train = _without_held_out(
+        [row for rows_of_path in rows.values() for row in rows_of_path],
+        {row.prompt for row in held_out},
+        cut_here,
         notes,
+    )
+    held_out, train = _apart(held_out, train, earlier, notes)
+    mine = _share(train, config, step, notes)
+    evaluated = _eval_rows(held_out, config, step, notes)
+    _tell_repeated([row.prompt for row in mine], earlier, notes)
+    return StageData(
+        [row.example for row in mine],
+        [row.example for row in evaluated],
+        notes,
+        earlier
+        | PromptRecord(
+            as_hashes(row.prompt for row in mine), as_hashes(row.prompt for row in held_out)
+        ),
     )
 
 
-def _embedded(config: DataConfig, *, step: int, seed: int) -> StageData:
+def _embedded(config: DataConfig, earlier: PromptRecord, *, step: int, seed: int) -> StageData:
     if config.path != (EMBEDDED,) or config.eval_path:
         raise DataError(
             f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
@@ -103,109 +138,82 @@ def _embedded(config: DataConfig, *, step: int, seed: int) -> StageData:
         f"data.{name} is not used: the built-in task has rows of its own for every step"
         for name in unused
     ]
-    return StageData(train, held_out[: config.max_eval_rows], notes)
+    own = PromptRecord(
+        as_hashes({example.prompt: prompt_hash(example) for example in train}.values()),
+        as_hashes(prompt_hash(example) for example in held_out),
+    )
+    return StageData(train, held_out[: config.max_eval_rows], notes, earlier | own)
 
 
-def _read(paths: Sequence[str], config: DataConfig, step: int, notes: list[str]) -> list[_Part]:
-    sources = [read_source(path) for path in paths]
-    if config.fields:
-        rows = (row for source in sources for row in (*source.train, *source.eval))
-        check_fields(config.fields, {name for row in rows for name in row.columns})
-    return [_convert(source, config, step, notes) for source in sources]
+def _hashed(examples: Iterable[Example]) -> list[_Row]:
+    return [_Row(prompt_hash(example), example) for example in examples]
 
 
-def _convert(source: Source, config: DataConfig, step: int, notes: list[str]) -> _Part:
-    known = None if config.fields else named_set(source.name)
-    if known is not None and step == 2 and not known.has_rejected:
-        raise DataError(
-            f"data path {source.name} has no rejected responses, which step 2 needs;"
-            " use it in steps 1 and 3"
-        )
+def _mix(paths: Sequence[ReadPath], config: DataConfig, notes: list[str]) -> dict[str, list[_Row]]:
+    """The training rows of all paths, by path; with weights, each path's share is its weight's.
 
-    def examples(rows: list[Row]) -> list[Example]:
-        read = [known.read(row) if known else read_row(row, config.fields) for row in rows]
-        return [example for example in read if example is not None]
-
-    train, held_out = examples(source.train), examples(source.eval)
-    dropped = len(source.train) + len(source.eval) - len(train) - len(held_out)
-    if dropped:
-        notes.append(
-            f"{source.name}: left out {_rows(dropped)} in which no assistant answers a user"
-        )
-    if not train:
-        raise DataError(
-            f"data path {source.name}: none of its {_rows(len(source.train))} is usable:"
-            " in none an assistant answers a user"
-        )
-    return _Part(source.name, source.weight, train, held_out)
-
-
-def _mix(parts: Sequence[_Part], seed: int, notes: list[str]) -> list[Example]:
-    """The training rows of all parts; with weights, each part's share of them is its weight's.
-
-    No row is repeated: the part that is shortest for its weight is used whole, and of the others
-    a random choice. A part without a weight among others with one weighs 1.
+    No row is repeated: the path that is shortest for its weight is used whole, and of the others
+    the prompts with the smallest draws. A path without a weight among others with one weighs 1.
     """
-    if all(part.weight is None for part in parts):
-        return [example for part in parts for example in part.train]
-    weights = [1.0 if part.weight is None else part.weight for part in parts]
-    unit = min(len(part.train) / weight for part, weight in zip(parts, weights, strict=True))
-    mixture = []
-    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        count = min(len(part.train), max(1, round(unit * weight)))
-        if count < len(part.train):
-            notes.append(f"{part.name}: {count} of {_rows(len(part.train))}, as its weight says")
-        chosen = random.Random(f"{seed} mix {number}").sample(range(len(part.train)), count)
-        mixture += [part.train[index] for index in sorted(chosen)]
-    return mixture
+    rows = {path.name: _hashed(path.train) for path in paths}
+    if all(path.weight is None for path in paths):
+        return rows
+    weights = {path.name: 1.0 if path.weight is None else path.weight for path in paths}
+    unit = min(len(rows[name]) / weight for name, weight in weights.items())
+    for name, weight in weights.items():
+        count = min(len(rows[name]), max(1, round(unit * weight)))
+        if count < len(rows[name]):
+            notes.append(f"{name}: {count} of {_rows(len(rows[name]))}, as its weight says")
+            rows[name] = _in_drawn_order(rows[name], config, "mixture")[:count]
+    return rows
 
 
-def _key(example: Example) -> tuple[Message, ...]:
-    """What makes two rows the same question: the prompt, or the text where there is none."""
-    return example.prompt or example.chosen
+def _in_drawn_order(rows: Iterable[_Row], config: DataConfig, purpose: str) -> list[_Row]:
+    """The rows in an order that does not depend on the one they come in."""
+    draws: dict[int, float] = {}
+    for row in rows:
+        if row.prompt not in draws:
+            draws[row.prompt] = draw(row.prompt, seed=config.seed, purpose=purpose)
+
+    def place(row: _Row) -> tuple[float, list[str]]:
+        example = row.example
+        turns = (*example.prompt, *example.chosen, *example.rejected)
+        return draws[row.prompt], [turn.content for turn in turns]
+
+    return sorted(rows, key=place)
 
 
-def _cut_eval(examples: Sequence[Example], config: DataConfig, seed: int) -> list[Example]:
-    """All rows of some prompts: `eval_fraction` of the rows, at most MAX_HELD_OUT.
+def _cut_eval(rows: Sequence[_Row], config: DataConfig, notes: list[str]) -> list[_Row]:
+    """The rows of the prompts that are held out, of paths without a test split.
 
     `max_eval_rows` plays no part: it may differ from step to step, and a row that one step
     evaluates must not be trained on by another.
     """
-    if not examples:
+    if not rows:
         return []
-    groups = _groups(examples, random.Random(f"{seed} eval"))
-    if len(groups) == 1:
+    prompts = {row.prompt for row in rows}
+    if len(prompts) == 1:
         raise DataError(
-            f"{examples[0].origin} and all rows with it share one prompt, so none can be held out"
-            " for evaluation; give more rows, or --eval-path"
+            f"{rows[0].example.origin} and all rows with it share one prompt, so none can be held"
+            " out for evaluation; give more rows, or --eval-path"
         )
-    wanted = min(max(1, round(config.eval_fraction * len(examples))), MAX_HELD_OUT)
-    held_out: list[Example] = []
-    for group in groups[:-1]:
-        if held_out and len(held_out) + len(group) > wanted:
-            break
-        held_out += group
+    chosen = held_out_prompts(prompts, fraction=config.eval_fraction, seed=config.seed)
+    held_out = [row for row in rows if row.prompt in chosen]
+    if len(held_out) > max(MANY_HELD_OUT, config.max_eval_rows):
+        notes.append(
+            f"holds out {_rows(len(held_out))} of {len(rows)}, of which at most"
+            f" {config.max_eval_rows} are evaluated; a data.eval_fraction below"
+            f" {config.eval_fraction:g}, the same for all steps, trains on more"
+        )
     return held_out
 
 
-def _groups(examples: Iterable[Example], rng: random.Random) -> list[list[Example]]:
-    """The examples of each prompt, prompts in random order."""
-    groups: dict[tuple[Message, ...], list[Example]] = {}
-    for example in examples:
-        groups.setdefault(_key(example), []).append(example)
-    shuffled = list(groups.values())
-    rng.shuffle(shuffled)
-    return shuffled
-
-
-def _without_prompts_of(
-    held_out: Sequence[Example], train: Sequence[Example], notes: list[str], *, cut_here: bool
-) -> list[Example]:
-    """`train` without the rows whose prompt is evaluated on."""
-    prompts = {_key(example) for example in held_out}
-    origins = {example.origin for example in held_out} if cut_here else set()
-    kept = [example for example in train if _key(example) not in prompts]
-    shared = sum(_key(example) in prompts and example.origin not in origins for example in train)
+def _without_held_out(
+    rows: Sequence[_Row], prompts: Collection[int], cut_here: Collection[int], notes: list[str]
+) -> list[_Row]:
+    """The training rows whose prompt is not evaluated on."""
+    kept = [row for row in rows if row.prompt not in prompts]
+    shared = sum(row.prompt in prompts and id(row.example) not in cut_here for row in rows)
     if shared:
         notes.append(f"left out {_rows(shared)} whose prompt is in the evaluation rows")
     if not kept:
@@ -213,6 +221,53 @@ def _without_prompts_of(
             "every training row's prompt is in the evaluation rows as well; give other --eval-path"
         )
     return kept
+
+
+def _apart(
+    held_out: Sequence[_Row], train: Sequence[_Row], earlier: PromptRecord, notes: list[str]
+) -> tuple[list[_Row], list[_Row]]:
+    """The held-out rows that no earlier step trained on, the training rows that none held out.
+
+    Raises:
+        DataError: nothing is left of one of them.
+    """
+    trained = contained([row.prompt for row in held_out], earlier.trained)
+    if any(trained):
+        notes.append(
+            f"left out {sum(trained)} of {_rows(len(held_out))} for evaluation whose prompt an"
+            " earlier step trained on"
+        )
+    if held_out and all(trained):
+        raise DataError(
+            f"an earlier step trained on the prompts of all {_rows(len(held_out))} for evaluation;"
+            " give --eval-path with other prompts, or the earlier steps' data.seed and"
+            " data.eval_fraction"
+        )
+    evaluated = contained([row.prompt for row in train], earlier.held_out)
+    if any(evaluated):
+        notes.append(
+            f"left out {_rows(sum(evaluated))} whose prompt an earlier step holds out for"
+            " evaluation"
+        )
+    if all(evaluated):
+        raise DataError(
+            f"an earlier step holds out the prompts of all {_rows(len(train))} for evaluation;"
+            " give other training rows, or begin from models that were evaluated on others"
+        )
+    return (
+        [row for row, drop in zip(held_out, trained, strict=True) if not drop],
+        [row for row, drop in zip(train, evaluated, strict=True) if not drop],
+    )
+
+
+def _tell_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[str]) -> None:
+    own = list(dict.fromkeys(prompts))
+    repeated = sum(contained(own, earlier.trained))
+    if repeated:
+        notes.append(
+            f"{repeated} of its {len(own)} prompts were trained on by an earlier step as well; with"
+            " the same paths, data.seed and split in all steps there are none"
+        )
 
 
 def _usable(example: Example, step: int) -> bool:
@@ -223,89 +278,65 @@ def _usable(example: Example, step: int) -> bool:
     return bool(example.prompt)
 
 
-def _steps(example: Example) -> tuple[int, ...]:
-    """The steps that can use a row."""
-    return tuple(step for step in (1, 2, 3) if _usable(example, step))
+def _share(rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str]) -> list[_Row]:
+    """The rows of `step`: of other prompts than the other steps', in proportion to `config.split`.
 
-
-def _share(
-    examples: Sequence[Example], config: DataConfig, step: int, seed: int, notes: list[str]
-) -> list[Example]:
-    """The rows of `step`: disjoint from the other steps', in proportion to `config.split`.
-
-    Rows that only some of the steps can use are shared by those steps alone. Rows of one prompt
-    stay together.
+    A prompt goes to one of the steps that can use a row of it, with all its rows.
     """
-    usable = [example for example in examples if _usable(example, step)]
+    usable = [row for row in rows if _usable(row.example, step)]
     if not usable:
-        first = examples[0]
+        first = rows[0].example
         raise DataError(
             f"no row has what step {step} needs, {_NEEDS[step]}; the first,"
             f" {first.origin}, has {_has(first)}: give other data or say with --fields which"
             " column is which"
         )
-    if len(usable) < len(examples):
+    if len(usable) < len(rows):
         notes.append(
-            f"{_rows(len(examples) - len(usable))} of {len(examples)} lack what step {step} needs,"
+            f"{_rows(len(rows) - len(usable))} of {len(rows)} lack what step {step} needs,"
             f" {_NEEDS[step]}, and are left to other steps"
         )
-    mine: list[Example] = []
-    for steps, same in groupby(sorted(usable, key=_steps), key=_steps):
-        groups = _groups(same, random.Random(f"{seed} split {steps}"))
-        proportions = [float(config.split[number - 1]) for number in steps]
-        mine += _cut(groups, proportions, steps.index(step))
+    steps: dict[int, set[int]] = {}
+    for row in rows:
+        of_row = {number for number in (1, 2, 3) if _usable(row.example, number)}
+        steps.setdefault(row.prompt, set()).update(of_row)
+    owners = assign_steps(steps, split=config.split, seed=config.seed)
+    mine = [row for row in usable if owners[row.prompt] == step]
+    said = ",".join(f"{part:g}" for part in config.split)
     if not mine:
         raise DataError(
-            f"--data-split {','.join(f'{part:g}' for part in config.split)} leaves step {step}"
-            f" without rows: {len(usable)} of {_rows(len(examples))} are usable in it;"
-            " give more rows or raise the step's share"
+            f"--data-split {said} leaves step {step} without rows: {len(usable)} of"
+            f" {_rows(len(rows))} are usable in it, of {len({row.prompt for row in usable})}"
+            " prompts; give more rows or raise the step's share"
         )
-    random.Random(f"{seed} order").shuffle(mine)
+    mine = _in_drawn_order(mine, config, "order")
     mine = _unique_prompts(mine, notes) if step == 3 else mine
-    notes.append(
-        f"step {step} trains on {len(mine)} of {_rows(len(examples))} (data_split"
-        f" {','.join(f'{part:g}' for part in config.split)})"
-    )
+    notes.append(f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {said})")
     return mine
 
 
-def _cut(
-    groups: Sequence[Sequence[Example]], proportions: Sequence[float], part: int
-) -> list[Example]:
-    """The rows of the groups that begin inside the given part of all rows."""
-    rows = sum(map(len, groups))
-    total = sum(proportions) or 1.0
-    start = round(rows * sum(proportions[:part]) / total)
-    end = round(rows * sum(proportions[: part + 1]) / total)
-    mine: list[Example] = []
-    position = 0
-    for group in groups:
-        if start <= position < end:
-            mine += group
-        position += len(group)
-    return mine
-
-
-def _unique_prompts(examples: Sequence[Example], notes: list[str]) -> list[Example]:
-    unique = list({example.prompt: example for example in reversed(examples)}.values())[::-1]
-    if len(unique) < len(examples):
-        notes.append(f"{_rows(len(examples) - len(unique))} repeat a prompt and are left out")
+def _unique_prompts(rows: Sequence[_Row], notes: list[str]) -> list[_Row]:
+    unique = list({row.example.prompt: row for row in reversed(rows)}.values())[::-1]
+    if len(unique) < len(rows):
+        notes.append(f"{_rows(len(rows) - len(unique))} repeat a prompt and are left out")
     return unique
 
 
 def _eval_rows(
-    held_out: Sequence[Example], config: DataConfig, step: int, seed: int
-) -> list[Example]:
-    usable = [example for example in held_out if _usable(example, step)]
+    held_out: Sequence[_Row], config: DataConfig, step: int, notes: list[str]
+) -> list[_Row]:
+    usable = [row for row in held_out if _usable(row.example, step)]
     if not usable:
         raise DataError(
             f"none of the {_rows(len(held_out))} for evaluation has what step {step} needs,"
             f" {_NEEDS[step]}; give --eval-path with such rows"
         )
+    usable = _in_drawn_order(usable, config, "evaluation order")
     if step == 3:
         usable = _unique_prompts(usable, [])
-    random.Random(f"{seed} eval order").shuffle(usable)
-    return usable[: config.max_eval_rows]
+    evaluated = usable[: config.max_eval_rows]
+    notes.append(f"step {step} is evaluated on {len(evaluated)} of {_rows(len(held_out))} held out")
+    return evaluated
 
 
 def _has(example: Example) -> str:

@@ -6,12 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig
+from pipeline.data.sources import SUFFIXES, split_name
 from pipeline.errors import DataError, ModelError
 from pipeline.installation import TRAIN
 from pipeline.plan.output import MARK, RESULT
 from pipeline.plan.request import Request, Stage
-
-DATA_SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 def check_inputs(
@@ -128,10 +127,10 @@ def _check_model(name: str, path: str) -> None:
 
 
 def _check_data(name: str, path: str) -> None:
-    bare = without_weight(path)
+    bare, _ = split_name(without_weight(path))
     if bare == EMBEDDED or Path(bare).expanduser().exists():
         return
-    if is_local(bare) or bare.endswith(DATA_SUFFIXES):
+    if is_local(bare) or bare.endswith(SUFFIXES):
         raise DataError(f"{name} {path}: no such file or directory")
 
 

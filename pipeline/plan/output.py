@@ -22,6 +22,7 @@ from pipeline.settings import plain, portable
 
 MARK = "config.yaml"
 RESULT = "result.json"
+METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 """Of the run in its directory, of the step in its own: says who is at work there."""
@@ -32,7 +33,7 @@ AUTOTUNE = "autotune"
 """Directory of the trials that looked for the fastest settings, and of what they found."""
 
 MADE = (
-    *(MARK, "metrics.jsonl", "result.json*", "samples.json"),
+    *(MARK, METRICS, "result.json*", "samples.json", "*_prompts.bin*"),
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "actor/*", "critic/*", "ema/*", "adapter/*"),
@@ -42,7 +43,7 @@ MADE = (
 
 SHARED = (
     *("seed", "data.path", "data.split", "data.format"),
-    *("data.eval_path", "data.eval_fraction", "data.fields"),
+    *("data.eval_path", "data.eval_fraction", "data.fields", "data.seed"),
 )
 """Settings that all steps of a run have in common."""
 
@@ -119,7 +120,8 @@ def record_step(out: Path, name: str, *, others: Collection[str] = ()) -> None:
     """
     directory = out / name
     files = [file for file in _files(directory) if file not in others]
-    if MARK in files and set(files) <= {MARK, LOCK}:
+    made = {file for file in files if file != METRICS or (directory / file).stat().st_size > 0}
+    if MARK in files and made <= {MARK, LOCK}:
         for file in files:
             (directory / file).unlink()
         _remove_empty_directories(directory)

@@ -66,12 +66,20 @@ class Request(Deployment, Autotuning):
     """Receives step1_sft, step2_reward, step3_ppo, summary.json and report.html."""
 
     data_path: tuple[str, ...] = ()
-    """Local .json, .jsonl, .jsonl.gz or .parquet files, directories, or Hub names, each with an
-    optional :weight. Without it, the embedded task for the embedded model, Dahoas/rm-static for
-    any other."""
+    """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names,
+    each with an optional @split and :weight. Without it, the embedded task for the embedded model,
+    Dahoas/rm-static for any other."""
+
+    eval_path: tuple[str, ...] = ()
+    """Rows for evaluation in all steps, as --data-path; prompts alone for step 3 are given with
+    --ppo.data.eval_path. Without it, a part of the data is held out, or its test split is taken."""
 
     data_split: tuple[float, float, float] | None = None
-    """Proportions of the rows for steps 1, 2 and 3; without it 2,4,4."""
+    """Proportions of the prompts for steps 1, 2 and 3; without it 2,4,4."""
+
+    data_seed: int | None = None
+    """Decides which prompts are held out and which step gets each other one; without it 0. --seed
+    changes neither."""
 
     fields: dict[str, str] = field(default_factory=dict)
     """Column names where they differ from the usual: prompt=question chosen=good."""

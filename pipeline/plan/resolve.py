@@ -145,6 +145,8 @@ def _options(stage: Stage, request: Request) -> Layer:
     """The settings that train.py's own options stand for."""
     data = {
         "path": list(request.data_path) or None,
+        "eval_path": list(request.eval_path) or None,
+        "seed": request.data_seed,
         "split": request.data_split and list(request.data_split),
         "fields": request.fields or None,
         "format": request.format,

@@ -440,3 +440,20 @@ def refused(encode: Callable[[ChatFormat], object]) -> str:
 def test_a_dialogue_that_ends_on_the_wrong_side_is_refused() -> None:
     assert refused(lambda f: f.encode_prompt((USER, REPLY))) == "a prompt must end in a user turn"
     assert "must end in an assistant turn" in refused(lambda f: f.encode((USER,), ()))
+
+
+def test_a_turn_of_weight_0_is_read_and_not_trained() -> None:
+    tokenizer = byte_level()
+    chat = resolve_format(tokenizer, "human_assistant")
+    prompt = (USER, Message("assistant", "Hello you!", trained=False), Message("user", "How?"))
+
+    encoded = chat.encode(prompt, (Message("assistant", "Fine."),))
+    whole = chat.encode(prompt, (Message("assistant", "Fine."),), train_on="all")
+
+    pairs = zip(encoded.input_ids, encoded.trained, strict=True)
+    assert tokenizer.decode([token for token, trained in pairs if trained]) == (
+        f" Fine.{tokenizer.eos_token}"
+    )
+    assert "Hello you!" in tokenizer.decode(encoded.input_ids)
+    left_out = [i for i, t in zip(whole.input_ids, whole.trained, strict=True) if not t]
+    assert "Hello you!" in tokenizer.decode(left_out)

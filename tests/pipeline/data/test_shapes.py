@@ -6,6 +6,7 @@ from pipeline.data.dialogues import parse_dialogue
 from pipeline.data.examples import Example, Message
 from pipeline.data.shapes import check_fields, read_row
 from pipeline.data.sources import Row
+from pipeline.data.turns import Reading
 from pipeline.errors import DataError
 
 QUESTION, GOOD, BAD = (
@@ -14,6 +15,7 @@ QUESTION, GOOD, BAD = (
     Message("assistant", "bad"),
 )
 SYSTEM = Message("system", "S")
+GOOD_PAIR = ("assistant", "good")
 
 
 def read(fields: dict[str, str] | None = None, /, **columns: Any) -> Example | None:
@@ -57,6 +59,26 @@ SAME_PREFERENCE = {
         "messages": turns(("user", "Q"), ("assistant", "good")),
         "chosen": turns(("user", "Q"), ("assistant", "good")),
         "rejected": turns(("user", "Q"), ("assistant", "bad")),
+    },
+    "LLaMA-Factory, Alpaca": {
+        "instruction": "Q",
+        "input": "",
+        "chosen": "good",
+        "rejected": "bad",
+    },
+    "LLaMA-Factory, ShareGPT": {
+        "conversations": [{"from": "human", "value": "Q"}],
+        "chosen": {"from": "gpt", "value": "good"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    },
+    "LLaMA-Factory, messages": {
+        "messages": turns(("user", "Q")),
+        "chosen": turns(("assistant", "good"))[0],
+        "rejected": turns(("assistant", "bad"))[0],
+    },
+    "turns as JSON text, as CSV files have them": {
+        "chosen": '[{"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}]',
+        "rejected": '[{"role": "user", "content": "Q"}, {"role": "assistant", "content": "bad"}]',
     },
 }
 
@@ -205,6 +227,116 @@ def test_rows_without_an_answered_user_turn_hold_nothing(columns: dict[str, Any]
     assert read(**columns) is None
 
 
+EMPTY = [("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "")]
+ANSWERED = [*EMPTY[:3], ("assistant", "D")]
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [(ANSWERED, EMPTY), (EMPTY, ANSWERED)])
+def test_an_empty_response_to_the_last_turn_makes_no_pair_of_the_turn_before(
+    chosen: list[tuple[str, str]], rejected: list[tuple[str, str]]
+) -> None:
+    def text(said: list[tuple[str, str]]) -> str:
+        names = {"user": "Human", "assistant": "Assistant"}
+        return "".join(f"\n\n{names[role]}: {content}" for role, content in said)
+
+    assert read(chosen=text(chosen), rejected=text(rejected)) is None
+    assert read(chosen=text(chosen[:3]), rejected=text(ANSWERED)) is None
+    assert read(chosen=turns(*chosen), rejected=turns(*rejected)) is None
+    assert read(prompt="Q", chosen="good", rejected=" ") is None
+    assert read(prompt="Q", response="\n") is None
+
+
+def test_what_follows_the_last_response_is_taken_off_both_dialogues() -> None:
+    thanks = ("user", "thanks")
+    example = read(
+        chosen=turns(*ANSWERED, thanks), rejected=turns(*EMPTY[:3], ("assistant", "E"), thanks)
+    )
+
+    assert example is not None
+    assert [message.content for message in example.prompt] == ["A", "B", "C"]
+    assert [message.content for message in (*example.chosen, *example.rejected)] == ["D", "E"]
+
+
+def test_an_empty_earlier_turn_is_read_and_not_learned() -> None:
+    example = read(messages=turns(("user", "1"), ("assistant", ""), ("user", "3"), GOOD_PAIR))
+
+    assert example is not None
+    assert [message.trained for message in example.prompt] == [True, False, True]
+
+
+def test_a_response_that_is_labelled_bad_is_no_demonstration_and_its_prompt_is_kept() -> None:
+    reading = Reading()
+    row = {"prompt": "Q", "completion": "bad"}
+
+    def label(**columns: Any) -> Example | None:
+        return read_row(Row({**row, **columns}, ""), {}, reading)
+
+    assert label(label=True) == label(label="true") == label() == Example((QUESTION,), (BAD,))
+    assert label(label=False) == label(label="False") == Example((QUESTION,))
+    assert label(label="essay") == Example((QUESTION,), (BAD,))  # the name of a class
+    tagged = read(conversations=SAME_DEMONSTRATION["ShareGPT"]["conversations"], kto_tag=False)
+    assert tagged == Example((QUESTION,), origin="rows.jsonl line 17")
+    assert reading.no_demonstrations == {"whose label says that the response is bad": 2}
+
+
+def test_weight_0_takes_a_row_out_and_keeps_a_turn_from_being_learned() -> None:
+    said = turns(("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
+    unlearned = read(
+        messages=[said[0], {**said[1], "weight": 0}, said[2], {**said[3], "weight": 1}]
+    )
+    nothing = read(messages=[said[0], {**said[1], "weight": 0}])
+
+    assert unlearned is not None
+    assert nothing is not None
+    assert [turn.trained for turn in (*unlearned.prompt, *unlearned.chosen)] == [
+        *(True, False, True),
+        True,
+    ]
+    assert nothing.chosen == ()
+    reading = Reading()
+    assert read_row(Row({"prompt": "Q", "response": "x", "weight": 0}, ""), {}, reading) is None
+    assert reading.left_out == {"of weight 0": 1}
+    assert read(prompt="Q", response="good", weight="1.0") is not None
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "tool", "content": "22 degrees"},
+        {"from": "observation", "value": "22 degrees"},
+        {"from": "function_call", "value": "{}"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    ],
+)
+def test_rows_with_tool_calls_are_left_out_and_counted(turn: dict[str, Any]) -> None:
+    reading = Reading()
+    said = [*turns(("user", "Q")), turn, *turns(GOOD_PAIR)]
+
+    assert read_row(Row({"messages": said}, ""), {}, reading) is None
+    assert reading.left_out == {"with tool calls, which no step trains on": 1}
+
+
+def test_history_comes_before_the_instruction() -> None:
+    example = read(instruction="3", input="4", output="5", history=[["1", "2"]], system="S")
+
+    assert example is not None
+    assert [(turn.role, turn.content) for turn in example.prompt] == [
+        *(("system", "S"), ("user", "1"), ("assistant", "2")),
+        ("user", "3\n\n4"),
+    ]
+
+
+def test_the_columns_that_were_used_are_known() -> None:
+    reading = Reading()
+    row = Row({"q": "Q", "response": "good", "label": "essay", "id": 7}, "")
+
+    read_row(row, {"prompt": "q"}, reading)
+
+    assert reading.used == {"q", "response"}
+    assert reading.columns == {"q", "response", "label", "id"}
+
+
 def test_the_margin_is_read_or_taken_from_the_scores() -> None:
     row = SAME_PREFERENCE["strings"]
     margins = [
@@ -212,9 +344,10 @@ def test_the_margin_is_read_or_taken_from_the_scores() -> None:
         read(**row, margin=2),
         read(**row, score_chosen=7.5, score_rejected=5),
         read({"margin": "gap"}, **row, gap=1.5),
+        read(**row, margin="0.5"),
     ]
 
-    assert [example.margin for example in margins if example] == [None, 2.0, 2.5, 1.5]
+    assert [example.margin for example in margins if example] == [None, 2.0, 2.5, 1.5, 0.5]
 
 
 def test_fields_say_which_column_is_which() -> None:
@@ -257,7 +390,14 @@ def test_a_row_without_a_known_shape_says_what_it_has_and_what_is_needed() -> No
         ({"prompt": "Q", "response": {"a": 1}}, "response must be text, got dict"),
         ({"messages": "Q"}, "messages must be a list of turns, got str"),
         ({"messages": ["Q"]}, 'a turn in messages must be {"role": ..., "content": ...}'),
-        ({"messages": turns(("tool", "x"))}, "messages has a turn of role 'tool'; roles are"),
+        ({"messages": turns(("judge", "x"))}, "messages has a turn of role 'judge'; roles are"),
+        ({"messages": [{**turns(("assistant", "x"))[0], "weight": 0.5}]}, "a turn of weight 0.5"),
+        (
+            {"prompt": "Q", "response": "x", "weight": 0.5},
+            "weight is 0.5, and a row is trained (1)",
+        ),
+        ({"prompt": "Q", "response": "x", "label": 0}, "label is 0; beside a response it must be"),
+        ({"instruction": "Q", "output": "x", "history": "no"}, "history must be a list of pairs"),
         ({"chosen": "good", "rejected": "bad"}, "without a prompt, chosen and rejected must be"),
         ({**SAME_PREFERENCE["strings"], "margin": "big"}, "margin must be a finite number"),
     ],

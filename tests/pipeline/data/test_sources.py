@@ -1,5 +1,6 @@
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from pipeline.data.sources import Source, hub_rows, read_source, split_weight
+from pipeline.data.sources import Reader, Source, read_source, split_name, split_weight
 from pipeline.errors import DataError
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "ç", "response": "d"}]
@@ -169,45 +170,182 @@ def test_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n')[:-9])
     (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    (tmp_path / "e.csv").write_text("prompt,response\n")
+    (tmp_path / "e.txt").write_text("prompt,response\n")
     (tmp_path / "f").mkdir()
 
     assert f"{tmp_path}/a.parquet is not a readable parquet file" in refused(tmp_path / "a.parquet")
     assert f"{tmp_path}/b.jsonl.gz can't be read" in refused(tmp_path / "b.jsonl.gz")
     assert f"{tmp_path}/c.jsonl.gz can't be read" in refused(tmp_path / "c.jsonl.gz")
     assert f"{tmp_path}/d.jsonl is not UTF-8 text" in refused(tmp_path / "d.jsonl")
-    assert ".csv can't be read; give one of .json" in refused(tmp_path / "e.csv")
+    assert ".txt can't be read; give one of .json" in refused(tmp_path / "e.txt")
     assert "holds no .json" in refused(tmp_path / "f")
 
 
+ULTRACHAT = ("train_sft", "test_sft", "train_gen", "test_gen")
+ULTRAFEEDBACK = (*ULTRACHAT, "train_prefs", "test_prefs")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Makes a data set with the splits of these names, cached as one of the Hub's, and names it."""
+    import datasets
+
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    def make(*splits: str) -> str:
+        card = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in splits)
+        for split in splits:
+            write(tmp_path / "made" / f"{split}.jsonl", [{"text": split}, {"text": f"{split} 2"}])
+        (tmp_path / "made" / "README.md").write_text(
+            f"---\nconfigs:\n- config_name: default\n  data_files:\n{card}---\n"
+        )
+        datasets.load_dataset(str(tmp_path / "made"), cache_dir=str(cache))
+        (cache / "made").rename(cache / "owner___made")
+        return "owner/made"
+
+    return make
+
+
+def read_texts(name: str, step: int | None) -> tuple[list[str], list[str]]:
+    source = Reader().read(name, step=step)
+    train, test = (
+        [row.columns["text"] for row in rows if not row.columns["text"].endswith(" 2")]
+        for rows in (source.train, source.eval)
+    )
+    assert (len(source.train), len(source.eval)) == (2 * len(train), 2 * len(test))
+    return train, test
+
+
 @pytest.mark.parametrize(
-    ("splits", "train", "test"),
+    ("splits", "step", "train", "test"),
     [
-        (["train", "test", "validation"], ["train"], ["test"]),
-        (["train", "validation"], ["train"], ["validation"]),
-        (["train", "dev"], ["train"], ["dev"]),
-        (["train", "extra"], ["train"], []),
-        (["data"], ["data"], []),
-        (["train_sft", "test_sft", "train_gen"], ["train_sft", "train_gen"], ["test_sft"]),
+        (("train", "test", "validation"), 1, "train", "test"),
+        (("train", "validation"), 2, "train", "validation"),
+        (("train", "dev"), None, "train", "dev"),
+        (("train", "extra"), 3, "train", ""),
+        (("data",), 1, "data", ""),
+        (("train_sft", "test_sft"), 3, "train_sft", "test_sft"),
+        (ULTRACHAT, 1, "train_sft", "test_sft"),
+        (ULTRACHAT, 3, "train_gen", "test_gen"),
+        (ULTRAFEEDBACK, 2, "train_prefs", "test_prefs"),
+        (("train", "train_sft", "test"), 1, "train", "test"),
+        (("train_sft", "train_gen", "test"), 1, "train_sft", "test"),
     ],
 )
-def test_hub_splits_become_training_and_evaluation_rows(
-    splits: list[str], train: list[str], test: list[str]
+def test_the_step_reads_one_split_of_a_hub_set_and_its_test_split(
+    hub: Callable[..., str], splits: tuple[str, ...], step: int | None, train: str, test: str
 ) -> None:
-    from datasets import Dataset, DatasetDict
-
-    loaded = DatasetDict({name: Dataset.from_list([{"text": name}]) for name in splits})
-
-    rows, held_out = hub_rows("owner/name", dict(loaded))
-
-    assert [row.columns["text"] for row in rows] == train
-    assert [row.columns["text"] for row in held_out] == test
-    assert rows[0].origin == f"owner/name {train[0]} row 1"
+    assert read_texts(hub(*splits), step) == ([train], [test] if test else [])
 
 
-def test_hub_splits_without_training_rows_are_named() -> None:
-    with pytest.raises(DataError, match="owner/name has no train split, it has a, b"):
-        hub_rows("owner/name", {"a": [], "b": []})
+def test_an_unclear_choice_of_splits_asks_for_a_name(hub: Callable[..., str]) -> None:
+    name = hub(*ULTRACHAT)
+
+    with pytest.raises(DataError) as raised:
+        read_source(name, step=2)
+    assert str(raised.value) == (
+        "data path owner/made has several training splits and not one named for step 2: train_gen,"
+        " train_sft; name the one to read, such as owner/made@train_gen"
+    )
+    assert "several training splits: train_gen, train_sft" in refused(name)
+    assert "there is no split train; there are test_gen, test_sft" in refused(f"{name}@train")
+    assert read_texts(f"{name}@train_gen", 2) == (["train_gen"], ["test_gen"])
+    assert read_texts(f"{name}@test_sft:2", 2) == (["test_sft"], [])
+
+
+def test_hub_splits_without_training_rows_are_named(hub: Callable[..., str]) -> None:
+    message = refused(hub("a", "b"))
+
+    assert message == (
+        "data path owner/made has no train split, it has a, b; name the one to read, such as"
+        " owner/made@a"
+    )
+
+
+def test_a_directory_of_split_files_is_read_as_the_hub_set(tmp_path: Path) -> None:
+    for split in ULTRAFEEDBACK:
+        row = [{"text": split}]
+        write(tmp_path / "set" / "data" / f"{split}-00000-of-00001.parquet", row)
+    for name in ("train_a", "train_b", "test"):
+        write(tmp_path / "plain" / f"{name}.jsonl", [{"text": name}])
+
+    prefs = read_source(str(tmp_path / "set"), step=2)
+    named = read_source(f"{tmp_path / 'plain'}@train_b")
+
+    assert [row.columns["text"] for row in (*prefs.train, *prefs.eval)] == [
+        *("train_prefs", "test_prefs")
+    ]
+    assert prefs.splits == "train_prefs, for evaluation test_prefs"
+    assert "several training splits" in refused(tmp_path / "set")
+    plain = read_source(str(tmp_path / "plain"))
+    assert [row.columns["text"] for row in plain.train] == ["train_a", "train_b"]
+    assert [row.columns["text"] for row in (*named.train, *named.eval)] == ["train_b", "test"]
+
+
+def test_a_split_is_named_after_an_at_sign(tmp_path: Path) -> None:
+    path = write(tmp_path / "me@home.jsonl")
+
+    assert split_name("owner/name@train_sft") == ("owner/name", "train_sft")
+    assert split_name("owner/name") == ("owner/name", None)
+    assert split_name(str(path)) == (str(path), None)
+    assert refused(f"{path}@train") == (
+        f"data path {path}@train: a file has no splits; leave @train away"
+    )
+
+
+def test_a_reader_reads_each_file_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    reader = Reader()
+
+    first = reader.read(str(path), step=1)
+    path.write_text("no longer rows")
+
+    assert reader.read(str(path), step=2).train is first.train
+
+
+CSV = """prompt,response,margin
+"Say ""hi"", please","one
+two",1.5
+Q,,
+"""
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.csv.gz", "semicolons.csv"])
+def test_csv_cells_are_columns_and_empty_ones_are_missing(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    separator = "\t" if name.endswith("tsv") else ";" if name.startswith("semi") else ","
+    text = CSV.replace(",", separator).replace(f"{separator} please", ", please")
+    data = text.encode("utf-8-sig")
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+
+    source = read_source(str(path))
+
+    assert columns(source) == [
+        {"prompt": 'Say "hi", please', "response": "one\ntwo", "margin": "1.5"},
+        {"prompt": "Q", "response": None, "margin": None},
+    ]
+    assert [row.origin for row in source.train] == [f"{path} line 2", f"{path} line 4"]
+
+
+def test_a_broken_csv_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    broken = {
+        "a,b\n1,2\n1,2,3\n": f"{path} line 3 has 3 cells, and the first line names 2 columns",
+        "a,b\n1\n": f"{path} line 2 has 1 cells, and the first line names 2 columns",
+        'a,b\n1,2\n1,"2\n': f"{path} line 3 is not valid CSV (unexpected end of data)",
+        "a,a\n1,2\n": f"{path} line 1 names the columns: each needs a name of its own, and 'a'",
+        "a,b\n": f"{path} holds no rows",
+        "": f"{path} holds no rows",
+    }
+
+    for text, sentence in broken.items():
+        path.write_text(text)
+        assert refused(path).startswith(sentence)
+    path.write_bytes("prompt\ncaf\u00e9\n".encode("latin-1"))
+    assert "is not UTF-8 text" in refused(path)
+    assert refused(path).endswith("; save it as UTF-8")
 
 
 def test_a_hub_name_that_can_not_be_reached_is_one_sentence(

@@ -1,5 +1,6 @@
 import itertools
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 
 from pipeline.config import DataConfig
 from pipeline.data.examples import Example
+from pipeline.data.fingerprint import fingerprint
+from pipeline.data.reading import RowReader
 from pipeline.data.stages import StageData, load_examples
 from pipeline.errors import DataError
 from tests.pipeline.data.tokenizers import SHARED_DATA
@@ -27,8 +30,11 @@ def demonstrations(count: int, name: str = "d") -> list[dict[str, Any]]:
     return [{"prompt": f"{name}{n}", "response": "good"} for n in range(count)]
 
 
-def load(*paths: str, step: int = 1, seed: int = 0, **settings: Any) -> StageData:
-    return load_examples(DataConfig(path=paths, **settings), step=step, seed=seed)
+def load(
+    *paths: str, step: int = 1, seed: int = 0, data_seed: int = 0, **settings: Any
+) -> StageData:
+    config = DataConfig(path=paths, seed=data_seed, **settings)
+    return load_examples(config, step=step, seed=seed)
 
 
 def refused(*paths: str, step: int = 1, **settings: Any) -> str:
@@ -41,6 +47,10 @@ def prompts(examples: list[Example]) -> list[str]:
     return [example.prompt[-1].content for example in examples]
 
 
+def example_text(example: Example) -> str:
+    return (example.prompt or example.chosen)[-1].content
+
+
 def test_the_steps_and_the_evaluation_share_no_row_and_lose_none(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", pairs(200))
 
@@ -48,32 +58,104 @@ def test_the_steps_and_the_evaluation_share_no_row_and_lose_none(tmp_path: Path)
 
     parts = [prompts(data.train) for data in steps]
     held_out = prompts(steps[0].eval)
-    assert [len(part) for part in parts] == [36, 72, 72]
-    assert len(held_out) == 20
     everything = [prompt for part in (*parts, held_out) for prompt in part]
     assert sorted(everything) == sorted(row["prompt"] for row in pairs(200))
     assert all(prompts(data.eval) == held_out for data in steps)
 
 
-def test_rows_follow_from_the_seed(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(50))
+def test_rows_follow_from_the_datas_seed_alone(tmp_path: Path) -> None:
+    rows = pairs(100)
+    path = write(tmp_path / "rows.jsonl", rows)
+    random.Random(1).shuffle(rows)
+    shuffled = write(tmp_path / "shuffled.jsonl", rows)
 
-    first, again, other = load(path), load(path), load(path, seed=1)
+    first, again, other = load(path), load(shuffled, seed=1), load(path, data_seed=1)
 
-    assert first == again
+    assert fingerprint(first.train) == fingerprint(again.train)
+    assert prompts(first.eval) == prompts(again.eval)
+    assert fingerprint(first.train) != fingerprint(other.train)
     assert set(prompts(first.train)) != set(prompts(other.train))
     assert set(prompts(first.eval)) != set(prompts(other.eval))
 
 
-def test_the_split_is_in_proportion(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", pairs(100))
+def test_neither_more_rows_nor_more_paths_move_a_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(300))
+    grown = write(tmp_path / "grown.jsonl", [*pairs(300), *pairs(2000, "new")])
+    more = write(tmp_path / "more.jsonl", demonstrations(100))
 
-    counts = [
-        len(load(path, step=step, split=(1.0, 1.0, 8.0), eval_fraction=0.2).train)
+    for step in (1, 2, 3):
+        old = load(path, step=step, max_eval_rows=9999)
+        for paths in ((grown,), (path, more), (more, path)):
+            new = load(*paths, step=step, max_eval_rows=9999)
+            assert [p for p in prompts(new.train) if p[0] == "q"] == prompts(old.train)
+            assert sorted(p for p in prompts(new.eval) if p[0] == "q") == sorted(prompts(old.eval))
+
+
+def test_the_parts_are_in_proportion_to_the_split(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(4000))
+
+    data = [
+        load(path, step=step, split=(1.0, 1.0, 8.0), eval_fraction=0.2, max_eval_rows=9999)
         for step in (1, 2, 3)
     ]
 
-    assert counts == [8, 8, 64]
+    # 3,200 rows are not held out: 320, 320 and 2,560; the standard deviations are 17, 17 and 30.
+    assert len(data[0].eval) == pytest.approx(800, abs=100)
+    assert [len(part.train) for part in data] == [
+        pytest.approx(320, abs=70),
+        pytest.approx(320, abs=70),
+        pytest.approx(2560, abs=200),
+    ]
+
+
+def test_a_conversations_branches_stay_together(tmp_path: Path) -> None:
+    branches = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Topic {n} " if branch else f"topic  {n}"},
+                {"role": "assistant", "content": "Yes?"},
+                {"role": "user", "content": f"branch {branch}"},
+                {"role": "assistant", "content": "Done."},
+            ]
+        }
+        for n in range(60)
+        for branch in range(3)
+    ]
+    path = write(tmp_path / "rows.jsonl", branches)
+
+    def topics(examples: list[Example]) -> set[str]:
+        return {example.prompt[0].content.split()[1] for example in examples}
+
+    data = [load(path, step=step, max_eval_rows=9999) for step in (1, 3)]
+
+    sides = [topics(data[0].train), topics(data[1].train), topics(data[0].eval)]
+    assert len(set.union(*sides)) == sum(map(len, sides)) == 60
+
+
+def test_a_prompt_with_rows_of_several_kinds_goes_to_one_step(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [*pairs(300), *demonstrations(300, "q")])
+
+    data = [load(path, step=step) for step in (1, 2, 3)]
+
+    parts = [set(prompts(part.train)) for part in data]
+    assert len(set.union(*parts)) == sum(map(len, parts)) == 300 - len(set(prompts(data[0].eval)))
+
+
+def test_few_rows_have_one_prompt_held_out(tmp_path: Path) -> None:
+    sizes = [
+        {len(load(path, eval_fraction=0.01, split=(1.0, 0.0, 0.0), step=1).eval)}
+        for path in (write(tmp_path / f"{n}.jsonl", pairs(n, f"{n}-")) for n in range(2, 8))
+    ]
+
+    assert sizes == [{1}] * 6
+
+
+def test_a_smaller_fraction_is_part_of_a_larger_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(500))
+
+    few, many = (load(path, eval_fraction=share, max_eval_rows=999) for share in (0.05, 0.3))
+
+    assert set(prompts(few.eval)) < set(prompts(many.eval))
 
 
 def test_rows_that_only_some_steps_can_use_are_shared_by_those(tmp_path: Path) -> None:
@@ -81,10 +163,13 @@ def test_rows_that_only_some_steps_can_use_are_shared_by_those(tmp_path: Path) -
     prompt_only = write(tmp_path / "prompts.jsonl", ({"prompt": f"p{n}"} for n in range(100)))
     preference = write(tmp_path / "pairs.jsonl", pairs(100))
 
-    data = [load(texts, prompt_only, preference, step=step) for step in (1, 2, 3)]
+    data = [
+        load(texts, prompt_only, preference, step=step, max_eval_rows=999) for step in (1, 2, 3)
+    ]
 
-    # 300 rows less the 30 held out; the texts that are left go to step 1, the prompts to step 3.
-    assert sum(len(part.train) for part in data) == 270
+    # The texts that are left go to step 1, the prompts to step 3.
+    held_out = len({*map(example_text, (*data[0].eval, *data[2].eval))})
+    assert sum(len(part.train) for part in data) == 300 - held_out
     assert sum(not example.prompt for example in data[0].train) > 80
     assert all(example.rejected for example in data[1].train)
     assert sum(not example.chosen for example in data[2].train) > 80
@@ -121,7 +206,9 @@ def test_max_eval_rows_bounds_what_is_evaluated_not_what_is_cut(
     cut = load(path, split=(1.0, 0.0, 0.0), eval_fraction=0.5, max_eval_rows=7)
     given = load(path, split=(1.0, 0.0, 0.0), eval_path=(held_out,), max_eval_rows=7)
 
-    assert (len(cut.eval), len(cut.train)) == (7, 50)
+    whole = load(path, split=(1.0, 0.0, 0.0), eval_fraction=0.5, max_eval_rows=100)
+    assert (len(cut.eval), len(cut.train)) == (7, 100 - len(whole.eval))
+    assert prompts(cut.eval) == prompts(whole.eval)[:7]
     assert (len(given.eval), len(given.train)) == (7, 100)
 
 
@@ -131,7 +218,7 @@ def test_no_step_trains_on_what_another_evaluates(tmp_path: Path) -> None:
     many = load(path, step=2, split=(1.0, 1.0, 1.0), eval_fraction=0.5, max_eval_rows=50)
     few = load(path, step=1, split=(1.0, 1.0, 1.0), eval_fraction=0.5, max_eval_rows=3)
 
-    assert len(many.eval) == 50
+    assert len(many.eval) > 30
     assert not set(prompts(many.eval)) & set(prompts(few.train))
 
 
@@ -140,7 +227,7 @@ def test_rows_of_one_prompt_stay_on_one_side(seed: int, tmp_path: Path) -> None:
     rows = [{"prompt": f"q{n % 30}", "chosen": f"good {n}", "rejected": "bad"} for n in range(120)]
     path = write(tmp_path / "rows.jsonl", rows)
 
-    sides = [load(path, step=step, seed=seed) for step in (1, 2, 3)]
+    sides = [load(path, step=step, data_seed=seed) for step in (1, 2, 3)]
 
     groups = [set(prompts(data.train)) for data in sides] + [set(prompts(sides[0].eval))]
     assert len(set.union(*groups)) == sum(map(len, groups)) == 30
@@ -192,7 +279,9 @@ def test_a_named_set_is_read_by_its_own_reader(tmp_path: Path) -> None:
     path = str(tmp_path / "wangrui6" / "Zhihu-KOL")
     write(Path(path) / "train.jsonl", rows)
 
-    assert len(load(path, split=(1.0, 0.0, 0.0)).train) == 18
+    data = load(path, split=(1.0, 0.0, 0.0))
+    assert len(data.train) + len(data.eval) == 20
+    assert f"{path}: is a known data set, read by its own schema" in data.notes
     message = refused(path, step=2)
     assert message == (
         f"data path {path} has no rejected responses, which step 2 needs; use it in steps 1 and 3"
@@ -215,7 +304,8 @@ def test_a_split_that_leaves_a_step_without_rows_names_the_counts(tmp_path: Path
 
     message = refused(path, step=1, split=(0.0, 1.0, 1.0))
 
-    assert message.startswith("--data-split 0,1,1 leaves step 1 without rows: 18 of 18 rows")
+    assert message.startswith("--data-split 0,1,1 leaves step 1 without rows: ")
+    assert message.endswith("prompts; give more rows or raise the step's share")
 
 
 def test_rows_that_share_one_prompt_can_not_be_held_out(tmp_path: Path) -> None:
@@ -251,14 +341,19 @@ def test_the_embedded_task_says_which_settings_it_does_not_use(
     caplog.set_level("INFO", logger="pipeline.data.stages")
     plain = load("embedded")
     said = load("embedded", split=(1.0, 1.0, 1.0), fields={"prompt": "q"}, eval_fraction=0.5)
+    seeded = load("embedded", data_seed=1)
 
     assert plain.notes == []
     assert said.notes == [
         f"data.{name} is not used: the built-in task has rows of its own for every step"
         for name in ("split", "fields", "eval_fraction")
     ]
+    assert seeded.notes == [
+        "data.seed is not used: the built-in task has rows of its own for every step"
+    ]
     assert (said.train, said.eval) == (plain.train, plain.eval)
-    assert caplog.messages == [f"data for step 1: {note}" for note in said.notes]
+    told = [f"data for step 1: {note}" for note in (*said.notes, *seeded.notes)]
+    assert caplog.messages == told
 
 
 def test_real_preferences_are_cut_for_the_steps() -> None:
@@ -268,15 +363,69 @@ def test_real_preferences_are_cut_for_the_steps() -> None:
     file = [load(str(SHARED_DATA / "hh-rlhf/train.jsonl.gz"), step=step) for step in (1, 2, 3)]
     directory = load(str(SHARED_DATA / "hh-rlhf"), step=2, split=(0.0, 1.0, 0.0))
 
-    # Two of the 1,500 rows have an empty response, 150 rows are held out, and few share a prompt.
-    assert [len(data.train) for data in file] == [
-        pytest.approx(0.2 * 1348, abs=3),
-        pytest.approx(0.4 * 1348, abs=3),
-        pytest.approx(0.4 * 1348, abs=3),
+    # A few of the 1,500 rows have an empty response, and few share a first question.
+    held_out = {example.prompt[0] for example in file[0].eval}
+    parts = [{example.prompt[0] for example in data.train} for data in file]
+    assert len(held_out) == pytest.approx(150, abs=45)
+    assert [len(part) for part in parts] == [
+        pytest.approx(0.2 * 1340, abs=60),
+        pytest.approx(0.4 * 1340, abs=75),
+        pytest.approx(0.4 * 1340, abs=75),
     ]
-    parts = [{example.prompt for example in data.train} for data in file]
     assert not any(one & other for one, other in itertools.combinations(parts, 2))
-    held_out = {example.prompt for example in file[0].eval}
     assert not any(held_out & part for part in parts)
-    assert {len(data.eval) for data in file} == {150}
-    assert (len(directory.train), len(directory.eval)) == (1498, 249)
+    assert len(directory.train) > 1400
+
+
+def test_what_is_used_and_what_is_left_out_is_told(tmp_path: Path) -> None:
+    tool_call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    rows = [
+        *({**row, "id": 1, "source": None} for row in demonstrations(30)),
+        *({"prompt": f"liked{n}", "response": "x", "label": n > 3} for n in range(10)),
+        {"messages": [{"role": "user", "content": "Q"}, tool_call]},
+        {"prompt": "Q", "response": " "},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+
+    notes = load(path).notes
+
+    assert notes[:4] == [
+        f"{path}: uses the columns label, messages, prompt, response; not used: id, source",
+        f"{path}: left out 1 row with tool calls, which no step trains on",
+        f"{path}: left out 1 row with an empty response",
+        f"{path}: 4 rows whose label says that the response is bad: no demonstrations, their"
+        " prompts are for step 3",
+    ]
+
+
+def test_rows_with_tool_calls_alone_are_refused(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "Q"}, {"role": "tool", "content": "A"}]}
+    path = write(tmp_path / "rows.jsonl", [row, row])
+
+    assert refused(path) == (
+        f"data path {path}: none of its 2 rows is usable: rows with tool calls, which no step"
+        " trains on"
+    )
+
+
+def test_many_held_out_rows_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(6000))
+
+    notes = load(path, eval_fraction=0.5).notes
+
+    (told,) = [note for note in notes if note.startswith("holds out")]
+    assert told.endswith(
+        "of which at most 256 are evaluated; a data.eval_fraction below 0.5, the same for all"
+        " steps, trains on more"
+    )
+
+
+def test_a_reader_gives_every_step_what_it_would_read_itself(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", pairs(50))
+    reader = RowReader()
+    config = DataConfig(path=(path,))
+
+    alone = [load(path, step=step) for step in (1, 2, 3)]
+    shared = [load_examples(config, step=step, seed=0, reader=reader) for step in (1, 2, 3)]
+
+    assert shared == alone

@@ -165,3 +165,9 @@ def test_hub_names_are_one_or_two_words(path: str, *, local: bool) -> None:
 )
 def test_a_weight_is_not_part_of_the_path(path: str, bare: str) -> None:
     assert without_weight(path) == bare
+
+
+def test_a_data_path_is_looked_for_without_its_split(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+
+    check("--data-path", f"{tmp_path / 'set'}@train_sft:2", "--output-dir", str(tmp_path / "out"))

@@ -118,6 +118,9 @@ def test_another_run_is_refused_by_its_shared_settings(tmp_path: Path) -> None:
     assert "holds another run, with sft.seed 1 where this run has 2" in complaint(
         tmp_path, "--step", "2", "--seed", "2"
     )
+    assert "sft.data.seed 0 where this run has 3" in complaint(
+        tmp_path, "--step", "2", "--seed", "1", "--data-seed", "3"
+    )
     assert "sft.model.path embedded where this run has a/b" in complaint(
         tmp_path, "--step", "2", "--seed", "1", "--actor-model", "a/b", "--data-path", "embedded"
     )
@@ -192,6 +195,7 @@ def test_a_step_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "step1_sft").mkdir(parents=True)
     (out / "step1_sft" / "config.yaml").write_text("seed: 1")
+    (out / "step1_sft" / "metrics.jsonl").write_text("")
 
     with only_job(out):
         record_step(out, "step1_sft")

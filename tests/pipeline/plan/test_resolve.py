@@ -49,7 +49,9 @@ def test_a_model_of_the_users_own_meets_rm_static_unless_data_is_named() -> None
 def test_shared_options_reach_all_three_steps() -> None:
     argv = ["--seed", "7", "--data-split", "1,1,2", "--format", "chatml", "--max-length", "99"]
 
-    for step in settings(*argv, "--fields", "prompt=q").values():
+    data = ["--eval-path", "held.csv", "--data-seed", "5"]
+    for step in settings(*argv, *data, "--fields", "prompt=q").values():
+        assert (step["data.eval_path"], step["data.seed"]) == (["held.csv"], 5)
         assert (step["seed"], step["data.split"]) == (7, [1.0, 1.0, 2.0])
         assert (step["data.format"], step["data.max_length"]) == ("chatml", 99)
         assert step["data.fields.prompt"] == "q"

@@ -1,0 +1,110 @@
+"""From data paths to examples: each path's rows read once, and told what was not used."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.data.examples import Example
+from pipeline.data.named import NamedSet, named_set
+from pipeline.data.shapes import check_fields, read_row
+from pipeline.data.sources import Reader, Row, Source
+from pipeline.data.turns import NO_ANSWER, Reading, names
+from pipeline.errors import DataError
+
+
+@dataclass(frozen=True)
+class ReadPath:
+    """The examples of one data path."""
+
+    name: str
+    """The path, with its place in the list where it is given twice."""
+
+    weight: float | None
+    train: list[Example]
+    eval: list[Example]
+
+
+@dataclass(frozen=True)
+class _Converted:
+    train: list[Example]
+    eval: list[Example]
+    notes: tuple[str, ...]
+
+
+class RowReader:
+    """Reads data paths; what several steps read in the same way is read once."""
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._converted: dict[tuple[str, str, tuple[tuple[str, str], ...]], _Converted] = {}
+
+    def read(
+        self, paths: Sequence[str], fields: Mapping[str, str], *, step: int, notes: list[str]
+    ) -> list[ReadPath]:
+        """The examples behind each path; `notes` receives what was left out, and why.
+
+        Raises:
+            DataError: a path, a row or a name in `fields` can't be used.
+        """
+        sources = [self._reader.read(path, step=step) for path in paths]
+        if fields:
+            rows = (row for source in sources for row in (*source.train, *source.eval))
+            check_fields(fields, {name for row in rows for name in row.columns})
+        read = []
+        for number, source in enumerate(sources, start=1):
+            converted = self._convert(source, fields, step)
+            again = any(source.name == other.name for other in sources[: number - 1])
+            name = f"{source.name} (path {number})" if again else source.name
+            if source.splits:
+                notes.append(f"{name}: step {step} reads the split {source.splits}")
+            notes += [f"{name}: {note}" for note in converted.notes]
+            read.append(ReadPath(name, source.weight, converted.train, converted.eval))
+        return read
+
+    def _convert(self, source: Source, fields: Mapping[str, str], step: int) -> _Converted:
+        known = None if fields else named_set(source.name)
+        if known is not None and step == 2 and not known.has_rejected:
+            raise DataError(
+                f"data path {source.name} has no rejected responses, which step 2 needs;"
+                " use it in steps 1 and 3"
+            )
+        key = (source.name, source.splits, tuple(sorted(fields.items())))
+        if key not in self._converted:
+            self._converted[key] = _convert(source, fields, known)
+        return self._converted[key]
+
+
+def _convert(source: Source, fields: Mapping[str, str], known: NamedSet | None) -> _Converted:
+    reading = Reading()
+
+    def examples(rows: list[Row]) -> list[Example]:
+        if known is not None:
+            read = [known.read(row) for row in rows]
+            reading.left_out[NO_ANSWER] += read.count(None)
+        else:
+            read = [read_row(row, fields, reading) for row in rows]
+        return [example for example in read if example is not None]
+
+    train, held_out = examples(source.train), examples(source.eval)
+    notes = []
+    if known is None:
+        unused = reading.columns - reading.used
+        rest = f"; not used: {names(unused)}" if unused else ""
+        notes.append(f"uses the columns {names(reading.used)}{rest}")
+    else:
+        notes.append("is a known data set, read by its own schema")
+    notes += [f"left out {_rows(n)} {why}" for why, n in reading.left_out.items() if n]
+    notes += [
+        f"{_rows(n)} {why}: no demonstrations, their prompts are for step 3"
+        for why, n in reading.no_demonstrations.items()
+    ]
+    if not train:
+        reasons = [why for why, n in reading.left_out.most_common() if n]
+        raise DataError(
+            f"data path {source.name}: none of its {_rows(len(source.train))} is usable:"
+            f" rows {' and rows '.join(reasons)}"
+        )
+    return _Converted(train, held_out, tuple(notes))
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' if count != 1 else ''}"

@@ -1,0 +1,223 @@
+"""The turns of a dialogue in the columns of a row, in the forms that chat data come in."""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from pipeline.data.dialogues import Turns, join_turns, parse_dialogue
+from pipeline.data.examples import Message, Role
+from pipeline.data.sources import Row
+from pipeline.errors import DataError
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+_TOOL_ROLES = {
+    *("tool", "tool_call", "tool_response", "tool_result", "function", "function_call"),
+    *("observation", "ipython"),
+}
+_TOOL_KEYS = ("tool_calls", "function_call")
+
+NO_ANSWER = "in which no assistant answers a user"
+EMPTY_RESPONSE = "with an empty response"
+TOOL_CALLS = "with tool calls, which no step trains on"
+ZERO_WEIGHT = "of weight 0"
+MIXED_WEIGHTS = "with neighbouring assistant turns of different weight"
+BAD_LABEL = "whose label says that the response is bad"
+NO_TARGETS = "in which every assistant turn has weight 0"
+
+
+class LeftOut(Exception):  # noqa: N818 - no error: the row is skipped and counted
+    """A row holds nothing that can be trained on; the argument completes "rows ..."."""
+
+
+@dataclass
+class Reading:
+    """What became of the rows that were read."""
+
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows by the reason why they are not used."""
+
+    no_demonstrations: Counter[str] = field(default_factory=Counter)
+    """Rows by the reason why their prompt is used, and their response is not."""
+
+    columns: set[str] = field(default_factory=set)
+    """All columns that rows have."""
+
+    used: set[str] = field(default_factory=set)
+    """Those whose values became part of an example."""
+
+
+class Columns(dict[str, Any]):
+    """The columns of one row, which remember which of them were read."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        super().__init__(columns)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401
+        """The value, None where there is no such column."""
+        return self[name] if name in self else default  # noqa: SIM401 - it notes the name
+
+
+def names(of: Collection[str]) -> str:
+    """Names for a sentence."""
+    return ", ".join(sorted(of)) or "none"
+
+
+def text(row: Row, name: str) -> str:
+    """A column of text."""
+    value = row.columns[name]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{row.origin}: {name} must be text, got {type(value).__name__};"
+            " name another column with --fields or mend the row"
+        )
+    return value
+
+
+def is_turns(value: object) -> bool:
+    """Whether a column holds turns: a list of them, or one by itself."""
+    if isinstance(value, dict):
+        return not {"role", "from"}.isdisjoint(value)
+    return isinstance(value, list) or _as_json(value) is not None
+
+
+def turns(row: Row, name: str) -> Turns:
+    """The turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects.
+
+    Raises:
+        LeftOut: there are tool calls among them.
+        DataError: it holds something else.
+    """
+    value = row.columns[name]
+    items = [value] if isinstance(value, dict) else _as_json(value) or value
+    if not isinstance(items, list):
+        raise DataError(
+            f"{row.origin}: {name} must be a list of turns, got {type(value).__name__};"
+            " name another column with --fields or mend the row"
+        )
+    joined = join_turns([_turn(row, name, turn) for turn in items])
+    if any(one.role == two.role for one, two in pairwise(joined)):
+        raise LeftOut(MIXED_WEIGHTS)
+    return joined
+
+
+def _as_json(value: object) -> list[Any] | None:
+    """The list of turns that a text holds as JSON, as CSV files have it; None for other text."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return None
+    try:
+        items = json.loads(value)
+    except ValueError:
+        return None
+    return (
+        items
+        if all(isinstance(item, dict) and {"role", "from"} & {*item} for item in items)
+        else None
+    )
+
+
+def _turn(row: Row, name: str, turn: object) -> Message:
+    if isinstance(turn, dict):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if role in _TOOL_ROLES or any(turn.get(key) for key in _TOOL_KEYS):
+            raise LeftOut(TOOL_CALLS)
+        if isinstance(content, list):  # parts, as multi-modal chats have them
+            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            texts = [part for part in parts if isinstance(part, str)]
+            content = "".join(texts) if len(texts) == len(parts) else None
+        if role in ROLES and isinstance(content, str):
+            trained = _trained(row, name, turn) if ROLES[role] == "assistant" else True
+            return Message(ROLES[role], content, trained)
+        if isinstance(content, str):
+            raise DataError(
+                f"{row.origin}: {name} has a turn of role {role!r};"
+                f" roles are {names(ROLES)}: leave such rows out"
+            )
+    raise DataError(
+        f'{row.origin}: a turn in {name} must be {{"role": ..., "content": ...}} or'
+        f' {{"from": ..., "value": ...}} with text, got {str(turn)[:80]}'
+    )
+
+
+def _trained(row: Row, name: str, turn: Mapping[str, Any]) -> bool:
+    """Whether an assistant turn is learned: `weight` 0 or 1, as OpenAI's files have it."""
+    weight = turn.get("weight")
+    if weight not in (None, 0, 1):
+        raise DataError(
+            f"{row.origin}: {name} has a turn of weight {weight!r}; a turn is learned (1) or not"
+            " (0)"
+        )
+    return weight != 0
+
+
+def prompt(row: Row, name: str = "prompt") -> Turns:
+    """A prompt column: turns, a "Human: ... Assistant:" text, or the text of one user turn."""
+    if is_turns(row.columns[name]):
+        return with_system(row, turns(row, name))
+    asked = text(row, name)
+    return with_system(row, parse_dialogue(asked) or (Message("user", asked),))
+
+
+def with_system(row: Row, dialogue: Turns) -> Turns:
+    """The dialogue with the column `system` in front of it, where the row has one."""
+    if not row.columns.get("system"):
+        return dialogue
+    return (Message("system", text(row, "system")), *dialogue)
+
+
+def response(row: Row, name: str) -> Turns:
+    """A response column: turns, or the text of one assistant turn."""
+    if is_turns(row.columns[name]):
+        return turns(row, name)
+    return (Message("assistant", text(row, name).strip()),)
+
+
+def dialogue(row: Row, name: str) -> Turns | None:
+    """The column as a whole dialogue, from its first user turn on; None if it is a response."""
+    if is_turns(row.columns[name]):
+        found = turns(row, name)
+        return found if found and found[0].role != "assistant" else None
+    return parse_dialogue(text(row, name))
+
+
+def history(row: Row) -> Turns:
+    """Earlier turns in a column `history`: pairs of what the user and the assistant said."""
+    pairs = row.columns.get("history") or []
+    if isinstance(pairs, str):
+        try:
+            pairs = json.loads(pairs)
+        except ValueError:
+            pairs = None
+    good = isinstance(pairs, list) and all(
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and all(isinstance(said, str) for said in pair)
+        for pair in pairs
+    )
+    if not good:
+        raise DataError(
+            f'{row.origin}: history must be a list of pairs ["question", "answer"];'
+            " mend the row or leave the column out"
+        )
+    return tuple(
+        Message(role, said)
+        for pair in pairs
+        for role, said in zip(("user", "assistant"), pair, strict=True)
+    )

@@ -1,0 +1,229 @@
+"""No step evaluates what any step of its run trained on, whatever differs between the steps.
+
+The steps' own loading and records are checked against the texts of the files, hashed and compared
+here by code that shares nothing with them.
+"""
+
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import DataConfig, FrozenModelConfig, StepConfig, TrainedModelConfig
+from pipeline.data.step_rows import load_step_rows, record_prompts
+from pipeline.errors import DataError
+from step1_sft.config import SFTConfig
+from step1_sft.train import train as train_sft
+from step2_reward.config import RewardConfig
+from step2_reward.train import train as train_reward
+from step3_ppo.config import PPOConfig
+from step3_ppo.train import train as train_ppo
+from tests.step3_ppo.toy import save_models
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "prompt_overlap.py"
+NAMES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
+
+
+def write(path: Path, name: str, count: int) -> str:
+    with path.open("a") as file:
+        for n in range(count):
+            row = {"prompt": f"{name} {n}", "chosen": "good", "rejected": "bad"}
+            file.write(json.dumps(row) + "\n")
+    return str(path)
+
+
+def hash_of(text: str) -> int:
+    """As docs/data.md has it."""
+    digest = hashlib.sha256(" ".join(text.split()).casefold().encode()).digest()
+    return struct.unpack("<Q", digest[:8])[0]
+
+
+def recorded(directory: Path, name: str) -> set[int]:
+    content = (directory / f"{name}_prompts.bin").read_bytes()
+    assert content[:8] == b"PROMPTS1"
+    return {number for (number,) in struct.iter_unpack("<Q", content[8:])}
+
+
+def count_overlaps(out: Path) -> tuple[int, str]:
+    ended = subprocess.run(
+        [sys.executable, "-I", str(SCRIPT), str(out)], capture_output=True, text=True, check=False
+    )
+    return ended.returncode, ended.stdout
+
+
+def config_of(step: int, tmp_path: Path, data: DataConfig, **changes: Any) -> StepConfig:
+    out = tmp_path / "out"
+    settings: dict[str, Any] = {
+        1: {},
+        2: {"actor": FrozenModelConfig(path=str(out / "step1_sft"))},
+        3: {
+            "actor": TrainedModelConfig(path=str(out / "step1_sft")),
+            "reward": FrozenModelConfig(path=str(out / "step2_reward")),
+        },
+    }[step]
+    kind = {1: SFTConfig, 2: RewardConfig, 3: PPOConfig}[step]
+    return kind(output_dir=out / NAMES[step], data=data, **{**settings, **changes})
+
+
+def texts_of_steps(
+    tmp_path: Path, data_of: Callable[[int], DataConfig], seeds: dict[int, int]
+) -> tuple[dict[int, set[str]], dict[int, set[str]], list[str]]:
+    """Prompts that each step trains on and evaluates, and the notes, by the steps' own loading."""
+    trained, evaluated, notes = {}, {}, []
+    for step in (1, 2, 3):
+        config = config_of(step, tmp_path, data_of(step), seed=seeds.get(step, 1234))
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        rows = load_step_rows(config, step=step)
+        record_prompts(rows.prompts, config)
+        trained[step] = {example.prompt[0].content for example in rows.train}
+        evaluated[step] = {example.prompt[0].content for example in rows.eval}
+        notes += rows.notes
+    return trained, evaluated, notes
+
+
+CHANGES = (
+    *("nothing", "seed", "extra file", "swapped paths", "larger fraction", "smaller fraction"),
+    *("grown file", "data seed", "eval path", "split"),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_step_holds_out_what_any_step_trains_on(change: str, tmp_path: Path) -> None:
+    first, second = (write(tmp_path / f"{name}.jsonl", name, 120) for name in ("a", "b"))
+    extra = write(tmp_path / "extra.jsonl", "a", 60)  # prompts of the first file once more
+    write(Path(extra), "extra", 60)
+    own = write(tmp_path / "own.jsonl", "a", 120)
+    write(Path(own), "own", 20)
+
+    def data(step: int) -> DataConfig:
+        usual = DataConfig(path=(first, second), max_eval_rows=999)
+        last: dict[str, dict[str, Any]] = {
+            "swapped paths": {"path": (second, first)},
+            "larger fraction": {"eval_fraction": 0.4},
+            "smaller fraction": {"eval_fraction": 0.02},
+            "data seed": {"seed": 1},
+            "eval path": {"eval_path": (own,)},
+            "split": {"split": (0.0, 0.0, 1.0)},
+        }
+        if change == "extra file" and step == 1:
+            return replace(usual, path=(first, second, extra))
+        if change == "grown file" and step == 3:
+            write(Path(first), "new", 100)
+        return replace(usual, **last.get(change, {})) if step == 3 else usual
+
+    seeds = {3: 1} if change == "seed" else {}
+    trained, evaluated, notes = texts_of_steps(tmp_path, data, seeds)
+
+    learned = set.union(*trained.values())
+    assert min(map(len, [*trained.values(), *evaluated.values()])) > 0
+    assert not learned & set.union(*evaluated.values())
+    directory = tmp_path / "out" / NAMES[3]
+    assert recorded(directory, "trained") == set(map(hash_of, learned))
+    assert recorded(directory, "held_out") == set(map(hash_of, set.union(*evaluated.values())))
+    code, printed = count_overlaps(tmp_path / "out")
+    assert code == 0
+    assert printed.count("both: 0\n") == printed.count("\n") == 9
+    dropped = any("an earlier step" in note for note in notes)
+    assert dropped == (change in CHANGES[4:6] + CHANGES[7:])
+
+
+def test_the_script_counts_an_overlap(tmp_path: Path) -> None:
+    directory = tmp_path / "step1_sft"
+    directory.mkdir()
+    for name, numbers in (("trained", (1, 2, 3)), ("held_out", (3, 4))):
+        body = b"PROMPTS1" + b"".join(struct.pack("<Q", number) for number in numbers)
+        (directory / f"{name}_prompts.bin").write_bytes(body)
+
+    assert count_overlaps(tmp_path) == (
+        1,
+        "held out up to step1_sft:      2   trained on up to step1_sft:      3   both: 1\n",
+    )
+    assert count_overlaps(tmp_path / "nothing")[0] == 2
+
+
+def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", "a", 60)
+    data = DataConfig(path=(rows,), split=(1.0, 0.0, 1.0))
+    first = config_of(1, tmp_path, data)
+    first.output_dir.mkdir(parents=True)
+    loaded = load_step_rows(first, step=1)
+    record_prompts(loaded.prompts, first)
+    own = tmp_path / "own.jsonl"
+    own.write_text(
+        "".join(json.dumps({"prompt": e.prompt[0].content}) + "\n" for e in loaded.train)
+    )
+
+    with pytest.raises(DataError) as raised:
+        load_step_rows(config_of(3, tmp_path, replace(data, eval_path=(str(own),))), step=3)
+    assert str(raised.value).startswith(
+        f"an earlier step trained on the prompts of all {len(loaded.train)} rows for evaluation;"
+        " give --eval-path with other prompts"
+    )
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    data = DataConfig(path=(write(tmp_path / "rows.jsonl", "a", 60),))
+    record = tmp_path / "out" / NAMES[1] / "trained_prompts.bin"
+    record.parent.mkdir(parents=True)
+    for content in (b"", b"PROMPTS1abc", b"other   "):
+        record.write_bytes(content)
+        with pytest.raises(DataError) as raised:
+            load_step_rows(config_of(2, tmp_path, data), step=2)
+        assert str(raised.value).startswith(f"{record} is damaged")
+
+
+def test_a_record_is_found_above_an_exported_actor(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", "a", 60)
+    elsewhere = replace(
+        config_of(1, tmp_path, DataConfig(path=(rows,))), output_dir=tmp_path / "elsewhere"
+    )
+    elsewhere.output_dir.mkdir()
+    loaded = load_step_rows(elsewhere, step=1)
+    record_prompts(loaded.prompts, elsewhere)
+    actor = TrainedModelConfig(path=str(tmp_path / "elsewhere" / "actor"))
+    data = DataConfig(path=(rows,), split=(0.0, 0.0, 1.0))
+
+    own = load_step_rows(config_of(3, tmp_path, data, actor=actor), step=3)
+
+    repeated = len(loaded.train)
+    assert any(note.startswith(f"{repeated} of its {len(own.train)}") for note in own.notes)
+
+
+def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    first, second = (write(tmp_path / f"{name}.jsonl", name, 60) for name in ("a", "b"))
+    extra = write(tmp_path / "extra.jsonl", "extra", 20)
+    common: dict[str, Any] = {"max_steps": 1, "batch_size": 8, "micro_batch_size": 8}
+    small = DataConfig(path=(first, second), max_length=64)
+    model = TrainedModelConfig(path=str(tmp_path / "actor"))
+
+    def run(step: int, data: DataConfig, **settings: Any) -> Path:
+        steps: dict[int, Callable[[Any], Path]] = {1: train_sft, 2: train_reward, 3: train_ppo}
+        return steps[step](config_of(step, tmp_path, data, **common, **settings))
+
+    run(1, replace(small, path=(first, second, extra)), model=model)
+    run(2, small, model=model, normalization_prompts=4, max_new_tokens=4)
+    write(Path(first), "new", 40)
+    out = run(
+        3,
+        replace(small, path=(second, first), eval_fraction=0.4),
+        critic=TrainedModelConfig(path=str(tmp_path / "out" / NAMES[2])),
+        rollout_size=8,
+        max_prompt_length=40,
+        max_new_tokens=4,
+        seed=1,
+    )
+
+    assert count_overlaps(tmp_path / "out")[0] == 0
+    samples = json.loads((out / "samples.json").read_text())["rows"]
+    answered = [row["prompt"][0]["content"] for row in samples]
+    assert answered
+    assert not set(map(hash_of, answered)) & recorded(out, "trained")
+    assert set(map(hash_of, answered)) <= recorded(out, "held_out")
