@@ -13,7 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import binds
-from pipeline.distributed import barrier, gather_objects, global_sums, rank, world_size
+from pipeline.distributed import (
+    barrier,
+    gather_objects,
+    global_sum,
+    global_sums,
+    is_main,
+    rank,
+    world_size,
+)
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
@@ -136,16 +144,12 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Write the state after so many steps; training goes on while the files are written."""
         if self._base is not None:  # written once
+            if global_sum(is_main() and self._writer.lost_base(self._base)):
+                self._writer.forget_base(self._base)
             frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
             self._writer.save_base(self._base, chain(*frozen))
-        blocked = self._writer.save(step, self._fragments(), self._document(), base=self._base)
+        self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
-        logger.info(
-            "%s saves its state after step %d; it held up training for %.2f s",
-            self.run.name,
-            step,
-            blocked,
-        )
 
     def _prepare(self) -> None:
         """Have the memory for copies made while training goes on."""

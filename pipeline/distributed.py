@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import JobFailed
-from pipeline.watch.position import HERE
+from pipeline.watch.position import HERE, SAME_ORDER, DesyncError
 
 T = TypeVar("T")
 
@@ -136,8 +136,46 @@ def gather_objects(value: T) -> list[T]:
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     HERE.come_to("all_reduce", "a few numbers", values.nbytes)
+    packed = with_fingerprints(values)
     with HERE.waiting():
-        dist.all_reduce(values, op=op)
+        dist.all_reduce(packed, op=op)
+    values.copy_(without_fingerprints(packed))
+
+
+def with_fingerprints(values: Tensor) -> Tensor:
+    """A few float64 values, to be summed over processes, and beside them what each has done.
+
+    Of the fingerprints each is zero but on one process: their sum is exact, as is their maximum.
+    """
+    done = values.new_zeros(world_size())
+    done[rank()] = HERE.fingerprint
+    return torch.cat([values, done])
+
+
+def without_fingerprints(packed: Tensor) -> Tensor:
+    """The values that were reduced.
+
+    Raises:
+        DesyncError: the processes have not come to the same collectives.
+    """
+    values, done = packed.split([packed.numel() - world_size(), world_size()])
+    if done.unique().numel() > 1:
+        raise DesyncError(_first_difference())
+    return values
+
+
+def _first_difference() -> str:
+    """What two processes did while the others did something else; all call it, being in step."""
+    histories = gather_objects({each.number: str(each) for each in HERE.history()})
+    own = histories[rank()]
+    for number in sorted(own):
+        for other, theirs in enumerate(histories):
+            if number in theirs and theirs[number] != own[number]:
+                return (
+                    f"rank {rank()} was at {own[number]} while rank {other} was at"
+                    f" {theirs[number]}; {SAME_ORDER}"
+                )
+    return f"the processes ran different layers; {SAME_ORDER}"
 
 
 def share_of_rank(items: Sequence[T]) -> list[T]:

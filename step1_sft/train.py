@@ -57,7 +57,10 @@ def train(config: SFTConfig) -> Path:
         model = trained_causal_lm(config.model, tokenizer, device=local_device(), seed=config.seed)
         set_stop_tokens(model, chat.stop_ids)
         engine = Engine(
-            Policy(model, kernels=config.model.kernels), config.model, total_steps=total_steps
+            Policy(model, kernels=config.model.kernels),
+            config.model,
+            total_steps=total_steps,
+            name="actor",
         )
         config = within_context(config, model)
         check_rows(data, chat, config)

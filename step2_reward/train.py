@@ -92,7 +92,7 @@ def train(config: RewardConfig) -> Path:
     with Run(config, name="step2_reward", total_steps=total_steps, is_main=is_main()) as run:
         model = trained_classifier(config.model, tokenizer, device=local_device(), seed=config.seed)
         scorer = Scorer(model, kernels=config.model.kernels)
-        engine = Engine(scorer, config.model, total_steps=total_steps)
+        engine = Engine(scorer, config.model, total_steps=total_steps, name="reward model")
         config = within_context(config, model)
         check_pairs(data, chat, config)
         record_prompts(data.prompts, config)

@@ -53,7 +53,7 @@ class RewardModel:
     """
 
     def __init__(self, model: nn.Module, like: TrainedModelConfig) -> None:
-        self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like)
+        self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name="reward model")
         self.mean, self.std = stored_normalization(model)
 
     def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
@@ -137,11 +137,13 @@ def load_models(
         Policy(actor, kernels=config.actor.kernels),
         config.actor,
         total_steps=actor_iterations * updates,
+        name="actor",
     )
     critic_engine = Engine(
         Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
         config.critic,
         total_steps=iterations * updates,
+        name="critic",
     )
     return Models(
         actor=engine,
@@ -193,7 +195,8 @@ def load_reference(
     sharded = config.actor.zero_stage == 3
     model = load_causal_lm(source, device=device, seed=config.seed, defer=sharded)
     add_tokens(model, tokenizer, seed=config.seed)
-    return Reference(FrozenEngine(Policy(model, kernels=config.actor.kernels), config.actor))
+    policy = Policy(model, kernels=config.actor.kernels)
+    return Reference(FrozenEngine(policy, config.actor, name="reference"))
 
 
 def stored_normalization(model: nn.Module) -> tuple[float, float]:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed import gather_objects, rank, world_size
-from pipeline.watch.position import HERE, DesyncError
+from pipeline.distributed import rank, with_fingerprints, without_fingerprints, world_size
+from pipeline.watch.position import HERE
 
 SUM_BLOCK = 65536
 """Elements that are brought to fp32 at once to be added: they fit into a core's cache."""
@@ -40,20 +40,32 @@ class Finished:
 
 
 class CommLog:
-    """Bytes of each kind of collective, counted as the size of the whole vector."""
+    """Bytes of each kind of collective, counted as the size of the whole vector.
 
-    def __init__(self) -> None:
+    `owner` is the engine whose collectives they are.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
         self.num_bytes: Counter[str] = Counter()
         self.order: list[tuple[str, str]] = []
         """Kind and unit of every call since `recording` began."""
         self._recording = False
 
-    def add(self, kind: str, unit: str, num_bytes: int) -> None:
-        """Count one collective, which this process comes to now."""
-        HERE.come_to(kind, unit, num_bytes)
+    def add(self, kind: str, unit: str, num_bytes: int, *, common_bytes: int | None = None) -> None:
+        """Count one collective, which this process comes to now.
+
+        `common_bytes` is what all processes say of its size, where each moves bytes of its own.
+        """
+        shown = num_bytes if common_bytes is None else common_bytes
+        HERE.come_to(kind, self.label(unit), shown)
         self.num_bytes[kind] += num_bytes
         if self._recording:
             self.order.append((kind, unit))
+
+    def label(self, unit: str) -> str:
+        """A unit as it is named to people: that of another engine has another name."""
+        return f"{unit} ({self.owner})" if unit else self.owner
 
     @contextmanager
     def recording(self) -> Iterator["CommLog"]:
@@ -70,9 +82,9 @@ class CommLog:
 class Collectives:
     """The collectives of a single process, and what all kinds share."""
 
-    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
+    def __init__(self, device: torch.device, name: str, *, pin_memory: bool = True) -> None:
         self.rank, self.world_size = rank(), world_size()
-        self.log = CommLog()
+        self.log = CommLog(name)
         on_gpu = device.type == "cuda"
         self.pin_memory = pin_memory and on_gpu
         self.asynchronous = on_gpu
@@ -121,7 +133,8 @@ class Collectives:
         `full` comes from `empty`, is undefined afterwards and must stay alone until
         `has_been_read`; `out` may be its own piece, and is fp32 where `full` is below it.
         """
-        self.log.add("reduce_scatter", unit, full.nbytes)
+        in_fp32 = full.numel() * torch.float32.itemsize  # some may have it in the weights' type
+        self.log.add("reduce_scatter", unit, full.nbytes, common_bytes=in_fp32)
         return self._reduce_scatter(full, out, unit)
 
     def all_reduce(self, values: Tensor) -> None:
@@ -178,9 +191,9 @@ class GroupCollectives(Collectives):
     """Collectives through the default process group: NCCL, or gloo between machines."""
 
     def __init__(
-        self, device: torch.device, *, deterministic: bool, pin_memory: bool = True
+        self, device: torch.device, name: str, *, deterministic: bool, pin_memory: bool = True
     ) -> None:
-        super().__init__(device, pin_memory=pin_memory)
+        super().__init__(device, name, pin_memory=pin_memory)
         self.asynchronous = True
         # gloo's own reduce-scatter is a fraction as fast as an exchange and a local sum.
         self.exchanges = deterministic or dist.get_backend() == "gloo"
@@ -202,29 +215,11 @@ class GroupCollectives(Collectives):
         Raises:
             DesyncError: it is not the same.
         """
-        done = values.new_zeros(self.world_size)
-        done[self.rank] = HERE.fingerprint
-        packed = torch.cat([values, done])
+        packed = with_fingerprints(values)
         work = dist.all_reduce(packed, async_op=True)
         assert work is not None
         _Timed(work, on_gpu=values.is_cuda).wait()
-        values.copy_(packed[: values.numel()])
-        if packed[values.numel() :].unique().numel() > 1:
-            raise DesyncError(_first_difference())
-
-
-def _first_difference() -> str:
-    """What two processes did while the others did something else; all call it, being in step."""
-    histories = gather_objects({each.number: str(each) for each in HERE.history()})
-    own = histories[rank()]
-    for number in sorted(own):
-        for other, theirs in enumerate(histories):
-            if number in theirs and theirs[number] != own[number]:
-                return (
-                    f"rank {rank()} was at {own[number]} while rank {other} was at"
-                    f" {theirs[number]}; all processes must run the same layers in the same order"
-                )
-    return "the processes ran different layers; all must run the same ones in the same order"
+        values.copy_(without_fingerprints(packed))
 
 
 @dataclass(frozen=True)

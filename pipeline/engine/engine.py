@@ -55,9 +55,19 @@ class Engine:
     What a process keeps between uses is `config.zero_stage`'s choice: 0 everything, 1 and 2 its
     piece of masters, moments and summed gradients, 3 also its piece alone of the weights. The
     result is the same to the bit.
+
+    `name`, the same on all processes, tells its collectives from those of other engines: where two
+    are used in another order on some process, the error names both.
     """
 
-    def __init__(self, model: nn.Module, config: TrainedModelConfig, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainedModelConfig,
+        *,
+        total_steps: int,
+        name: str = "engine",
+    ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
         self.total_steps = total_steps
@@ -70,7 +80,7 @@ class Engine:
             keep_freed_memory()
         self.sharded = config.zero_stage == 3
         """Whether weights are whole only while they are used."""
-        self.comm = make_collectives(device, config.zero)
+        self.comm = make_collectives(device, config.zero, name=name)
         self.pool = BufferPool(self.comm, device)
         units = build_units(model, config, self.comm, self.pool, placement_of(config, device))
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
@@ -124,11 +134,11 @@ class Engine:
         self.zero.check_ready()
         self.zero.flush()
         self.zero.reduce()
-        grad_norm, worst = self._grad_norm()
+        grad_norm, worst, all_used = self._grad_norm()
         finite = grad_norm < float("inf")  # False for NaN as well
         factor = lr_factor(self.steps, total_steps=self.total_steps, optim=self.optim)
         if finite:
-            self._update(grad_norm, factor)
+            self._update(grad_norm, factor, all_used=all_used)
             self.steps += 1
             self.zero.updates += 1
         self.scaler.update(finite=finite)
@@ -221,26 +231,43 @@ class Engine:
             yield self.groups[index]
             self.groups[index].detach()
 
-    def _grad_norm(self) -> tuple[float, str]:
-        """Global norm, and the first unit whose gradient is not finite."""
+    def _grad_norm(self) -> tuple[float, str, bool]:
+        """Global norm, the first unit whose gradient is not finite, whether none lacks on any."""
         device = local_device()
-        values = torch.stack([group.squared_norms().to(device) for group in self.groups])
-        self.comm.all_reduce(values.view(-1))
+        found = [group.flat.params.keys() == group.gradients.found for group in self.groups]
+        norms = [group.squared_norms().to(device) for group in self.groups]
+        packed = torch.cat([*norms, norms[0].new_tensor([not all(found)])])
+        self.comm.all_reduce(packed)
+        values, all_used = packed[:-1].view(len(norms), -1), packed[-1].item() == 0
         squares = values.flatten().tolist()
         # fsum rounds once, so that the order of units doesn't count either.
         finite = all(map(math.isfinite, squares))
         norm = math.sqrt(math.fsum(squares)) / self.scaler.scale if finite else math.nan
         bad = (~values.isfinite()).any(dim=1).tolist()
-        return norm, self.groups[bad.index(True)].flat.unit if not finite else ""
+        return norm, self.groups[bad.index(True)].flat.unit if not finite else "", all_used
 
-    def _update(self, grad_norm: float, lr_share: float) -> None:
+    def _used(self) -> list[set[str]]:
+        """Of each group the parameters that had a gradient, on whatever process."""
+        names = [list(group.flat.params) for group in self.groups]
+        found = [
+            float(name in group.gradients.found)
+            for group, own in zip(self.groups, names, strict=True)
+            for name in own
+        ]
+        counts = torch.tensor(found, dtype=torch.float64, device=local_device())
+        self.comm.all_reduce(counts)
+        flags = iter(counts.tolist())
+        return [{name for name in own if next(flags) > 0} for own in names]
+
+    def _update(self, grad_norm: float, lr_share: float, *, all_used: bool) -> None:
         limit = self.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
         multiplier = clip / self.scaler.scale
         beta1 = momentum(self.steps, optim=self.optim)
-        for group in self.visit():
+        used = [None for _ in self.groups] if all_used else self._used()
+        for group, names in zip(self.visit(), used, strict=True):
             lr = group.flat.settings.lr * lr_share
-            group.step(multiplier=multiplier, lr=lr, momentum=beta1)
+            group.step(multiplier=multiplier, lr=lr, momentum=beta1, used=names)
 
     def _stop_if_hopeless(self, *, finite: bool, worst: str) -> None:
         if finite or self.scaler.searching:

@@ -18,15 +18,17 @@ class FrozenEngine:
     """Runs a frozen model the way `like`, a trained one, is kept.
 
     At stage 3 a process keeps its piece of the weights, offloaded if `like`'s are, and gathers a
-    block when it is needed; below, the model is left as it is.
+    block when it is needed; below, the model is left as it is. `name` is that of its collectives.
     """
 
-    def __init__(self, model: nn.Module, like: TrainedModelConfig) -> None:
+    def __init__(
+        self, model: nn.Module, like: TrainedModelConfig, *, name: str = "frozen engine"
+    ) -> None:
         self.model = model.requires_grad_(False)
         self._zero: ZeroModel | None = None
         if like.zero_stage == 3:
             device = local_device()
-            comm = make_collectives(device, like.zero)
+            comm = make_collectives(device, like.zero, name=name)
             placement = placement_of(like, device)
             units = build_units(model, like, comm, BufferPool(comm, device), placement)
             self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)

@@ -130,6 +130,8 @@ class FlatGradients:
         self.sum: TreeSum | RunningSum = kind(
             lambda: placement.host_empty(flat.shard_numel, torch.float32, placement.gradient_device)
         )
+        self.found: set[str] = set()
+        """Parameters that have had a gradient here since `clear`."""
         self._buffer: Tensor | None = None
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
         self._dtype = flat.settings.dtype
@@ -161,7 +163,8 @@ class FlatGradients:
         else:
             self._buffer = self.borrow(self._dtype, zero=True)
         for name, view in self.flat.cut(self._buffer).items():
-            self.flat.params[name].grad = view
+            # With `.data` each has a version of its own, which counts what autograd adds to it.
+            self.flat.params[name].grad = view.data
 
     def borrow(self, dtype: torch.dtype = torch.float32, *, zero: bool = False) -> Tensor:
         """A buffer of the whole vector's length, from the pool."""
@@ -183,7 +186,9 @@ class FlatGradients:
         if self._buffer is None:
             return
         self.settle()
-        for param in self.flat.params.values():
+        for name, param in self.flat.params.items():
+            if param.grad is not None and param.grad._version > 0:  # noqa: SLF001
+                self.found.add(name)
             param.grad = None
         buffer, self._buffer = self._buffer, None
         direct = self._direct()
@@ -232,6 +237,7 @@ class FlatGradients:
                 self.pool.give_back(self._buffer)
             self._buffer = None
         self.sum.clear()
+        self.found.clear()
 
     def _direct(self) -> Tensor | None:
         placement = self.flat.placement

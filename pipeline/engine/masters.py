@@ -77,6 +77,23 @@ class Masters:
             return join_master(self.weights, self.low_bits)
         return self.param.detach()
 
+    def read(self, place: slice) -> Float[Tensor, " k"]:
+        """A copy of some of them."""
+        if self.low_bits is not None:
+            return join_master(self.weights[place], self.low_bits[place])
+        return self.param.detach()[place].clone()
+
+    def write(self, place: slice, values: Float[Tensor, " k"], rounded: Tensor | None) -> None:
+        """Replace some of them, and what they are rounded to in `rounded`, `room_for_weights`."""
+        if self.low_bits is not None:
+            weights, low_bits = split_master(values)
+            self.weights[place] = weights
+            self.low_bits[place] = low_bits
+            return
+        self.param.detach()[place] = values
+        if rounded is not None:
+            rounded[place] = round_weights(values, rounded.dtype)
+
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
         """The masters as one vector, to change in place; weights beside them stay as they are."""

@@ -48,11 +48,24 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float | int | bool]:
         """What `load_state_dict` needs to go on as if nothing had happened."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "tokens": self.tokens}
+        return {
+            "enabled": self.enabled,
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "tokens": self.tokens,
+        }
 
     def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
-        """Take up the scale and the counts of a `state_dict`; a fixed scale stays as it is set."""
+        """Take up the scale and the counts of a `state_dict`.
+
+        A static scale stays as it is set. The state of a scaler that was off, of a run in another
+        precision, says nothing of fp16: the search begins at the configured initial scale.
+        """
         if not self.enabled or self.config.loss_scale:
+            return
+        if not _was_enabled(state):
+            self.__post_init__()
+            self.good_steps, self.exhausted = 0, False
             return
         self.scale = float(state["scale"])
         self.good_steps = int(state["good_steps"])
@@ -76,3 +89,8 @@ class LossScaler:
         lowest = self.config.min_loss_scale
         self.exhausted = self.scale <= lowest
         self.scale = max(self.scale / 2, float(lowest))
+
+
+def _was_enabled(state: Mapping[str, float | int | bool]) -> bool:
+    """Whether the scaler of a `state_dict` was on; earlier checkpoints don't say it."""
+    return bool(state.get("enabled", state["scale"] != 1.0 or state["good_steps"] > 0))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed import gather_objects, rank, world_size
+from pipeline.engine.checkpoint.base import Traces, traces
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import candidates
 from pipeline.engine.checkpoint.layout import Fragment
@@ -33,8 +34,8 @@ class EngineCheckpoints:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._bases: dict[Path, str] = {}
-        """By directory: the frozen weights that are there."""
+        self._bases: dict[Path, tuple[str, Traces]] = {}
+        """By directory: the frozen weights that are there, as they were left."""
 
     def save(self, root: Path, client_state: Any = None) -> None:  # noqa: ANN401
         """Write the state after the engine's last step; returns when it is there.
@@ -45,13 +46,19 @@ class EngineCheckpoints:
             CheckpointError: it could not be written; what was there before still is.
         """
         job = gather_objects(uuid.uuid4().hex[:12])[0]
-        known = self._bases.pop(root.resolve(), None)  # and not kept where this save fails
+        known = self._bases.get(root.resolve())
         writer = CheckpointWriter(
-            root, job=job, rank=rank(), world_size=world_size(), bases=[known] if known else []
+            root,
+            job=job,
+            rank=rank(),
+            world_size=world_size(),
+            bases=dict([known]) if known else None,
         )
         described = describe(self._engine)
-        base = (known or f"base-{job}") if described["frozen"] else None
+        base = (known[0] if known else f"base-{job}") if described["frozen"] else None
         if base is not None:
+            if gather_objects(writer.lost_base(base))[0]:
+                writer.forget_base(base)
             writer.save_base(base, frozen_fragments(self._engine, NAME))
         document = {"engines": {NAME: described}, "client_state": client_state}
         fragments = chain(trained_fragments(self._engine, NAME), random_fragments())
@@ -62,7 +69,7 @@ class EngineCheckpoints:
         if failure is not None:
             raise CheckpointError(failure)
         if base is not None:
-            self._bases[root.resolve()] = base
+            self._bases[root.resolve()] = base, writer.base_traces(base)
 
     def load(self, root: Path) -> Any:  # noqa: ANN401
         """Go on from the newest checkpoint that verifies; what it was saved with. All call it.
@@ -76,7 +83,8 @@ class EngineCheckpoints:
         load(self._engine, NAME, checkpoint, checkpoint.state["engines"][NAME])
         load_random_state(checkpoint)
         if checkpoint.base is not None:
-            self._bases[root.resolve()] = checkpoint.base.path.name
+            base = checkpoint.base.path
+            self._bases[root.resolve()] = base.name, traces(base)
         return checkpoint.state["client_state"]
 
 

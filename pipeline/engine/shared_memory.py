@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.distributed import gather_objects, rank, world_size
+from pipeline.engine.board import Board
 from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
-from pipeline.watch.position import HERE, DesyncError
+from pipeline.watch.position import HERE, SAME_ORDER, DesyncError
 
 CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""
@@ -54,8 +55,8 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class SharedMemoryCollectives(Collectives):
     """Collectives over memory that all processes of the machine map."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, name: str) -> None:
+        super().__init__(torch.device("cpu"), name)
         self._memory = _SharedMemory()
         self._meetings = _Meetings(self._memory)
         self._mailbox = self.empty(2 * MAILBOX_VALUES, torch.float64, torch.device("cpu"))
@@ -67,7 +68,7 @@ class SharedMemoryCollectives(Collectives):
         return self._memory.allocate(numel, dtype)
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
-        self._meetings.attend(f"all_gather of {unit}, {full.nbytes} bytes")
+        self._meetings.attend(f"all_gather of {self.log.label(unit)}, {full.nbytes} bytes")
         size = shard.numel()
         in_place = shard.data_ptr() == self.piece(full).data_ptr()
         for other in self._others():
@@ -80,7 +81,7 @@ class SharedMemoryCollectives(Collectives):
     defers = True
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
-        label = f"reduce_scatter of {unit}, {full.numel()} elements"
+        label = f"reduce_scatter of {self.log.label(unit)}, {full.numel()} elements"
         number = self._meetings.announce(label, note=FORMATS.index(full.dtype))
         return _Reduction(self, number, full, out)
 
@@ -98,7 +99,7 @@ class SharedMemoryCollectives(Collectives):
             self._letters += 1
             letter = self._mailbox[start : start + part.numel()]
             letter.copy_(part)
-            self._meetings.attend(f"all_reduce of {part.numel()} values")
+            self._meetings.attend(f"all_reduce of {self.log.owner}, {part.numel()} values")
             parts = [self._memory.of_rank(other, letter) for other in range(self.world_size)]
             tree_sum(parts, out=part)
 
@@ -119,7 +120,7 @@ class SharedMemoryCollectives(Collectives):
 
     def meet(self) -> None:
         """Wait for the others, who are done then with what they read before."""
-        self._meetings.attend("a pause between two uses of a buffer")
+        self._meetings.attend(f"a pause of {self.log.owner} between two uses of a buffer")
 
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all read from the same one at once."""
@@ -271,6 +272,7 @@ class _Meetings:
             [row[8 + n * SLOT_BYTES : 8 + (n + 1) * SLOT_BYTES] for n in range(SLOTS)]
             for row in rows
         ]
+        self._board = Board()
         self._watch = select.poll()
         self._ranks_of: dict[int, int] = {}
         for other, pid in enumerate(memory.pids):
@@ -322,8 +324,7 @@ class _Meetings:
                 if self._slots[other][each % SLOTS][:LABEL_BYTES] != mine[:LABEL_BYTES]:
                     raise DesyncError(
                         f"rank {self.rank} is at {self._label(self.rank, each)} while rank {other}"
-                        f" is at {self._label(other, each)}; all processes must run the same layers"
-                        " in the same order"
+                        f" is at {self._label(other, each)}; {SAME_ORDER}"
                     )
             self.completed = each
             self._notes[each] = [slots[each % SLOTS][LABEL_BYTES] for slots in self._slots]
@@ -350,6 +351,12 @@ class _Meetings:
             raise DesyncError(
                 f"rank {other} ended while rank {self.rank} waited for it at {label}; what ended it"
                 " stands in that rank's own output"
+            )
+        parted = self._board.difference(other)
+        if parted is not None:
+            mine, theirs = parted
+            raise DesyncError(
+                f"rank {self.rank} came to {mine} while rank {other} came to {theirs}; {SAME_ORDER}"
             )
         if time.monotonic() > deadline:
             last = self._counts[other][0]

@@ -19,7 +19,7 @@ from pipeline.errors import CheckpointError
 
 
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
-    """Masters and moments of this process's pieces, and the model's own buffers.
+    """Masters and moments of this process's pieces, and the model's own buffers as they are here.
 
     Each is to be copied before the next is asked for: what lives on a disk leaves memory again, and
     masters that are split are joined for the time.
@@ -30,9 +30,9 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
         for kind, vector in vectors.items():
             for name, place, elements in group.spans(own=True):
                 yield Fragment(f"{prefix}/{kind}/{name}", elements.start, vector[place])
-    if engine.comm.rank == 0:
-        for name, buffer in _buffers(engine).items():
-            yield Fragment(f"{prefix}/buffers/{name}", 0, buffer.detach().reshape(-1))
+    for name, buffer in _buffers(engine).items():
+        key = _buffer_key(prefix, name, engine.comm.rank)
+        yield Fragment(key, 0, buffer.detach().reshape(-1))
 
 
 def trained_bytes(engine: Engine) -> int:
@@ -70,8 +70,14 @@ def describe(engine: Engine) -> dict[str, Any]:
         "optimizer": engine.optim.name,
         "moments": sorted({kind for group in engine.groups for kind in _moments(group)}),
         "counters": {
-            name: _counters(group) for group in engine.groups for name in group.flat.params
+            name: _counters(group, name) for group in engine.groups for name in group.flat.params
         },
+        "never_updated": [
+            name
+            for group in engine.groups
+            for name in group.flat.params
+            if group.numbers(name) is None
+        ],
         "trained": _shapes(engine, trained=True),
         "frozen": _shapes(engine, trained=False),
         "buffers": sorted(_buffers(engine)),
@@ -104,7 +110,8 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
             _load_group(group, masters, prefix, checkpoint, described)
     for name, buffer in _buffers(engine).items():
         flat = torch.empty_like(buffer).reshape(-1)
-        checkpoint.read(f"{prefix}/buffers/{name}", 0, flat)
+        own, first = (_buffer_key(prefix, name, rank) for rank in (engine.comm.rank, 0))
+        checkpoint.read(own if checkpoint.holds(own) else first, 0, flat)
         buffer.copy_(flat.view(buffer.shape))
 
 
@@ -131,7 +138,9 @@ def _load_group(
     checkpoint: Checkpoint,
     described: Mapping[str, Any],
 ) -> None:
-    counters = _agreed(group, described["counters"])
+    numbers = _numbers(group, described)
+    updated = [own for own in numbers.values() if own is not None]
+    common = max(updated, key=updated.count, default=None)
     kept = _moments(group)
     moments = {
         kind: kept[kind] if kind in kept else torch.zeros_like(masters)
@@ -139,23 +148,32 @@ def _load_group(
     }
     for kind, vector in {"weights": masters, **moments}.items():
         for name, place, elements in group.spans():
-            checkpoint.read(f"{prefix}/{kind}/{name}", elements.start, vector[place])
-    if counters or moments:
-        state = {**moments, **{name: torch.tensor(each) for name, each in counters.items()}}
+            if kind == "weights" or numbers[name] is not None:
+                checkpoint.read(f"{prefix}/{kind}/{name}", elements.start, vector[place])
+    if common is not None and (common or moments):
+        state = {**moments, **_as_tensors(common)}
         settings = group.optimizer.state_dict()["param_groups"]
         group.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
+    group.numbers_of = {
+        name: None if own is None else _as_tensors(own)
+        for name, own in numbers.items()
+        if own != common or (own is None and group.state)
+    }
 
 
-def _agreed(group: TrainedParams, counters: Mapping[str, Any]) -> dict[str, float]:
-    """The optimizer's numbers for all weights of the group, which were not of one group before."""
-    numbers = [counters[name] for name in group.flat.params]
-    if any(each != numbers[0] for each in numbers):
-        names = list(group.flat.params)
-        raise CheckpointError(
-            f"{names[0]} and {names[-1]} were updated a different number of times and are now one"
-            " group; keep the learning rates and the weight decay of the checkpoint"
-        )
-    return dict(numbers[0]) if numbers else {}
+def _numbers(
+    group: TrainedParams, described: Mapping[str, Any]
+) -> dict[str, dict[str, float] | None]:
+    """The optimizer's numbers for each parameter; None for those it has never updated."""
+    new = described.get("never_updated", ())  # which earlier versions didn't have
+    return {
+        name: None if name in new else dict(described["counters"][name])
+        for name in group.flat.params
+    }
+
+
+def _as_tensors(numbers: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value) for name, value in numbers.items()}
 
 
 def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint) -> None:
@@ -194,13 +212,18 @@ def _moments(group: TrainedParams) -> dict[str, Tensor]:
     return {kind: value for kind, value in _state(group) if value.ndim > 0}
 
 
-def _counters(group: TrainedParams) -> dict[str, float]:
-    """What it keeps for all weights of the group together."""
-    return {name: value.item() for name, value in _state(group) if value.ndim == 0}
+def _counters(group: TrainedParams, param: str) -> dict[str, float]:
+    """What it keeps for a whole parameter."""
+    return {name: value.item() for name, value in (group.numbers(param) or {}).items()}
 
 
 def _state(group: TrainedParams) -> Iterable[tuple[str, Tensor]]:
     return [(name, value) for name, value in group.state.items() if isinstance(value, Tensor)]
+
+
+def _buffer_key(prefix: str, name: str, rank: int) -> str:
+    """Those of the first process are the model's; the others' may differ, as statistics do."""
+    return f"{prefix}/buffers/{name}" if rank == 0 else f"{prefix}/buffers_of_rank_{rank}/{name}"
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:

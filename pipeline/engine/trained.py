@@ -1,12 +1,12 @@
 """A flat vector of weights that learn: masters, gradients and their optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.buffers import BufferPool
@@ -16,9 +16,13 @@ from pipeline.engine.layout import num_chunks
 from pipeline.engine.masters import Kind, Masters, kind_of_masters
 from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import build_optimizer, steps_in_one_pass
+from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same
 from pipeline.errors import KernelError
 from pipeline.kernels.adam import adamw_, prepare
 from pipeline.kernels.reference import COPIES, AdamW, Weights
+
+NOWHERE = slice(0, 0)
+"""Where a parameter lies of which this process updates nothing."""
 
 
 class TrainedParams:
@@ -27,7 +31,7 @@ class TrainedParams:
     def __init__(
         self, flat: FlatParams, pool: BufferPool, optim: OptimConfig, *, kernels: Kernels = "auto"
     ) -> None:
-        self.flat, self.comm = flat, flat.comm
+        self.flat, self.comm, self.optim = flat, flat.comm, optim
         self.kernels: Kernels = kernels
         kind = kind_of_masters(flat.settings.dtype, flat.placement, optim, kernels)
         self.one_pass = self._prepare(optim, kind)
@@ -36,6 +40,9 @@ class TrainedParams:
         self.gradients = FlatGradients(flat, pool)
         settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
         self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
+        self.numbers_of: dict[str, Numbers | None] = {}
+        """What the optimizer keeps for parameters that were not updated as often as the others;
+        None for those that never were."""
 
     def _prepare(self, optim: OptimConfig, kind: Kind) -> bool:
         """Whether the optimizer steps in one pass, with the kernel for it ready where one is."""
@@ -120,11 +127,24 @@ class TrainedParams:
         self.comm.piece(values).copy_(local)
         return values
 
-    def step(self, *, multiplier: float, lr: float, momentum: float | None = None) -> None:
+    def step(
+        self,
+        *,
+        multiplier: float,
+        lr: float,
+        momentum: float | None = None,
+        used: Collection[str] | None = None,
+    ) -> None:
         """Update the masters with the summed gradient times `multiplier`, then the weights.
 
-        `momentum` replaces the optimizer's beta1 where a schedule cycles it.
+        `momentum` replaces the optimizer's beta1 where a schedule cycles it. `used` are the
+        parameters that had a gradient on any process, all without it; the others stay as they are,
+        moments included.
         """
+        used = self.flat.params.keys() if used is None else used
+        if not used:
+            self.gradients.clear()
+            return
         self.comm.synchronize()  # before weights change that are being copied to the GPU
         (settings,) = self.optimizer.param_groups
         settings["lr"] = lr
@@ -137,26 +157,77 @@ class TrainedParams:
             gradient.mul_(multiplier)
         if not sharded:
             gradient = self._gathered(gradient)
-        device = self.flat.placement.optimizer_device
-        rounded: Tensor | None = None
-        if self.one_pass:
-            rounded = self._step_in_one_pass(gradient.to(device), multiplier)
-        else:
-            self.masters.param.grad = gradient.to(device)
-            self.optimizer.step()
-            self.masters.param.grad = None
+        moved = gradient.to(self.flat.placement.optimizer_device)
+        rounded = self._update(moved, multiplier, used)
         if not sharded:
             self.gradients.pool.give_back(gradient)
         self.gradients.clear()
         self.publish(rounded)
 
-    def _step_in_one_pass(self, gradient: Tensor, multiplier: float) -> Tensor | None:
-        """What the optimizer would do, the factor and the rounding of the weights included.
+    def _update(self, gradient: Tensor, multiplier: float, used: Collection[str]) -> Tensor | None:
+        """Update what has a gradient, the parameters with numbers of their own by themselves.
 
         Returns:
-            The rounded weights, where the masters are others than these.
+            The rounded weights, where the masters are others than these and a kernel has done it.
         """
-        (settings,) = self.optimizer.param_groups
+        names = self.flat.params.keys()
+        places = {name: place for name, place, _ in self.spans()}
+        aside = [
+            self._set_aside(name, places.get(name, NOWHERE), gradient if name in used else None)
+            for name in names
+            if name not in used or name in self.numbers_of
+        ]
+        together = len(aside) < len(names)
+        rounded = self._step_together(gradient, multiplier) if together else None
+        for each in aside:
+            if each.gradient is not None:
+                self._step_alone(each, multiplier)
+            if together or each.gradient is not None:
+                self.numbers_of[each.name] = each.numbers
+            self._put_back(each, rounded)
+        numbers = self._numbers() if aside else None
+        for name in [name for name, own in self.numbers_of.items() if same(own, numbers)]:
+            del self.numbers_of[name]
+        return rounded
+
+    def numbers(self, name: str) -> Numbers | None:
+        """What the optimizer keeps for a whole parameter; None where it was never updated."""
+        return self.numbers_of[name] if name in self.numbers_of else self._numbers()
+
+    def _numbers(self) -> Numbers | None:
+        """Those of all parameters that have none of their own."""
+        found = {name: value for name, value in self._tensors() if value.ndim == 0}
+        return {name: value.clone() for name, value in found.items()} if self.state else None
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, each) for name, each in self.state.items() if isinstance(each, Tensor)]
+
+    def _set_aside(self, name: str, place: slice, gradient: Tensor | None) -> SetAside:
+        numbers = self.numbers(name)
+        moments = {} if numbers is None else dict(self._tensors())
+        return SetAside(
+            name,
+            place,
+            master=filled_up(self.masters.read(place)),
+            moments={kind: filled_up(each[place]) for kind, each in moments.items() if each.ndim},
+            gradient=None if gradient is None else filled_up(gradient[place]),
+            numbers=numbers,
+        )
+
+    def _put_back(self, each: SetAside, rounded: Tensor | None) -> None:
+        self.masters.write(each.place, each.master[: each.numel], rounded)
+        for kind, vector in self._tensors():
+            if vector.ndim:
+                values = each.moments.get(kind)
+                vector[each.place] = 0 if values is None else values[: each.numel]
+
+    def _step_together(self, gradient: Tensor, multiplier: float) -> Tensor | None:
+        """Update the vector as a whole; what `_update` returns."""
+        if not self.one_pass:
+            self.masters.param.grad = gradient
+            self.optimizer.step()
+            self.masters.param.grad = None
+            return None
         state, masters = self.state, self.masters
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
@@ -166,31 +237,61 @@ class TrainedParams:
         state["step"] += 1
         rounded = masters.room_for_weights()
         stepped = masters.fp32() if masters.low_bits is None else masters.weights
+        vectors = Weights(
+            stepped, state["exp_avg"], state["exp_avg_sq"], copy=rounded, low_bits=masters.low_bits
+        )
+        self._step_in_one_pass(vectors, gradient, multiplier, step=int(state["step"].item()))
+        return rounded
+
+    def _step_alone(self, each: SetAside, multiplier: float) -> None:
+        """Update a parameter that lies aside, as `_step_together` would."""
+        assert each.gradient is not None
+        if self.one_pass:
+            step = 1 if each.numbers is None else int(each.numbers["step"].item()) + 1
+            for kind in ("exp_avg", "exp_avg_sq"):
+                each.moments.setdefault(kind, torch.zeros_like(each.master))
+            vectors = Weights(each.master, each.moments["exp_avg"], each.moments["exp_avg_sq"])
+            self._step_in_one_pass(vectors, each.gradient, multiplier, step=step)
+            each.numbers = {"step": torch.tensor(float(step))}
+            return
+        (settings,) = self.optimizer.param_groups
+        param = nn.Parameter(each.master)
+        optimizer = build_optimizer([{**settings, "params": [param]}], self.optim)
+        (own,) = optimizer.param_groups
+        own.update({name: value for name, value in settings.items() if name != "params"})
+        if each.numbers is not None:
+            state = {0: {**each.moments, **each.numbers}}
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        param.grad = each.gradient
+        optimizer.step()
+        state = {k: v for k, v in optimizer.state[param].items() if isinstance(v, Tensor)}
+        each.master = param.detach()
+        each.moments = {kind: value for kind, value in state.items() if value.ndim}
+        each.numbers = {name: value for name, value in state.items() if not value.ndim}
+
+    def _step_in_one_pass(
+        self, vectors: Weights, gradient: Tensor, multiplier: float, *, step: int
+    ) -> None:
+        """What the optimizer would do, the factor and the rounding of the weights included."""
+        (settings,) = self.optimizer.param_groups
         adamw_(
-            Weights(
-                stepped,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                copy=rounded,
-                low_bits=masters.low_bits,
-            ),
+            vectors,
             gradient,
             AdamW(
                 lr=settings["lr"],
                 betas=settings["betas"],
                 eps=settings["eps"],
                 weight_decay=settings["weight_decay"],
-                step=int(state["step"].item()),
+                step=step,
                 multiplier=multiplier,
             ),
             kernels=self.kernels,
         )
-        return rounded
 
     def moments(self) -> list[Tensor]:
         """What the optimizer keeps for each weight."""
-        state = self.state.values()
-        return [value for value in state if isinstance(value, Tensor) and value.ndim > 0]
+        return [value for _, value in self._tensors() if value.ndim > 0]
 
     def publish(self, rounded: Tensor | None = None) -> None:
         """Have the weights follow the masters, on all processes; `rounded` is them already."""

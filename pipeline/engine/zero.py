@@ -6,18 +6,17 @@ collect its gradients, and reduce them when the next unit's turn has come. Only 
 and gathers; the lower stages take the same path and find everything in place.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.engine.comm import Collectives
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.graph import parameter_uses
+from pipeline.engine.outputs import check_open, tensors_in, without_views
 from pipeline.engine.trained import TrainedParams
 from pipeline.errors import ConfigError
 
@@ -151,7 +150,10 @@ class ZeroModel:
             return output
         if torch.is_grad_enabled():
             output, updates = without_views(output), self.updates
-            for tensor in tensors_in(output):
+            tensors = list(tensors_in(output))
+            if not tensors:
+                check_open(unit.name, output)
+            for tensor in tensors:
                 if tensor.requires_grad:
                     unit.expects_backward = True
                     tensor.register_hook(lambda _grad: self._before_backward(unit, updates))
@@ -390,30 +392,6 @@ class ZeroModel:
                             f"{name} was converted or moved after the engine had taken the"
                             " model (as .half() and .to() do); do it before"
                         )
-
-
-def tensors_in(output: object) -> Iterator[Tensor]:
-    """The tensors in a module's output: in tuples, dictionaries, model outputs and dataclasses."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for each in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, each.name))
-
-
-def without_views(output: object) -> object:
-    """A module's output with copies in place of views that autograd goes back through.
-
-    A hook on a view is lost when the view is changed in place.
-    """
-
-    def copied(leaf: object) -> object:
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view():  # noqa: SLF001
-            return leaf.clone()
-        return leaf
-
-    return tree_map(copied, output)
 
 
 def in_backward() -> bool:

@@ -5,8 +5,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+SAME_ORDER = "all processes must run the same layers of the same engines in the same order"
 
 RECENT = 512
 """Collectives that are remembered: a few steps of a model of many layers."""
@@ -16,8 +17,7 @@ class DesyncError(RuntimeError):
     """The processes of a job did not do the same, or one is gone."""
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective that a process came to, as the others should know it too."""
 
     number: int
@@ -41,9 +41,9 @@ class Position:
         self.number = 0
         self.fingerprint = 0
         """Of all collectives so far, in their order: equal on processes that do the same."""
-        self.recent: deque[tuple[int, str, str, int]] = deque(maxlen=RECENT)
-        self.tell: Callable[[Collective], None] | None = None
-        """Hears of each collective at once, where a mistake can end the process on the spot."""
+        self.recent: deque[Collective] = deque(maxlen=RECENT)
+        self.listeners: list[Callable[[Collective], None]] = []
+        """Hear of each collective at once, before the process comes to it."""
         self._waited = 0.0
         self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 
@@ -51,18 +51,19 @@ class Position:
         """Say which collective is next."""
         self.number += 1
         self.fingerprint = zlib.crc32(f"{kind} {unit} {num_bytes}".encode(), self.fingerprint)
-        self.recent.append((self.number, kind, unit, num_bytes))
-        if self.tell is not None:
-            self.tell(self.last)
+        collective = Collective(self.number, kind, unit, num_bytes)
+        self.recent.append(collective)
+        for listener in self.listeners:
+            listener(collective)
 
     @property
     def last(self) -> Collective:
         """The latest collective."""
-        return Collective(*self.recent[-1]) if self.recent else Collective(0, "none yet")
+        return self.recent[-1] if self.recent else Collective(0, "none yet")
 
     def history(self) -> list[Collective]:
         """The latest collectives, the oldest first."""
-        return [Collective(*each) for each in list(self.recent)]
+        return list(self.recent)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

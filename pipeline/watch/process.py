@@ -17,7 +17,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from pipeline.distributed import gather_objects
 from pipeline.errors import EXIT_USER_ERROR, JobFailed, UserError, exit_code
 from pipeline.watch.notices import Failure, Notices, Sighting
-from pipeline.watch.position import HERE, DesyncError
+from pipeline.watch.position import HERE, Collective, DesyncError
 from pipeline.watch.suspects import Identity, Suspects
 
 TICK_SECONDS = 1.0
@@ -87,13 +87,15 @@ class Watch:
         self._found: Failure | None = None
         """What this process was the first to find."""
         self._over = threading.Event()
+        self._tell: Callable[[Collective], None] | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._handles_sigterm = False
 
     def start(self) -> None:
         """Begin to watch."""
         if dist.get_backend() == "gloo":  # which ends processes where they are not in step
-            HERE.tell = Notices.of_group(self.notices.job).tell_last
+            self._tell = Notices.of_group(self.notices.job).tell_last
+            HERE.listeners.append(self._tell)
         # A collective that failed fails again where the engine cleans up; the first error counts.
         warnings.filterwarnings("ignore", message="module forward hook with ``always_call")
         self._appear()
@@ -108,7 +110,8 @@ class Watch:
         self._over.set()
         self._thread.join(timeout=2 * TICK_SECONDS)
         self._appear(left=True)
-        HERE.tell = None
+        if self._tell in HERE.listeners:
+            HERE.listeners.remove(self._tell)
         faulthandler.cancel_dump_traceback_later()
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._told_to_stop:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

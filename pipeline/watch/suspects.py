@@ -6,9 +6,7 @@ import psutil
 
 from pipeline.distributed import gather_objects, rank
 from pipeline.watch.notices import Failure, Notices, Sighting
-from pipeline.watch.position import HERE
-
-SAME_ORDER = "all processes must run the same layers in the same order"
+from pipeline.watch.position import HERE, SAME_ORDER
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Disks that fail under a job: a save costs itself alone, what is offloaded ends the job."""
 
+import re
 import shutil
 import subprocess
 import time
@@ -86,6 +87,9 @@ def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_
     assert 1 <= len(saved) < STEPS
     assert len(failed) == STEPS - len(saved)  # one sentence each
     assert "bytes needed)" in failed[0]
+    said_of = re.findall(r"the state after step (\d+) is saved in", said)
+    assert [int(step) for step in said_of] == saved  # and nothing of the others
+    assert "saves its state" not in said
     assert metrics(small_disk) == metrics(reference)
     assert assert_prefix(small_disk, reference) == saved[-1]
 

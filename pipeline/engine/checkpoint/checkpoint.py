@@ -96,6 +96,10 @@ class Checkpoint:
         """The tensors' names, those of the base included."""
         return [*self._fragments, *(self.base.keys() if self.base else ())]
 
+    def holds(self, key: str) -> bool:
+        """Whether it has a tensor of that name."""
+        return key in self._fragments or (self.base is not None and self.base.holds(key))
+
     def numel(self, key: str) -> int:
         """Elements of one tensor."""
         return max(piece.stop for piece in self._pieces(key))

@@ -6,12 +6,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.engine.checkpoint.attempt import Attempt, SaveError
+from pipeline.engine.checkpoint.base import Traces, traces
 from pipeline.engine.checkpoint.commit import (
     clean,
     commit,
@@ -35,7 +36,7 @@ class CheckpointWriter:
 
     Whoever makes one holds the lock of the directory (`RunLock`): what other jobs left in the
     making is deleted. `job` is any text that no other job has, the same on all processes. `bases`
-    are frozen weights that its processes know to be in the directory.
+    are frozen weights that its processes know to be in the directory, with their traces.
 
     A save that fails, on whatever process, leaves no trace but a sentence in the log of the first
     one and in `failure`: training goes on, the checkpoints before are untouched, and the next save
@@ -54,7 +55,7 @@ class CheckpointWriter:
         world_size: int,
         keep_last: int = 2,
         timeout_seconds: int | float = 600,
-        bases: Collection[str] = (),
+        bases: Mapping[str, Traces] | None = None,
     ) -> None:
         require(keep_last >= 2, f"keep_last must be 2 or more, not {keep_last}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", job):
@@ -72,7 +73,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._count = 0  # of calls: the same on all processes, whatever failed on one
         self._committed: list[int] = []
-        self._bases = set(bases)
+        self._bases = dict(bases or {})
         self._left: list[Path] = []  # where others may still look for the first one's verdict
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -111,6 +112,7 @@ class CheckpointWriter:
         JSON; that of the first process is kept. `base` names what `save_base` wrote.
         """
         began = time.perf_counter()
+        held_up = 0.0
         self._count += 1
         self.wait()
         if self._committed[-1:] == [step]:
@@ -131,6 +133,12 @@ class CheckpointWriter:
             attempt.write(copies)
             if self._rank == 0:
                 self._finish(attempt, self._manifest(attempt, step=step, base=base, state=state))
+                logger.info(
+                    "the state after step %d is saved in %s; it held up training for %.2f s",
+                    step,
+                    attempt.target,
+                    held_up,
+                )
             else:
                 attempt.await_verdict()
                 self._committed.append(step)
@@ -141,8 +149,26 @@ class CheckpointWriter:
             name="checkpoint",
             daemon=True,  # who forgets to close does not wait for a peer that is gone
         )
+        held_up = time.perf_counter() - began
         self._thread.start()
-        return time.perf_counter() - began
+        return held_up
+
+    def lost_base(self, name: str) -> bool:
+        """Whether frozen weights that were here have gone, or have been changed, since.
+
+        They are looked at, not read. What the first process finds counts: where it says so, all
+        call `forget_base`, and `save_base` writes them again.
+        """
+        return name in self._bases and traces(self.root / name) != self._bases[name]
+
+    def forget_base(self, name: str) -> None:
+        """Have the next `save_base` verify these frozen weights, or write them again."""
+        self.wait()
+        self._bases.pop(name, None)
+
+    def base_traces(self, name: str) -> Traces:
+        """For the writer of the next job, or of this one's next save."""
+        return self._bases[name]
 
     def save_base(self, name: str, fragments: Iterable[Fragment]) -> None:
         """Write frozen weights to `ROOT/name`, unless they are there and verify; returns when done.
@@ -170,7 +196,7 @@ class CheckpointWriter:
 
         self._try(work, attempt, f"the frozen weights {name}", 0)
         if self.failure is None:
-            self._bases.add(name)
+            self._bases[name] = traces(self.root / name)
 
     def wait(self) -> None:
         """Return when nothing is under way."""

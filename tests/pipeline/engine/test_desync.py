@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.distributed import rank
+from pipeline.distributed import global_sum, rank
 from pipeline.engine.engine import Engine
-from pipeline.engine.shared_memory import DesyncError
+from pipeline.watch.position import SAME_ORDER, DesyncError
 from tests.distributed import run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
@@ -39,9 +39,79 @@ def test_ranks_that_run_other_units_are_named() -> None:
 
         assert first.startswith(f"rank 0 is at {kind} of model.layers.0")
         assert f"while rank 1 is at {kind} of " in first
-        assert first.endswith("all processes must run the same layers in the same order")
+        assert first.endswith("of the same engines in the same order")
         assert second.startswith(f"rank 1 is at {kind} of ")
         assert f"while rank 0 is at {kind} of model.layers.0" in second
+
+
+def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bool]:
+    """Rank 1 uses two engines of one model the other way around.
+
+    What is said of it, after how many seconds, and whether the weights are what they were.
+    """
+    config = settings(stage, max_norm=None, shared_memory=shared_memory)
+    engines = [Engine(build("llama", "fp32"), config, total_steps=1) for _ in range(2)]
+    masters = [master.clone() for engine in engines for master in engine.masters()]
+    ordered = engines if rank() == 0 else engines[::-1]
+    start = time.monotonic()
+    try:
+        for number, engine in enumerate(ordered):
+            loss = loss_of(engine, 0, number, 0)
+            if where == "update":
+                engine.backward(loss)
+        if where == "update":
+            for engine in ordered:
+                engine.step()
+        global_sum(1)
+    except DesyncError as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    seconds = time.monotonic() - start
+    left = [master for engine in engines for master in engine.masters()]
+    return said, seconds, all(map(torch.equal, masters, left))
+
+
+@pytest.mark.parametrize(
+    ("stage", "shared_memory", "where"),
+    [
+        pytest.param(0, True, "update", id="shared memory"),
+        pytest.param(3, True, "update", id="shared memory at stage 3"),
+        pytest.param(0, False, "update", id="gloo"),
+        pytest.param(3, False, "forward", id="gloo, forward passes alone"),
+    ],
+)
+def test_two_engines_in_another_order_are_named_at_once_and_no_weight_changes(
+    stage: int, shared_memory: bool, where: str
+) -> None:
+    first, second = run_ranks(swapped, stage, shared_memory, where)
+
+    for said, seconds, unchanged in (first, second):
+        one, _, other = said.partition(" while rank ")
+        assert {("engine 2" in one), ("engine 2" in other)} == {True, False}, said
+        assert "(engine" in one
+        assert "(engine" in other
+        assert said.endswith(SAME_ORDER)
+        assert seconds < 10  # of a timeout of 120
+        assert unchanged
+
+
+def built_in_another_order() -> str:
+    """Rank 1 builds the critic first."""
+    names = ["actor", "critic"] if rank() == 0 else ["critic", "actor"]
+    try:
+        for name in names:
+            Engine(build("llama", "fp32"), settings(0, max_norm=None), total_steps=1, name=name)
+    except DesyncError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_engines_that_are_built_in_another_order_are_named() -> None:
+    for said in run_ranks(built_in_another_order):
+        assert said == (
+            f"rank 0 builds the engine 'actor' while rank 1 builds 'critic'; {SAME_ORDER}"
+        )
 
 
 def said_by_first_pass(engine: Engine) -> tuple[str, float]:

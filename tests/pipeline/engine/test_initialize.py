@@ -1,7 +1,9 @@
 """The engine in somebody's own loop, by a DeepSpeed configuration."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.distributed import rank, world_size
+from pipeline.distributed import barrier, rank, world_size
+from pipeline.engine.checkpoint.find import newest
 from pipeline.engine.initialize import Initialized, LoopEngine, initialize
 from pipeline.errors import CheckpointError, ConfigError
 from tests.distributed import run_ranks
@@ -173,19 +176,54 @@ def test_frozen_weights_are_written_to_a_directory_once(tmp_path: Path) -> None:
     assert after_each_save == [after_each_save[0]] * 4
 
 
-def test_frozen_weights_that_were_deleted_are_written_again(tmp_path: Path) -> None:
-    engine = half_frozen()
-    engine.save_checkpoint(tmp_path)
-    for base in tmp_path.glob("base-*"):
-        shutil.rmtree(base)
-    engine.backward(engine(torch.ones(1, 2)).sum())
-    engine.step()
+def lose(base: Path) -> None:
+    shutil.rmtree(base)
 
-    with pytest.raises(CheckpointError, match="base-"):
-        engine.save_checkpoint(tmp_path)
-    engine.save_checkpoint(tmp_path)
 
-    assert half_frozen().load_checkpoint(tmp_path) is None
+def lose_the_manifest(base: Path) -> None:
+    (base / "manifest.json").unlink()
+
+
+def cut_off(base: Path) -> None:
+    file = next(base.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def overwrite(base: Path) -> None:
+    """In the middle of the weights, so that only their checksum tells."""
+    file = next(base.glob("*.safetensors"))
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last ^ 1]))
+
+
+def save_with_damage(directory: str, damage: Callable[[Path], None], name: str) -> list[str]:
+    """What is wrong after each of four saves, before two of which frozen weights are damaged."""
+    engine, found = half_frozen(), []
+    for step in range(4):
+        if step in (1, 3) and rank() == 0:
+            for base in Path(directory).glob("base-*"):
+                damage(base)
+        barrier()
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        engine.save_checkpoint(directory)
+        checkpoint, passed_over = newest(Path(directory))
+        if checkpoint is None or checkpoint.step != step + 1 or passed_over:
+            found.append(f"{name} before save {step + 1}: {passed_over}")
+        barrier()
+    return found
+
+
+def test_frozen_weights_that_were_damaged_between_saves_are_written_again(tmp_path: Path) -> None:
+    for world in (1, 2):
+        for damage in (lose, lose_the_manifest, cut_off, overwrite):
+            name = f"{damage.__name__}, {world} processes"
+            root = str(tmp_path / name)
+            for found in run_ranks(save_with_damage, root, damage, name, world_size=world):
+                assert found == []
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -121,6 +121,21 @@ def test_a_scaler_that_is_saved_and_loaded_goes_on_as_if_nothing_had_happened(cu
     assert trajectory(after, steps[cut:]) == whole[cut:]
 
 
+@pytest.mark.parametrize("says_so", [True, False], ids=["as now", "as earlier versions"])
+def test_the_state_of_another_precision_leaves_the_initial_scale(says_so: bool) -> None:
+    without = LossScaler(enabled=False)
+    trajectory(without, "...")
+    state = without.state_dict()
+    if not says_so:
+        del state["enabled"]
+
+    subject = scaler(initial_scale_power=12, hysteresis=3)
+    trajectory(subject, "xxxx")
+    subject.load_state_dict(json.loads(json.dumps(state)))
+
+    assert (subject.scale, subject.tokens, subject.good_steps) == (4096, 3, 0)
+
+
 def test_a_loaded_state_does_not_move_a_static_scale() -> None:
     subject = scaler(loss_scale=128.0)
 

@@ -1,5 +1,9 @@
 """What a user sees of a model whose weights are sharded."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -290,6 +294,106 @@ def test_views_that_are_changed_in_place_get_their_gradients(stage: int) -> None
 
     for name, param in plain.named_parameters():
         assert torch.equal(gradients[name], param.grad), name
+
+
+class Plain:
+    """Not known to PyTorch's trees."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+        self.itself = self
+        self.history = [{"first": hidden.sum()}]
+
+
+class Slotted:
+    """Without a dictionary of its attributes."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Whose fields can't be set."""
+
+    hidden: Tensor
+
+
+class Keyed(dict[str, Tensor]):
+    """A subclass of a container."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__(a=hidden)
+
+    @property
+    def hidden(self) -> Tensor:
+        return self["a"]
+
+
+class InObject(nn.Module):
+    """Blocks that return and take objects of some class."""
+
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList([Boxed(kind), Boxed(kind), Boxed(kind)])
+
+    def forward(self, x: Tensor) -> Any:
+        box = self.kind(x)
+        for block in self.blocks:
+            box = block(box)
+            box.hidden.mul_(2)  # of a view, whose hook would be lost
+        return box
+
+
+class Boxed(nn.Module):
+    """One of the blocks."""
+
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, box: Any) -> Any:
+        return self.kind(self.inner(box.hidden.tanh()).view(-1, 4))
+
+
+@pytest.mark.parametrize("kind", [Plain, Slotted, Frozen, Keyed])
+def test_blocks_may_return_objects_of_any_class(kind: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    plain = InObject(kind)
+    plain(torch.ones(2, 4)).hidden.square().sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+
+    for stage in range(4):
+        torch.manual_seed(0)
+        engine = Engine(InObject(kind), settings(stage, max_norm=None), total_steps=1)
+        engine.backward(engine(torch.ones(2, 4)).hidden.square().sum())
+
+        gradients = engine.gradients()
+        for name, grad in expected.items():
+            assert torch.equal(gradients[name], grad), (stage, name)
+
+
+def test_a_block_whose_tensors_are_out_of_reach_is_refused_by_name_and_class() -> None:
+    kept: dict[int, Tensor] = {}
+
+    class Hidden:
+        __slots__ = ()
+
+        def __init__(self, hidden: Tensor) -> None:
+            kept[id(self)] = hidden
+
+        @property
+        def hidden(self) -> Tensor:
+            return kept[id(self)]
+
+    engine = Engine(InObject(Hidden), settings(3, max_norm=None), total_steps=1)
+
+    with pytest.raises(ConfigError, match=r"^blocks\.0 returns a .*Hidden, in which the engine"):
+        engine(torch.ones(2, 4))
 
 
 def test_gradients_that_go_elsewhere_are_noticed_by_name() -> None:

@@ -1,12 +1,13 @@
 """State saved at one ZeRO stage by some processes goes on at any other stage in any number."""
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.distributed import rank, world_size
@@ -231,3 +232,63 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         resume(with_adapters(0), tmp_path)
     with pytest.raises(CheckpointError, match="is of the optimizer AdamW, not SGD"):
         resume(engine_at(0, optim=OptimConfig(name="SGD")), tmp_path)
+
+
+@pytest.mark.parametrize("before", ["fp32", "bf16"])
+def test_fp16_begins_at_its_initial_scale_after_another_precision(
+    before: str, tmp_path: Path
+) -> None:
+    saved = engine_at(1, before)
+    train(saved, range(2))
+    save(saved, tmp_path)
+
+    resumed = engine_at(1, "fp16")
+    resume(resumed, tmp_path)
+
+    assert resumed.scaler.scale == 2**16
+    norm = train(resumed, range(2, 3))[0]
+    assert norm == pytest.approx(train(saved, range(2, 3))[0], rel=0.02)
+
+
+@pytest.mark.parametrize("between", ["fp32", "bf16"])
+def test_a_scale_that_was_found_in_fp16_does_not_outlive_another_precision(
+    between: str, tmp_path: Path
+) -> None:
+    first = engine_at(1, "fp16")
+    first.scaler.scale = 8.0
+    train(first, range(2))
+    save(first, tmp_path / "first")
+
+    second, third = engine_at(1, between), engine_at(1, "fp16")
+    resume(second, tmp_path / "first")
+    resume(third, tmp_path / "first")
+    assert (second.scaler.scale, third.scaler.scale) == (1.0, 8.0)
+    save(second, tmp_path / "second")
+    resume(third, tmp_path / "second")
+
+    assert third.scaler.scale == 2**16
+
+
+def buffers_go_on(root: str, *, saves: bool) -> list[float]:
+    """The statistics that this process has after a save, or after loading what was saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    engine = Engine(model, settings(1), total_steps=4)
+    if saves:
+        engine.backward(engine(torch.arange(6.0).view(3, 2) * (rank() + 1)).sum())
+        engine.step()
+        save(engine, Path(root))
+    else:
+        resume(engine, Path(root))
+    return [value for buffer in model.buffers() for value in buffer.flatten().tolist()]
+
+
+def test_buffers_that_differ_by_process_come_back_to_the_process_they_were_of(
+    tmp_path: Path,
+) -> None:
+    saved = run_ranks(partial(buffers_go_on, saves=True), str(tmp_path))
+    assert saved[0] != saved[1]
+
+    assert run_ranks(partial(buffers_go_on, saves=False), str(tmp_path)) == saved
+    more = run_ranks(partial(buffers_go_on, saves=False), str(tmp_path), world_size=3)
+    assert more == [*saved, saved[0]]

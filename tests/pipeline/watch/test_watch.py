@@ -16,6 +16,7 @@ import torch
 from pipeline.distributed import barrier, global_sum, rank
 from pipeline.engine.engine import Engine
 from pipeline.errors import DataError, JobFailed
+from pipeline.watch.position import SAME_ORDER
 from pipeline.watch.process import watching
 from tests.distributed import run_ranks
 from tests.jobs import Job, run_job
@@ -221,8 +222,8 @@ def test_a_rank_that_hangs_is_named_with_all_stacks_and_ended(shared_memory: boo
 
     assert job.codes == [1, 1]
     assert job.seconds < 2 + 10 + 5  # five to start
-    assert lines(job)[0].startswith("rank 1 did not come to all_gather of root, ")
-    assert ", where rank 0 waited 2 s for it: its last was all_reduce, " in lines(job)[0]
+    assert lines(job)[0].startswith("rank 1 did not come to all_gather of root (engine), ")
+    assert ", where rank 0 waited 2 s for it: its last was all_reduce of engine, " in lines(job)[0]
     assert "rank 0 is here:" in lines(job)
     assert "rank 1 stopped because it did not come to all_gather of root" in job.errors
     *_, of_the_hung_one = job.errors.partition("rank 1 is here:")
@@ -265,26 +266,26 @@ def another_shape() -> None:
     [
         pytest.param(
             another_unit,
-            "all_gather of model.layers.0, ",
-            "all_gather of model.layers.1, ",
+            "all_gather of model.layers.0 (engine), ",
+            "all_gather of model.layers.1 (engine), ",
             marks=pytest.mark.faults,
         ),
         pytest.param(
             leaves_out_a_unit,
-            "all_gather of model.layers.0, ",
-            "all_gather of model.layers.1, ",
+            "all_gather of model.layers.0 (engine), ",
+            "all_gather of model.layers.1 (engine), ",
             marks=pytest.mark.faults,
         ),
         pytest.param(
             one_more_sum,
-            "all_gather of root, ",
+            "all_gather of root (engine), ",
             "all_reduce of a few numbers, ",
             marks=pytest.mark.faults,
         ),
         (
             another_shape,
-            "all_gather of model.layers.0, 30720 bytes",
-            "all_gather of model.layers.0, 61440 bytes",
+            "all_gather of model.layers.0 (engine), 30720 bytes",
+            "all_gather of model.layers.0 (engine), 61440 bytes",
         ),
     ],
 )
@@ -297,7 +298,7 @@ def test_ranks_out_of_step_are_named_over_gloo(
     found = [each for each in lines(job) if each.endswith(("same order", "this ended rank 0"))]
     assert f"rank 0 came to {of_rank_0}" in found[0]
     assert f"rank 1 came to {of_rank_1}" in found[0]
-    assert "all processes must run the same layers in the same order" in found[0]
+    assert SAME_ORDER in found[0]
 
 
 def in_another_order() -> None:
@@ -313,9 +314,7 @@ def test_collectives_in_another_order_are_named_at_the_norm_of_the_step() -> Non
     job = run_job(in_another_order)
 
     assert 0 not in job.codes
-    assert "rank 0 was at all_gather of a, 256 bytes while rank 1 was at all_gather of b" in (
-        job.errors
-    )
+    assert "rank 0 was at all_gather of a (engine), 256 bytes while rank 1 was at" in job.errors
 
 
 def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_was_killed() -> None:

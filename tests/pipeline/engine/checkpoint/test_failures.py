@@ -60,6 +60,7 @@ def test_a_full_disk_costs_one_save_and_leaves_the_others(
         " (40,007 bytes needed); training goes on, and the next save tries again"
     )
     assert caplog.messages == [saver.failure]
+    assert "is saved in" not in caplog.text
     assert visible(root) == ["latest", "step_00000001", "step_00000002"]
     assert_holds(newest(root)[0], 2)
     ballast.unlink()
@@ -67,6 +68,32 @@ def test_a_full_disk_costs_one_save_and_leaves_the_others(
     saver.close()
     assert saver.failure is None
     assert_holds(newest(root)[0], 4)
+
+
+def test_only_what_was_saved_is_said_to_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "checkpoints"
+    saver = writer(root)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = []
+    with caplog.at_level(logging.INFO):
+        for step, most in ((1, limits[0]), (2, 10_000), (3, limits[0])):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                saver.save(step, fragments(step), {"step": step})
+                saver.wait()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            said.append([record.getMessage() for record in caplog.records])
+            caplog.clear()
+    saver.close()
+
+    (first,), (second,), (third,) = said
+    for step, line in ((1, first), (3, third)):
+        where = root / f"step_0000000{step}"
+        assert line.startswith(f"the state after step {step} is saved in {where}; it held up")
+    assert second.startswith(f"saving step 2 to {root} failed: rank 0: File too large")
 
 
 def test_a_disk_that_is_read_only_is_named_at_the_start(small_disk: Path) -> None:
