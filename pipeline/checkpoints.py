@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +41,7 @@ from pipeline.errors import ConfigError
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
 from pipeline.settings import plain, portable
-from pipeline.signals import EXIT_REQUEUE, StopSignals
+from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class Checkpoints:
         }
         self.done = 0
         """Steps behind us."""
+        self._kept = 0
+        """The step whose state was saved last, or loaded."""
         self._once: dict[str, Any] = {}
         self._base: str | None = None
         job = gather_objects(uuid.uuid4().hex[:12])[0]
@@ -119,24 +122,32 @@ class Checkpoints:
             self._once[name] = compute()
         return self._once[name]
 
-    def steps(self) -> Iterator[int]:
-        """The numbers of the steps to do; after each the state is saved if that is due.
+    def steps(self, *, enough: Callable[[], bool] = lambda: False) -> Iterator[int]:
+        """The numbers of the steps to do, until there are `enough`.
+
+        After each the state is saved if that is due, and after the last one too, unless
+        `save_every` is null: what follows may take long. All processes come here together.
 
         Raises:
-            SystemExit: a scheduler told the run to stop; the state is saved.
+            SystemExit: Ctrl-C or a scheduler told the run to stop; the state is saved.
         """
         patience = PATIENCE_SECONDS
         try:
-            with StopSignals() as signals:
-                for step in range(self.done + 1, self.run.total_steps + 1):
+            with StopSignals(self._tell) as signals:
+                first = self.done + 1
+                for step in range(first, self.run.total_steps + 1):
+                    if enough():
+                        break
                     yield step
-                    if step == self.done + 1 and self.config.save_every is not None:
+                    if step == first and self.config.save_every is not None:
                         self._prepare()
-                    told, due = global_sums([signals.received is not None, self._is_due(step)])
-                    if told or due:
-                        self.save(step)
-                    if told:
-                        self._leave(step)
+                    self.done = step
+                    self._save_or_leave(signals, due=self._is_due(step))
+                self._save_or_leave(signals, due=self.config.save_every is not None)
+                self._writer.wait()
+            # From here on a signal ends the process at once, and the state is there; one that came
+            # since the last look is obeyed.
+            self._save_or_leave(signals, due=False)
             patience = None
         finally:
             self._writer.close(patience)
@@ -150,6 +161,7 @@ class Checkpoints:
             self._writer.save_base(self._base, chain(*frozen))
         self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
+        self._kept = step
 
     def _prepare(self) -> None:
         """Have the memory for copies made while training goes on."""
@@ -171,17 +183,43 @@ class Checkpoints:
         # The first process's clock decides for all.
         return rank() == 0 and time.monotonic() - self._saved_at >= every.seconds
 
-    def _leave(self, step: int) -> None:
+    def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
+        """Save the state if that is due and not done; leave if any process was told to."""
+        received = signals.received
+        interrupted, ended, due_somewhere = global_sums(
+            [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
+        )
+        told = bool(interrupted or ended)
+        if (told or due_somewhere) and self._kept != self.done:
+            self.save(self.done)
+        if told:
+            self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
+
+    def _leave(self, code: int) -> None:
         self._writer.wait()
         saved = self._writer.failure is None
         logger.info(
-            "%s was told to stop after step %d of %d and %s; --resume goes on",
+            "%s was told to stop after step %d of %d and %s; --resume %s",
             self.run.name,
-            step,
+            self.done,
             self.run.total_steps,
             "has saved its state" if saved else "could not save its state: see above",
+            self.run.going_on(),
         )
-        raise SystemExit(EXIT_REQUEUE)
+        raise SystemExit(code)
+
+    def _tell(self, number: signal.Signals, *, aborts: bool) -> None:
+        """Say at once what a signal does: the step at hand may be long."""
+        if aborts:
+            logger.info("%s is aborted; --resume %s", self.run.name, self.run.going_on())
+        else:
+            logger.info(
+                "%s has received %s: it finishes the step at hand, saves its state and leaves;"
+                " Ctrl-C %s",
+                self.run.name,
+                number.name,
+                "again aborts" if number is signal.SIGINT else "aborts",
+            )
 
     def _fragments(self) -> Iterator[Fragment]:
         for name, engine in self.engines.items():
@@ -261,5 +299,5 @@ class Checkpoints:
         self._once = dict(state["once"])
         self._base = checkpoint.base.path.name if checkpoint.base is not None else None
         load_random_state(checkpoint)
-        self.done = checkpoint.step
+        self.done = self._kept = checkpoint.step
         logger.info("%s goes on after step %d", self.run.name, self.done)

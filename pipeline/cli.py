@@ -51,10 +51,9 @@ from pipeline.settings import (
     section_class,
     without_none,
 )
+from pipeline.signals import EXIT_INTERRUPTED
 
 C = TypeVar("C")
-
-EXIT_INTERRUPTED = 130
 
 
 def parse_step(config_class: type[C], argv: Sequence[str]) -> C:

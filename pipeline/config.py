@@ -405,7 +405,7 @@ class StepConfig:
 
     save_every: int | str | None = "15m"
     """Time between checkpoints, as 90s, 15m or 2h, or a number of steps (save_steps); null saves
-    only when a scheduler ends the run."""
+    only when Ctrl-C or a scheduler ends the run."""
 
     keep_last: int = 2
     """Checkpoints that are kept (save_total_limit); at least 2, so that one may be damaged."""

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +17,14 @@ import transformers
 
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
-from pipeline.engine.checkpoint.durable import discard
+from pipeline.engine.checkpoint.durable import discard, replace_durably
+from pipeline.engine.checkpoint.find import candidates
+from pipeline.engine.checkpoint.layout import step_of
 from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.errors import ConfigError
 from pipeline.progress import Progress
 from pipeline.settings import flatten, plain
+from pipeline.signals import LeavesAtOnce
 from pipeline.trackers import Trackers, open_trackers
 from pipeline.watch.health import Health
 from pipeline.watch.stragglers import Stragglers
@@ -57,6 +60,7 @@ class Run:
         self._metrics: IO[bytes] | None = None
         self._stragglers, self._health = Stragglers(), Health()
         self._tokens_per_second = 0.0
+        self._at_once = LeavesAtOnce()
 
     def __enter__(self) -> "Run":
         self._start = self._step_end = time.perf_counter()
@@ -82,6 +86,7 @@ class Run:
             mode = "ab" if self.config.resume else "wb"
             self._metrics = self.path("metrics.jsonl").open(mode, buffering=0)
             self._progress.start()
+        self._at_once.__enter__()
         return self
 
     def __exit__(
@@ -90,20 +95,27 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._at_once.__exit__(kind, error, traceback)
         if self._metrics is None:
             return
         self._held.close()
         self._progress.stop()
         self._metrics.close()
-        if kind is KeyboardInterrupt:
+        if kind is KeyboardInterrupt or self._at_once.received is not None:
             logger.info(
-                "%s stopped after step %d of %d; its metrics are in %s",
+                "%s stopped after step %d of %d; --resume %s",
                 self.name,
                 self.step,
                 self.total_steps,
-                self.path("metrics.jsonl"),
+                self.going_on(),
             )
         self._trackers.close()
+
+    def going_on(self) -> str:
+        """What a new start would do with `--resume`, as the end of a sentence."""
+        newest = next(iter(candidates(self.path(CHECKPOINTS))), None)
+        step = None if newest is None else step_of(newest)
+        return "begins at step 1" if step is None else f"goes on after step {step}"
 
     def _spare_what_was_cut_off(self) -> None:
         """Refuse to begin over the checkpoints of a run that has not ended.
@@ -168,7 +180,7 @@ class Run:
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
-        """Write result.json, whole or not at all.
+        """Write result.json, whole or not at all, after everything else: the step is finished.
 
         It holds seconds, steps, tokens, `eval`, `extra`, and the settings that differ from the
         defaults.
@@ -183,9 +195,11 @@ class Run:
             "changed_settings": changed_settings(self.config),
             **extra,
         }
-        temporary = self.path("result.json.tmp")
-        temporary.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
-        temporary.replace(self.path("result.json"))
+        os.fsync(self._metrics.fileno())
+        text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
+        replace_durably(
+            self.path("result.json"), text.encode(), temporary=self.path("result.json.tmp")
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a new start goes on with; of the main process, which writes."""
@@ -245,7 +259,8 @@ class _StderrHandler(logging.Handler):
     """Writes to what sys.stderr is at the moment: a progress bar puts itself in between."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
+        with suppress(OSError):  # a terminal that was closed ends no run
+            sys.stderr.write(self.format(record) + "\n")
 
 
 def changed_settings(config: StepConfig) -> dict[str, object]:

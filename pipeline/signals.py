@@ -1,36 +1,127 @@
-"""Being told to stop by a scheduler: finish the step at hand, save, leave."""
+"""Being told to stop, by Ctrl-C or by a scheduler: finish the step at hand, save, leave."""
 
+import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM: a scheduler takes the machine back. SIGUSR1: SLURM's warning, `--signal=USR1@120`."""
 
+INTERRUPTS = (signal.SIGINT, signal.SIGHUP)
+"""Ctrl-C, and a terminal that was closed."""
+
 EXIT_REQUEUE = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, start the same command with --resume again."""
 
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+SAME_SECONDS = 0.3
+"""Within which a signal is the first one again: `timeout`, for one, sends to the process and to its
+group, and a launcher forwards what the process has received already."""
+
+END = b"\0"
+"""No signal has this number: it ends the thread."""
+
 
 class StopSignals:
-    """Context in which SIGTERM and SIGUSR1 only set `received`; the second one ends the process."""
+    """Context in which a signal to stop is noted in `received`, and a second Ctrl-C aborts.
+
+    After a scheduler's signal more of them change nothing: SLURM sends SIGUSR1, and SIGTERM at the
+    end of its time, while the state is being saved. After a Ctrl-C any further signal aborts the
+    process, but for that of a closed terminal. Signals that this process's caller has it ignore, as
+    nohup does, stay ignored.
+
+    Args:
+        tell: called with the first signal, and again, with `aborts=True`, just before the process
+            ends. From another thread and at once, also while the main thread waits within a
+            collective, where Python would not run a handler.
+    """
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self.received: signal.Signals | None = None
+        self._tell = tell
+        self._first_at: float | None = None
+        self._before: dict[signal.Signals, object] = {}
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        for number in (*INTERRUPTS, *STOP_SIGNALS):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if self._thread is None:
+            return
+        # A process that leaves because others were told may be told only now: it is obeying.
+        if self.received is not None or kind is not SystemExit:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.write(self._writing, END)
+        self._thread.join(1)  # it may be waiting for a terminal that has been stopped
+        self._thread = None
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        """What the main thread runs: the step at hand will look, and none comes too late."""
+        self.received = self.received or signal.Signals(number)
+
+    def _listen(self) -> None:
+        """What another thread runs: it reads what the system itself has written for each signal."""
+        while (number := os.read(self._reading, 1)) != END:
+            if number[0] in self._before:
+                self._hear(signal.Signals(number[0]))
+
+    def _hear(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        self.received = first = self.received or number
+        if self._first_at is None:
+            self._first_at = now
+            self._tell(number, aborts=False)
+            return
+        is_again = number is signal.SIGINT or first is signal.SIGINT
+        if is_again and number is not signal.SIGHUP and now - self._first_at >= SAME_SECONDS:
+            self._tell(number, aborts=True)
+            os._exit(EXIT_INTERRUPTED)
+
+
+class LeavesAtOnce:
+    """Context in which a scheduler's signal ends the process in order, by EXIT_REQUEUE.
+
+    Before the first step and after the last there is nothing to save. Ctrl-C does the same by
+    itself, as a KeyboardInterrupt. Who handles a signal already goes on to do so.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._heard: list[signal.Signals] = []
 
-    def __enter__(self) -> "StopSignals":
+    def __enter__(self) -> "LeavesAtOnce":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, self._leave)
+                    self._heard.append(number)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._restore()
+        for number in self._heard:
+            signal.signal(number, signal.SIG_DFL)
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-        self._before = {}
+    def _leave(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+            raise SystemExit(EXIT_REQUEUE)

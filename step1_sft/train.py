@@ -78,9 +78,7 @@ def train(config: SFTConfig) -> Path:
         if checkpoints.done == 0:
             run.evaluated(0, perplexity=before)
 
-        for step in checkpoints.steps():
-            if best.worse_in_a_row == config.patience:
-                break
+        for step in checkpoints.steps(enough=lambda: best.worse_in_a_row == config.patience):
             rows = encode([data.train[row] for row in next(stream)], chat, config)
             num_targets = max(1, sum(row.num_targets for row in rows))
             nll = 0.0

@@ -1,6 +1,7 @@
 """The zero and the unit of a reward model's score."""
 
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.distributed import global_sums, is_main, local_device, share_of_rank
+from pipeline.models.export import move_in
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_causal_lm
 from pipeline.models.trained import evaluating
@@ -47,7 +49,9 @@ def write_normalization(model: nn.Module, directory: Path, *, mean: float, std: 
     settings = base_model(model).config
     settings.update({"score_mean": mean, "score_std": std})
     if is_main():
-        settings.save_pretrained(directory)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as staging:
+            settings.save_pretrained(staging)
+            move_in(Path(staging), directory)
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:

@@ -28,6 +28,9 @@ LOOK_SECONDS = 0.1
 FAMILY_SECONDS = 1.0
 """Between two looks at which processes belong to it."""
 
+LEAVING_SECONDS = 5.0
+"""In which a trial that is told to stop may leave in order; then it is to drop what it does."""
+
 PATIENCE_SECONDS = 30.0
 """In which a trial that was told to stop ends by itself."""
 
@@ -135,12 +138,13 @@ class _Family:
             self._note()
 
     def end(self) -> None:
-        """Have it end as by Ctrl-C, or, where it does not, at once."""
+        """Have it end as by Ctrl-C, and by a second one: nothing of a trial is worth saving."""
         self._note()
-        if self.child.poll() is None:
-            self.child.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                self.child.wait(PATIENCE_SECONDS)
+        for patience in (LEAVING_SECONDS, PATIENCE_SECONDS):
+            if self.child.poll() is None:
+                self.child.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    self.child.wait(patience)
         if self.child.poll() is None:
             self.child.kill()
             self.child.wait()

@@ -5,9 +5,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.signals import STOP_SIGNALS
+from pipeline.signals import INTERRUPTS, STOP_SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
+SIGNALS = (*INTERRUPTS, *STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
     """Run a command to its end; its output goes where ours goes.
 
     The child has a process group of its own and hears of every interruption from us, once: of
-    Ctrl-C and of a closed terminal as SIGINT, and it closes its files; of a scheduler's signals as
-    they are, and it saves its state.
+    Ctrl-C and of a closed terminal as SIGINT, of a scheduler's signals as they are; it saves its
+    state. We wait until it has. A second Ctrl-C reaches it as well; a terminal that is closed
+    tells us so more than once, which is no second Ctrl-C.
     Standard input is closed to it, for it would stop a group in the background.
     """
     child: subprocess.Popen[bytes] | None = None
@@ -34,6 +35,8 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
 
     def pass_on(number: int, _frame: object) -> None:
         nonlocal told
+        if number == signal.SIGHUP and told is not None:
+            return
         told = signal.Signals(number)
         if child is not None and child.poll() is None:
             child.send_signal(number if number in STOP_SIGNALS else signal.SIGINT)

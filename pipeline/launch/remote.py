@@ -24,7 +24,7 @@ GRACE_SECONDS = 30.0
 """For a machine that was told to end; then the way to it is closed."""
 
 SAVING_SECONDS = 600.0
-"""For processes that a scheduler's signal has told to save their state."""
+"""For processes that were told to save their state, by Ctrl-C or a scheduler."""
 
 LOST = 255
 """ssh's own exit code: it was the way that failed, not the command."""
@@ -81,6 +81,8 @@ class _Group:
 
     def hear(self, number: int, _frame: object) -> None:
         """A signal for all machines; the loop passes it on."""
+        if number == signal.SIGHUP and self.told:
+            return  # a terminal that is closed says so more than once
         self.told.append(signal.Signals(number))
 
     def start(self) -> None:
@@ -113,7 +115,8 @@ class _Group:
             name = number.name if number in STOP_SIGNALS else signal.SIGINT.name
             for command in running:
                 command.say(name)
-            patience = SAVING_SECONDS if number in STOP_SIGNALS else GRACE_SECONDS
+            aborts = number == signal.SIGINT and self._passed_on > 1
+            patience = GRACE_SECONDS if aborts else SAVING_SECONDS
             self._deadline = time.monotonic() + patience
 
     def _look(self, running: Sequence["_Command"]) -> None:

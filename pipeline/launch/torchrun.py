@@ -2,16 +2,18 @@
 
 `python -m pipeline.launch.torchrun` takes torchrun's options. torchrun itself turns every failure
 into exit code 1 below a page of its own; here the failed process has already said what is wrong.
-A scheduler's signals reach the processes, which get the time they need to save their state. Nodes
-that can't meet are a sentence. The processes share the cores of the machine, and find each other by
-the address that leads to the first one.
+Ctrl-C and a scheduler's signals reach the processes, which get the time they need to save their
+state; a second Ctrl-C has them abort. Nodes that can't meet are a sentence. The processes share the
+cores of the machine, and find each other by the address that leads to the first one.
 """
 
 import argparse
 import logging
 import os
 import sys
+from contextlib import suppress
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -46,13 +48,22 @@ def main(argv: list[str]) -> int:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as stopped:
+        _leave_nothing_behind()
         return EXIT_REQUEUE if stopped.sigval in STOP_SIGNALS else EXIT_INTERRUPTED
     except KeyboardInterrupt:
+        _leave_nothing_behind()
         return EXIT_INTERRUPTED
     except (RendezvousError, DistError) as error:
         complain(f"error: the nodes could not meet{_place(options)}: {_reason(error)}")
         return EXIT_USER_ERROR
     return 0
+
+
+def _leave_nothing_behind() -> None:
+    """End processes that outlive torchrun, which waits no more when it is told to stop again."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _face_the_first_node(options: argparse.Namespace) -> None:

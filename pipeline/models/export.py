@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.distributed import barrier, is_main
+from pipeline.engine.checkpoint.durable import settle, sync_directory
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
@@ -39,6 +40,8 @@ def export(
     weights: HasTurns | None = None,
 ) -> None:
     """Write config, safetensors and tokenizer into `directory`, each file replaced whole.
+
+    When it returns they are on the disk, and as readable as other files of this user.
 
     With LoRA the directory holds the merged model, and `adapter/` the adapter in peft's form. The
     trained model itself is not changed. All processes call it; the main one writes, and none goes
@@ -106,11 +109,18 @@ def _write(
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
             model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
-        for path in sorted(staging.iterdir()):
-            target = directory / path.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            path.replace(target)
+        move_in(staging, directory)
+
+
+def move_in(staging: Path, directory: Path) -> None:
+    """Move what was written beside a model into its directory, once it is on the disk."""
+    settle(staging)
+    for path in sorted(staging.iterdir()):
+        target = directory / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.replace(target)
+    sync_directory(directory)
 
 
 def _merged(

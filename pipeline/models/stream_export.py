@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from pipeline.engine.checkpoint.durable import replace_durably, settle, sync_directory
+from pipeline.faults import fault_point
 from pipeline.models.weight_files import INDEX, SINGLE
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -59,8 +61,9 @@ def stream_export(
     In memory are one shard's tensors at most, as copies on the CPU, and the one that `named`
     yields, which may be freed or filled anew at the next turn. Names in `tied`, such as a model's
     `all_tied_weights_keys`, are left out: they come back when plain `from_pretrained` ties them.
-    The directory's weights are replaced at the end; a process that is killed meanwhile leaves the
-    old ones, the new ones or none, but no mixture.
+    The directory's weights are replaced at the end, when the new ones are on the disk; a process
+    that is killed meanwhile, or a loss of power, leaves the old ones, the new ones or none, but no
+    mixture.
 
     Raises:
         ValueError: a name came twice.
@@ -79,6 +82,7 @@ def stream_export(
             size += tensor.nbytes
             del tensor  # the caller's is not ours to keep while it makes the next
         shards.write()
+        fault_point("export.before_replace")
         _replace(shards, directory)
 
 
@@ -125,18 +129,21 @@ def _replace(shards: _Shards, directory: Path) -> None:
     single, index = directory / SINGLE, directory / INDEX
     stale = {path for path in directory.iterdir() if SHARD.fullmatch(path.name)}
     count = len(shards.files)
+    settle(shards.scratch)
     if count == 1:
         shards.files[0].replace(single)
+        sync_directory(directory)
         index.unlink(missing_ok=True)
     else:
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        new_index = shards.scratch / INDEX
-        new_index.write_text(shards.index(names), encoding="utf-8")
         index.unlink(missing_ok=True)
+        sync_directory(directory)
         for file, name in zip(shards.files, names, strict=True):
             file.replace(directory / name)
             stale.discard(directory / name)
-        new_index.replace(index)
+        sync_directory(directory)
+        replace_durably(index, shards.index(names).encode(), temporary=shards.scratch / INDEX)
         single.unlink(missing_ok=True)
     for path in stale:
         path.unlink()
+    sync_directory(directory)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from pipeline.config import StepConfig, binds
+from pipeline.engine.checkpoint.durable import replace_durably
 from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.errors import ConfigError
 from pipeline.plan.request import Request, Stage
@@ -296,6 +297,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, value: object) -> None:
     """Write the whole file or leave the old one: readers never see half."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    content = (json.dumps(value, indent=2) + "\n").encode()
+    replace_durably(path, content, temporary=path.with_name(path.name + ".partial"))

@@ -29,7 +29,7 @@ from pipeline.distributed import is_main, process_group
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import newest
 from pipeline.run import configure_logging
-from pipeline.signals import EXIT_REQUEUE
+from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from tests.distributed import PROCESSES
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, exported, metrics, run, saved, settings
@@ -119,7 +119,7 @@ class Forked:
 
         When one has failed, the others are told by SIGTERM, as by torchrun.
         """
-        fine = (None, 0, EXIT_REQUEUE)
+        fine = (None, 0, EXIT_REQUEUE, EXIT_INTERRUPTED)
         end = time.monotonic() + seconds
         told = False
         while any(process.exitcode is None for process in self.processes):

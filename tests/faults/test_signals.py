@@ -1,4 +1,7 @@
-"""A scheduler's signal, whenever it comes: the state is saved, exit code 75, --resume goes on."""
+"""Ctrl-C or a scheduler's signal, whenever it comes: the state is saved, --resume goes on.
+
+The exit code is 130 after Ctrl-C, 75 after a scheduler's signal.
+"""
 
 import random
 import signal
@@ -10,7 +13,7 @@ import pytest
 
 from pipeline.config import StepConfig
 from pipeline.run import changed_settings
-from pipeline.signals import EXIT_REQUEUE
+from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
 from tests.faults.jobs import (
     Command,
     Forked,
@@ -50,8 +53,17 @@ def wait_for_lines(out: Path, count: int, job: Forked | Command) -> None:
         time.sleep(0.005)
 
 
+def exit_code(number: signal.Signals) -> int:
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
+
+
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.faults),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.faults),
+    ],
 )
 def test_a_signal_in_the_loop_saves_the_step_at_hand(
     number: signal.Signals, start: Path, long_reference: Path, tmp_path: Path
@@ -64,18 +76,103 @@ def test_a_signal_in_the_loop_saves_the_step_at_hand(
         codes = job.wait()
         said = job.said()
 
-    assert codes == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert codes == [exit_code(number)] * 2
     step = assert_prefix(tmp_path, long_reference)
     assert step >= 3
-    assert f"was told to stop after step {step} of {STEPS} and has saved its state" in said
+    assert (
+        f"was told to stop after step {step} of {STEPS} and has saved its state;"
+        f" --resume goes on after step {step}\n" in said
+    )
     assert [line["step"] for line in metrics(tmp_path)][-1] == step  # not one step more
-    assert run_forked(replace(config, resume=True)) == [0, 0]
+    with Forked(replace(config, resume=True)) as job:
+        assert job.wait() == [0, 0]
+        assert f"step1_sft goes on after step {step}\n" in job.said()
     assert metrics(tmp_path) == metrics(long_reference)
     assert model(tmp_path) == model(long_reference)
 
 
 def model(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
+
+
+def wait_for_words(words: str, job: Forked | Command) -> float:
+    """Until the job has said them; the time then."""
+    end = time.monotonic() + 60
+    while words not in job.said():
+        assert time.monotonic() < end, job.said()
+        time.sleep(0.01)
+    return time.monotonic()
+
+
+def interrupt(job: Forked | Command, *, times: int = 1) -> None:
+    for count in range(times):
+        if count:
+            time.sleep(SAME_SECONDS + 0.2)
+        if isinstance(job, Forked):
+            job.signal(signal.SIGINT)
+        else:
+            job.process.send_signal(signal.SIGINT)
+
+
+def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
+    start: Path, tmp_path: Path
+) -> None:
+    """One process sleeps in its third step, the other waits for it in a collective."""
+    with Forked(job_of(start, tmp_path), fault="engine.step:1:3:hang") as job:
+        wait_for_lines(tmp_path, 3, job)  # the evaluation before step 1, and two steps
+        interrupt(job)
+        wait_for_words("finishes the step at hand, saves its state and leaves", job)
+        assert all(process.is_alive() for process in job.processes)
+        time.sleep(SAME_SECONDS)
+        interrupt(job)
+
+        assert job.wait(5) == [EXIT_INTERRUPTED] * 2
+        assert "step1_sft is aborted; --resume begins at step 1\n" in job.said()
+        assert "Traceback" not in job.said()
+
+
+def test_ctrl_c_before_the_first_step_leaves_at_once(start: Path, tmp_path: Path) -> None:
+    with Forked(job_of(start, tmp_path), fault="engine.forward:*:1:hang") as job:
+        wait_for_evaluation(tmp_path, job)
+        interrupt(job)
+
+        assert job.wait(10) == [EXIT_INTERRUPTED] * 2
+        assert "step1_sft stopped after step 0 of 30; --resume begins at step 1\n" in job.said()
+        assert "Traceback" not in job.said()
+
+
+def wait_for_evaluation(out: Path, job: Forked) -> None:
+    """Until the job is about to evaluate its model, or soon will be."""
+    end = time.monotonic() + 60
+    while not (out / "checkpoints" / "tokenizer").exists():
+        assert time.monotonic() < end, job.said()
+        time.sleep(0.01)
+    time.sleep(1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_while_the_model_is_written_loses_no_step(
+    processes: int, start: Path, tmp_path: Path
+) -> None:
+    """The second process waits for the one that writes."""
+    config = small(start, "sft", output_dir=tmp_path / "whole", save_every="1h")
+    assert set(run_forked(config, world_size=processes)) == {0}
+    config = replace(config, output_dir=tmp_path / "run")
+    with Forked(config, world_size=processes, fault="export.before_replace:0:1:hang") as job:
+        wait_for_words("the state after step 8 is saved", job)
+        time.sleep(2)
+        interrupt(job)
+
+        assert job.wait(10) == [EXIT_INTERRUPTED] * processes
+        assert "step1_sft stopped after step 8 of 8; --resume goes on after step 8" in job.said()
+        assert "Traceback" not in job.said()
+
+    with Forked(replace(config, resume=True), world_size=processes) as job:
+        assert set(job.wait()) == {0}
+        assert "step1_sft goes on after step 8\n" in job.said()
+        assert " step 8/8 " not in job.said()  # no step is done again
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert model(tmp_path / "run") == model(tmp_path / "whole")
 
 
 @pytest.mark.faults
@@ -92,12 +189,12 @@ def test_signals_at_random_instants_lose_nothing_that_the_loop_has_done(
         while not (out / "result.json").exists():
             with Forked(config) as job:
                 time.sleep(draw.uniform(0.5, 3))
-                number = draw.choice([signal.SIGTERM, signal.SIGUSR1])
+                number = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
                 job.signal(number)
                 codes = job.wait()
-            assert set(codes) <= {0, EXIT_REQUEUE, -number}
+            assert set(codes) <= {0, exit_code(number), -number}
             step = assert_prefix(out, long_reference)
-            if codes == [EXIT_REQUEUE, EXIT_REQUEUE]:
+            if codes == [exit_code(number)] * 2 and step:
                 saves += 1
                 assert [line["step"] for line in metrics(out)][-1] == step
             config = replace(config, resume=True)
@@ -118,9 +215,15 @@ def train_words(config: StepConfig, out: Path) -> list[str]:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("command", "number"), [("train.py", signal.SIGTERM), ("step1_sft.train", signal.SIGUSR1)]
+    ("command", "number"),
+    [
+        ("train.py", signal.SIGINT),
+        ("train.py", signal.SIGTERM),
+        ("step1_sft.train", signal.SIGINT),
+        ("step1_sft.train", signal.SIGUSR1),
+    ],
 )
-def test_the_real_commands_end_with_75_and_go_on(
+def test_the_real_commands_save_and_go_on(
     command: str, number: signal.Signals, start: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run" / "step1_sft"
@@ -137,9 +240,9 @@ def test_the_real_commands_end_with_75_and_go_on(
         wait_for_lines(out, 1, job)
         time.sleep(random.Random(number).uniform(0, 0.5))
         job.process.send_signal(number)
-        assert job.wait() == EXIT_REQUEUE, job.said()
-        assert "--resume goes on" in job.said()
-    step = assert_prefix(out, whole)
+        assert job.wait() == exit_code(number), job.said()
+        step = assert_prefix(out, whole)
+        assert f"--resume goes on after step {step}\n" in job.said()
     assert [line["step"] for line in metrics(out)][-1] == step
 
     with Command(*words, "--resume") as job:

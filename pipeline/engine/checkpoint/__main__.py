@@ -13,6 +13,9 @@ from pipeline.errors import CheckpointError, ConfigError, suggestion
 
 EXIT_DAMAGED = 1
 
+RESULT = "result.json"
+"""Beside the directory of checkpoints: the run has finished."""
+
 
 def verify(words: Sequence[str]) -> None:
     """Read every byte and compare it with its checksum; exit code 1 if one is wrong."""
@@ -94,9 +97,18 @@ def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
     if (path / MANIFEST).exists() or step_of(Path(name)) is not None or is_base_name(name):
         return [path]
     found = candidates(path)
-    if not found:
+    if found:
+        return found
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {path}")
+    if not (path.parent / RESULT).is_file():
         raise ConfigError(f"{path} is no checkpoint and holds none")
-    return found
+    model = path.parent / "actor" if (path.parent / "actor").is_dir() else path.parent
+    finished = f"{path} holds no checkpoints: the run has finished, and its model is in {model}"
+    if command == "consolidate":
+        raise ConfigError(finished)
+    say(finished)
+    return []
 
 
 def _help() -> str:

@@ -51,3 +51,25 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError:
         return
+
+
+def settle(directory: Path) -> None:
+    """Put all files below a directory on the disk, as readable as files that Python makes here.
+
+    Libraries that write through a temporary file leave it readable by its owner alone.
+    """
+    probe = directory / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fchmod(descriptor, mode & 0o777)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_directory(directory)

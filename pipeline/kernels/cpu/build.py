@@ -3,7 +3,8 @@
 There is no lock: processes that need the same library at once compile it each, and each puts a
 whole one in its place by a rename. A process that is killed leaves a temporary file, which a later
 one removes. A library ends in a digest of itself, so that one which a loss of power has cut off is
-built again instead of loaded.
+built again instead of loaded, and so is one that another user could have written
+(pipeline/kernels/cache.py).
 """
 
 import ctypes
@@ -22,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-CACHE = "RLHF_PIPELINE_CACHE"
-"""Variable of the environment: the directory that keeps compiled kernels."""
+from pipeline.kernels.cache import CACHE, READABLE, cache_directory, is_trusted
 
 COMPILERS = ("c++", "g++", "clang++")
 """Tried in this order where the variable CXX names none."""
@@ -131,7 +131,7 @@ def _build(compiler: Sequence[str], source: Path, words: Sequence[str]) -> Built
     identity += b"".join(each.read_bytes() for each in sorted(source.parent.glob("*.h")))
     name = f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:24]}.so"
     kept = cache_directory() / name
-    if is_whole(kept):
+    if is_trusted(kept) and is_whole(kept):
         return Built(load(kept), version, kept, None)
     started = time.perf_counter()
     try:
@@ -140,7 +140,7 @@ def _build(compiler: Sequence[str], source: Path, words: Sequence[str]) -> Built
             try:
                 run_compiler([*compiler, *words, str(source), "-o", str(made)])
                 seal(made)
-                path = None if made.parent == Path(private) else made.replace(kept)
+                path = None if made.parent == Path(private) else _keep(made, kept)
                 return Built(load(path or made), version, path, time.perf_counter() - started)
             finally:
                 made.unlink(missing_ok=True)
@@ -160,22 +160,13 @@ def _room_for(kept: Path, private: Path) -> Path:
     return Path(made)
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept, whether or not it is there."""
-    chosen = os.environ.get(CACHE)
-    if chosen:
-        return Path(chosen).absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    directory = Path(base).absolute() if base else _home() / ".cache"
-    return directory / "rlhf-pipeline" / "kernels"
-
-
-def _home() -> Path:
-    """The user's directory; where there is none, a place that can't be written: nothing is kept."""
+def _keep(made: Path, kept: Path) -> Path | None:
+    """Give a library its name; None where another user's file has it and may not be replaced."""
     try:
-        return Path.home()
-    except RuntimeError:
-        return Path(os.devnull)
+        made.chmod(READABLE)
+        return made.replace(kept)
+    except OSError:
+        return None
 
 
 def compilers() -> list[list[str]]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.kernels.cache import READABLE, is_trusted
 from pipeline.kernels.cpu.build import LEFTOVER
 
 DAY = 24 * 3600
@@ -20,7 +21,8 @@ class CubinCache:
     Two that make the same one write the same bytes, each to a file of its own that then takes the
     name; a process that is killed leaves at most such a file, which goes after a day. Where the
     directory can't be written to nothing is kept. A file ends in a digest of what comes before,
-    so that one which a loss of power has cut off, or a disk has changed, is made anew.
+    so that one which a loss of power has cut off, or a disk has changed, is made anew; and so is
+    one that another user could have written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -34,7 +36,9 @@ class CubinCache:
         return self.directory / f"{name}-{content.hexdigest()[:16]}.cubin"
 
     def read(self, path: Path) -> bytes | None:
-        """What `write` stored; None if nothing, or not all of it."""
+        """What `write` stored; None if nothing, or not all of it, or another user may have."""
+        if not is_trusted(path):
+            return None
         try:
             content = path.read_bytes()
         except OSError:
@@ -50,12 +54,13 @@ class CubinCache:
     def write(self, path: Path, image: bytes) -> None:
         """Store an image, whole or not at all."""
         with contextlib.suppress(OSError):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._remove_abandoned()
             handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=LEFTOVER, suffix=".tmp")
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(image + hashlib.sha256(image).digest())
+                Path(temporary).chmod(READABLE)
                 Path(temporary).replace(path)
             except OSError:
                 Path(temporary).unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """Exports are plain Hugging Face directories, replaced whole."""
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from pipeline.models.weight_files import SINGLE
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
 from tests.mixtures import MIXTURES, tiny_mixture
+from tests.pipeline.engine.checkpoint.power import lose_power, record
+from tests.pipeline.engine.checkpoint.saving import run_processes
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -88,6 +92,43 @@ def test_exporting_again_replaces_the_model_and_leaves_other_files(tmp_path: Pat
     assert torch.equal(again(input_ids=IDS).logits, second(input_ids=IDS).logits)
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
     assert not list(tmp_path.glob(".writing-*"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_every_file_of_an_export_follows_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    model = add_lora(tiny_causal_lm("llama"), LoraConfig(rank=2), task="causal", seed=0)
+    before = os.umask(umask)
+    try:
+        export(model, build_tokenizer(), tmp_path)
+    finally:
+        os.umask(before)
+
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"model.safetensors", "adapter_model.safetensors"} <= {path.name for path in files}
+    assert {str(path): stat.S_IMODE(path.stat().st_mode) for path in files} == {
+        str(path): mode for path in files
+    }
+
+
+def export_recorded(_rank: int, _world_size: int, out: Path, journal: Path) -> None:
+    model = add_lora(tiny_causal_lm("llama", seed=2), LoraConfig(rank=2), task="causal", seed=0)
+    record(journal)
+    export(model, build_tokenizer(), out)
+
+
+@torch.no_grad()
+def test_an_export_that_has_returned_survives_a_loss_of_power(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(tiny_causal_lm("llama", seed=1), build_tokenizer(), out)
+
+    codes = run_processes(export_recorded, out, tmp_path / "journal", world_size=1)
+    lose_power(out, tmp_path / "journal")
+
+    assert codes == [0]
+    again = AutoModelForCausalLM.from_pretrained(out)
+    expected = tiny_causal_lm("llama", seed=2)
+    assert torch.equal(again(input_ids=IDS).logits, expected(input_ids=IDS).logits)
+    assert (out / "adapter" / "adapter_model.safetensors").stat().st_size > 0
 
 
 def contents(directory: Path) -> dict[str, bytes]:

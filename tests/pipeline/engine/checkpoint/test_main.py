@@ -89,7 +89,8 @@ def test_show_counts_tensors_elements_and_bytes_by_kind(
     [
         (["verify"], "error: usage: python -m pipeline.engine.checkpoint verify DIR\n"),
         (["verfy", "x"], "error: there is no command 'verfy'; did you mean verify?\n"),
-        (["show", "nowhere"], "error: nowhere is no checkpoint and holds none\n"),
+        (["show", "nowhere"], "error: there is no directory nowhere\n"),
+        (["verify", "docs"], "error: docs is no checkpoint and holds none\n"),
     ],
 )
 def test_wrong_words_are_a_sentence_and_exit_code_2(
@@ -97,6 +98,23 @@ def test_wrong_words_are_a_sentence_and_exit_code_2(
 ) -> None:
     assert run(*argv) == 2
     assert capsys.readouterr().err == sentence
+
+
+@pytest.mark.parametrize("model", ["", "actor"])
+def test_where_a_finished_run_has_no_checkpoints_left_its_model_is_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (tmp_path / model).mkdir(exist_ok=True)
+    (tmp_path / "result.json").write_text("{}")
+    sentence = f"{root} holds no checkpoints: the run has finished, and its model is in "
+
+    for command in ("verify", "show"):
+        assert run(command, str(root)) == 0
+        assert capsys.readouterr().out == f"{sentence}{tmp_path / model}\n"
+    assert run("consolidate", str(root), str(tmp_path / "out")) == 2
+    assert capsys.readouterr().err == f"error: {sentence}{tmp_path / model}\n"
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
