@@ -102,8 +102,8 @@ class Checkpoints:
         """The step whose state was saved last, or loaded."""
         self._once: dict[str, Any] = {}
         self._base: str | None = None
-        job = gather_objects(uuid.uuid4().hex[:12])[0]
-        if config.resume:
+        job, goes_on = gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
+        if goes_on:
             self._resume()
         elif rank() == 0:
             shutil.rmtree(self.root, ignore_errors=True)

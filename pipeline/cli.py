@@ -33,9 +33,11 @@ from typing import NoReturn, TypeVar
 import yaml
 
 from pipeline.errors import (
+    EXIT_DIVERGED,
     EXIT_OUT_OF_MEMORY,
     EXIT_USER_ERROR,
     ConfigError,
+    DivergedError,
     JobFailed,
     UserError,
     is_out_of_memory,
@@ -151,14 +153,17 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     """Call `main(argv)` and exit: 0 when it returns, 2 on a `UserError`, 130 on Ctrl-C.
 
     Errors that are the user's to mend become one line on standard error, printed by one process
-    only. A `KeyboardInterrupt` with a message prints it. Where memory ran out the code is 79.
-    Anything else keeps its traceback.
+    only. A `KeyboardInterrupt` with a message prints it. Where memory ran out the code is 79, where
+    training diverged 80. Anything else keeps its traceback.
     """
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         complain(f"error: {error}", once=_is_first_to_say)
         sys.exit(EXIT_USER_ERROR)
+    except DivergedError as error:
+        complain(f"error: {error}", once=_is_first_to_say)
+        sys.exit(EXIT_DIVERGED)
     except JobFailed as failed:
         # Past the end of the interpreter, where threads of a broken process group would abort.
         sys.stdout.flush()

@@ -120,6 +120,10 @@ class OptimConfig:
         )
 
 
+DEFAULT_OPTIM = OptimConfig()
+"""What a model has whose optimizer nobody has set: a step may put its own default in its place."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Loss scaling of fp16, in DeepSpeed's words; no effect in other precisions."""
@@ -170,6 +174,11 @@ class LossScaleConfig:
         return float(self.loss_scale or 2.0**self.initial_scale_power)
 
 
+LORA_RATE = 10.0
+"""Learning rate of adapters over that of whole weights: the best rates found lie about ten times
+higher (Schulman et al. 2025, "LoRA Without Regret"; Biderman et al. 2024, section 6)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021), through peft."""
@@ -187,7 +196,8 @@ class LoraConfig:
     """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
 
     lr: float | None = None
-    """Learning rate of the adapters (lora_learning_rate); null uses `optim.lr`."""
+    """Learning rate of the adapters (lora_learning_rate); null is 10 times `optim.lr`, the rate of
+    whole weights, as adapters need it."""
 
     def __post_init__(self) -> None:
         require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
@@ -238,12 +248,18 @@ class TrainedModelConfig(FrozenModelConfig):
 
     fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
 
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(default_factory=lambda: DEFAULT_OPTIM)
 
     kernels: Kernels = "auto"
     """Kernels of our own (docs/kernels.md): auto uses those that this machine can build, required
     ends the run where one is missing, off leaves their work to PyTorch. They change memory and
     speed, and how attention in bf16 is rounded on a CPU."""
+
+    @property
+    def lora_lr(self) -> float:
+        """Learning rate of the adapters, where there are any."""
+        given = None if self.lora is None else self.lora.lr
+        return LORA_RATE * self.optim.lr if given is None else given
 
     def __post_init__(self) -> None:
         self.zero.offload.check(self.zero_stage)
@@ -395,7 +411,12 @@ class StepConfig:
     than the longest time that one process works alone."""
 
     eval_every: int | None = None
-    """Evaluate every so many steps; null evaluates before and after only."""
+    """Evaluate every so many steps; null chooses, up to 10 times a run in at most 8 % of its work;
+    0 evaluates before and after only."""
+
+    keep_best: bool = True
+    """Export the weights of the best evaluation, whichever step they came from, for a copy of the
+    trained weights in main memory; false exports the last ones."""
 
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
@@ -420,10 +441,14 @@ class StepConfig:
         )
         positive = {
             name: getattr(self, name)
-            for name in ("max_steps", "batch_size", "micro_batch_size", "eval_every", "log_every")
+            for name in ("max_steps", "batch_size", "micro_batch_size", "log_every")
         }
         for name, value in positive.items():
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.eval_every is None or self.eval_every >= 0,
+            f"eval_every must not be below 0, got {self.eval_every}",
+        )
         require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")
         require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
         if self.save_every is not None:

@@ -8,6 +8,9 @@ EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 79
 """Just above what sysexits.h names: the step ends by it, and `train.py` halves the micro-batch."""
 
+EXIT_DIVERGED = 80
+"""Of a run whose loss, gradients or weights stayed infinite or NaN; its best weights are kept."""
+
 
 class UserError(Exception):
     """Wrong input. Commands print `error: <sentence>` and exit with code 2, without a traceback."""
@@ -37,6 +40,13 @@ class KernelError(UserError):
     """A kernel that the settings require can't be had on this machine."""
 
 
+class DivergedError(RuntimeError):
+    """Training left the finite numbers for good: one sentence, exit code 80, no traceback.
+
+    All processes raise it at the same point, since what tells it are sums over all of them.
+    """
+
+
 class JobFailed(SystemExit):
     """A job of several processes has failed, and what it has to say is said."""
 
@@ -45,6 +55,8 @@ def exit_code(error: BaseException) -> int:
     """With which a command ends, and every process of a job, when one of them meets the error."""
     if isinstance(error, UserError):
         return EXIT_USER_ERROR
+    if isinstance(error, DivergedError):
+        return EXIT_DIVERGED
     return EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else 1
 
 

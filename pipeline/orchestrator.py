@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
 from pipeline.config import TrainedModelConfig
 from pipeline.engine.deepspeed.read import notice_of
-from pipeline.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
+from pipeline.errors import EXIT_DIVERGED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
@@ -35,7 +35,7 @@ def run_plan(plan: Plan) -> None:
 
     Raises:
         SystemExit: a step failed; 2 where it found wrong input, 75 where a scheduler stopped it,
-            else 1.
+            80 where training diverged, else 1.
         KeyboardInterrupt: the run was told to stop; its message says how to go on.
     """
     out = plan.request.output_dir
@@ -56,6 +56,8 @@ def run_plan(plan: Plan) -> None:
             ending = _run_step(plan, stage, environment, goes_on=goes_on)
         finally:
             record_step(out, stage.name, others=others)
+        if ending.code == EXIT_DIVERGED:
+            _write_report(out)  # whose curves show when
         _stop_unless_done(plan, stage, ending)
         add_to_summary(out, stage.name)
         _write_report(out)
@@ -153,6 +155,13 @@ def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
         return
     if ending.code == EXIT_USER_ERROR:  # the step has said what is wrong
         raise SystemExit(EXIT_USER_ERROR)
+    if ending.code == EXIT_DIVERGED:  # the step has said when and why, and kept its best weights
+        model = "actor" if stage.section == "ppo" else "model"
+        complain(
+            f"step {stage.number} diverged, and no later step was started; the same command with"
+            f" --resume and a smaller --{stage.section}.{model}.optim.lr begins it again"
+        )
+        raise SystemExit(EXIT_DIVERGED)
     if ending.code == EXIT_OUT_OF_MEMORY:
         from pipeline.plan.describe import describe_memory
 

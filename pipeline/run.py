@@ -32,7 +32,10 @@ from pipeline.watch.stragglers import Stragglers
 logger = logging.getLogger(__name__)
 
 OUR_LOGGERS = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo", "__main__")
-STALE = ("result.json", "samples.json")
+DIVERGED = "diverged.json"
+"""Left by a run that diverged: its state is none to go on from, so that it begins again."""
+
+STALE = ("result.json", "samples.json", DIVERGED)
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 
@@ -54,6 +57,8 @@ class Run:
         self.is_main = is_main
         self.step = 0
         self.tokens = 0
+        self.goes_on = config.resume
+        """Whether to take up an earlier run's state; what the main process says counts."""
         self._progress = Progress(name, total_steps)
         self._held = ExitStack()
         self._trackers = Trackers({})
@@ -70,6 +75,7 @@ class Run:
             self.config.output_dir.mkdir(parents=True, exist_ok=True)
             self._held.enter_context(RunLock(self.path(LOCK)))
             self._spare_what_was_cut_off()
+            self.goes_on = self.config.resume and not self.path(DIVERGED).exists()
             self._trackers = open_trackers(
                 self.config.trackers,
                 directory=self.config.output_dir,
@@ -83,7 +89,7 @@ class Run:
                 for left in self.config.output_dir.glob(pattern):
                     discard(left)
             # Unbuffered: a line is one write, so that a killed run leaves whole lines.
-            mode = "ab" if self.config.resume else "wb"
+            mode = "ab" if self.goes_on else "wb"
             self._metrics = self.path("metrics.jsonl").open(mode, buffering=0)
             self._progress.start()
         self._at_once.__enter__()
@@ -123,7 +129,7 @@ class Run:
         Raises:
             ConfigError: there are some, and `resume` does not say to go on.
         """
-        unfinished = not self.path("result.json").exists()
+        unfinished = not any(self.path(name).exists() for name in ("result.json", DIVERGED))
         if not self.config.resume and unfinished and any(self.path(CHECKPOINTS).glob("step_*")):
             self._held.close()
             raise ConfigError(
@@ -200,6 +206,12 @@ class Run:
         replace_durably(
             self.path("result.json"), text.encode(), temporary=self.path("result.json.tmp")
         )
+
+    def note_divergence(self, sentence: str) -> None:
+        """Leave word that the run diverged, and why, in place of a result."""
+        if self.is_main:
+            note = {"step": self.step, "sentence": sentence}
+            self.path(DIVERGED).write_text(json.dumps(note, indent=2) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         """What a new start goes on with; of the main process, which writes."""

@@ -19,8 +19,7 @@ class SFTConfig(StepConfig):
     )
 
     patience: int | None = None
-    """Stop after this many evaluations without a better perplexity; null never stops early. The
-    best weights are the ones exported, whichever step they came from."""
+    """Stop after this many evaluations without a better perplexity; null never stops early."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,6 +28,6 @@ class SFTConfig(StepConfig):
             f"patience must be above 0 or null, got {self.patience}",
         )
         require(
-            self.patience is None or self.eval_every is not None,
-            "patience counts evaluations: set eval_every as well",
+            self.patience is None or self.eval_every != 0,
+            "patience counts evaluations: eval_every must not be 0",
         )

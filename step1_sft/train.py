@@ -4,6 +4,7 @@ python -m step1_sft.train --config configs/sft/opt-125m.yaml
 torchrun --nproc_per_node 2 -m step1_sft.train --config configs/sft/opt-125m.yaml
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,10 @@ from pipeline.distributed import (
     rank,
     world_size,
 )
+from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
+from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
@@ -37,6 +40,8 @@ from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step1_sft.config import SFTConfig
 from step1_sft.losses import next_token_nll
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: SFTConfig) -> Path:
@@ -66,7 +71,12 @@ def train(config: SFTConfig) -> Path:
         check_rows(data, chat, config)
         record_prompts(data.prompts, config)
         held_out = encode(data.eval, chat, config)
-        best = BestWeights(engine)
+        every = evaluation_interval(
+            config.eval_every,
+            total_steps=total_steps,
+            cost=FORWARD_SHARE * len(held_out) / config.batch_size,
+        )
+        best = BestWeights(engine, keep=config.keep_best)
         checkpoints = Checkpoints(
             run,
             engines={"model": engine},
@@ -75,41 +85,65 @@ def train(config: SFTConfig) -> Path:
             data=fingerprint(data.train),
         )
         before = checkpoints.once("before", lambda: perplexity(engine, held_out, config))
+        check_start(config.model.path, {"held-out perplexity": before})
         if checkpoints.done == 0:
+            best.update(before, step=0)
             run.evaluated(0, perplexity=before)
 
-        for step in checkpoints.steps(enough=lambda: best.worse_in_a_row == config.patience):
-            rows = encode([data.train[row] for row in next(stream)], chat, config)
-            num_targets = max(1, sum(row.num_targets for row in rows))
-            nll = 0.0
-            for batch in cut(rows, config):
-                loss = next_token_nll(engine(batch, uniform=True).logprobs)
-                engine.backward(loss / num_targets)
-                nll += loss.item()
-            result = engine.step()
-            run.log(
-                step,
-                tokens=sum(len(row) for row in rows),
-                loss=global_sum(nll) / num_targets,
-                lr=result.lr,
-                grad_norm=result.grad_norm,
-                skipped=int(result.skipped),
-            )
-            if step == total_steps or step % (config.eval_every or total_steps) == 0:
-                best.update(perplexity(engine, held_out, config), step=step)
-                run.evaluated(step, perplexity=best.last)
+        def write() -> None:
+            export(model, tokenizer, config.output_dir, weights=engine)
 
-        best.restore()
-        export(model, tokenizer, config.output_dir, weights=engine)
+        rate = f"model.optim.lr is {config.model.optim.lr:g}"
+        with keeping_best(run, best, write, rate=rate):
+            for step in checkpoints.steps(enough=lambda: best.worse_in_a_row == config.patience):
+                rows = encode([data.train[row] for row in next(stream)], chat, config)
+                learn(engine, rows, run, step=step, config=config)
+                if step == total_steps or step % every == 0:
+                    best.update(perplexity(engine, held_out, config), step=step)
+                    run.evaluated(step, perplexity=best.last)
+                    check_finite(f"after step {step}", {"held-out perplexity": best.last})
+
+        restored = best.restore()
+        write()
+        exported = (best.value, best.step) if restored else (best.last, best.last_step)
         run.finish(
             eval={
                 "perplexity_before": before,
-                "perplexity_after": best.value,
-                "best_step": best.step,
+                "perplexity_after": exported[0],
+                "best_step": exported[1],
                 "rows": len(data.eval),
             }
         )
+        if exported[1] == 0:
+            logger.warning(
+                "no evaluation was better than the model before training (perplexity %.4g, in the"
+                " end %.4g), whose weights are exported: lower model.optim.lr, now %g",
+                before,
+                best.last,
+                config.model.optim.lr,
+            )
     return config.output_dir
+
+
+def learn(
+    engine: Engine, rows: Sequence[Encoded], run: Run, *, step: int, config: SFTConfig
+) -> None:
+    """Take one optimizer step on the rows, and log it."""
+    num_targets = max(1, sum(row.num_targets for row in rows))
+    nll = 0.0
+    for batch in cut(rows, config):
+        loss = next_token_nll(engine(batch, uniform=True).logprobs)
+        engine.backward(loss / num_targets)
+        nll += loss.item()
+    result = engine.step()
+    run.log(
+        step,
+        tokens=sum(len(row) for row in rows),
+        loss=global_sum(nll) / num_targets,
+        lr=result.lr,
+        grad_norm=result.grad_norm,
+        skipped=int(result.skipped),
+    )
 
 
 def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:

@@ -29,8 +29,9 @@ class RewardConfig(StepConfig):
     normalization_prompts: int = 64
     """Prompts step 1's model answers to measure the mean and standard deviation of the score."""
 
-    max_new_tokens: int = 128
-    """Longest response when measuring the score's mean and standard deviation."""
+    max_new_tokens: int = 256
+    """Longest response when measuring the score's mean and standard deviation, in tokens; as in
+    step 3, since answers that have not ended by then don't count."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

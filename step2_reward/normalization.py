@@ -1,8 +1,10 @@
 """The zero and the unit of a reward model's score."""
 
+import logging
 import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -18,22 +20,60 @@ from pipeline.models.load import load_causal_lm
 from pipeline.models.trained import evaluating
 from step2_reward.config import RewardConfig
 
+logger = logging.getLogger(__name__)
+
+ENOUGH = 8
+"""Responses of which moments are taken, or half of the prompts where these are fewer."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the score, over responses that ended by themselves."""
+
+    mean: float
+    std: float
+    stop_rate: float | None
+    """Share of step 1's responses that ended; None where it gave none."""
+
 
 def measure_scores(
     scorer: Scorer,
     chat: ChatFormat,
     examples: Sequence[Example],
     config: RewardConfig,
-) -> tuple[float, float]:
+) -> Moments:
     """Mean and standard deviation of the score over responses that step 1's model samples.
 
     With them step 3 shifts and scales scores to mean 0, variance 1 where PPO starts (Ziegler et al.
-    2019, section 2.1). Without a step-1 model the data's own responses are scored.
+    2019, section 2.1). A response without its end is none that the reward model was trained to
+    score, and doesn't count. Without a step-1 model, and where hardly any of its responses ended,
+    the data's own are scored.
     """
-    if config.actor.path is None:
+    sequences: list[Encoded] = []
+    stop_rate = None
+    if config.actor.path is not None:
+        sequences, asked = responses_of_actor(examples, chat, config)
+        ended, asked = global_sums([len(sequences), asked])
+        stop_rate = ended / asked
+        if ended < max(2, min(ENOUGH, asked / 2)):
+            logger.warning(
+                "only %d of %d responses of step 1's model ended within max_new_tokens %d: the"
+                " score's mean and standard deviation are those of the data's own responses",
+                ended,
+                asked,
+                config.max_new_tokens,
+            )
+            sequences = []
+    if not global_sums([len(sequences)])[0]:
         sequences = responses_of_data(examples[: config.normalization_prompts], chat, config)
-    else:
-        sequences = responses_of_actor(examples, chat, config)
+    mean, std = mean_and_std(scores_of(scorer, chat, sequences, config))
+    return Moments(mean, std, stop_rate)
+
+
+def scores_of(
+    scorer: Scorer, chat: ChatFormat, sequences: Sequence[Encoded], config: RewardConfig
+) -> list[float]:
+    """The score of each of this process's sequences; all processes call it."""
     scores: list[float] = []
     with evaluating(scorer):
         max_tokens = config.micro_batch_size * config.data.max_length
@@ -41,7 +81,7 @@ def measure_scores(
             spare = Encoded.untrained([chat.stop_ids[0]])
             batch = collate_part([sequences[row] for row in part], spare=spare).to(local_device())
             scores += scorer.final_scores(batch).tolist()[: len(part)]
-    return mean_and_std(scores)
+    return scores
 
 
 def write_normalization(model: nn.Module, directory: Path, *, mean: float, std: float) -> None:
@@ -65,8 +105,11 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
 def responses_of_actor(
     examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
-) -> list[Encoded]:
-    """This process's share of prompts, each with a response of step 1's model."""
+) -> tuple[list[Encoded], int]:
+    """This process's share of prompts with responses of step 1's model, and how many were asked.
+
+    Those that did not end are left out.
+    """
     unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
     rows = share_of_rank(range(len(unique)))
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
@@ -81,10 +124,12 @@ def responses_of_actor(
         seed=config.seed,
         keys=rows,
     )
-    return [
+    ended = [
         Encoded.untrained(prompt + response.ids).tail(config.data.max_length)
         for prompt, response in zip(prompts, responses, strict=True)
+        if response.stopped
     ]
+    return ended, len(prompts)
 
 
 def responses_of_data(

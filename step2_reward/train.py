@@ -5,7 +5,7 @@ torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-35
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,10 @@ from pipeline.distributed import (
     rank,
     world_size,
 )
+from pipeline.divergence import check_finite, check_start, keeping_best
+from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
+from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat, require_same_chat
 from pipeline.models.export import export
 from pipeline.models.forward import Scorer
@@ -97,51 +100,43 @@ def train(config: RewardConfig) -> Path:
         check_pairs(data, chat, config)
         record_prompts(data.prompts, config)
         held_out = encode(data.eval, chat, config)
+        every = evaluation_interval(
+            config.eval_every,
+            total_steps=total_steps,
+            cost=FORWARD_SHARE * len(held_out) / config.batch_size,
+        )
+        best = BestWeights(engine, keep=config.keep_best)
         checkpoints = Checkpoints(
             run,
             engines={"model": engine},
-            parts={"stream": stream},
+            parts={"stream": stream, "best": best},
             tokenizer=tokenizer,
             data=fingerprint(data.train),
         )
         before = checkpoints.once("before", lambda: evaluate(scorer, held_out, config))
+        check_start(config.model.path, before)
         if checkpoints.done == 0:
             run.evaluated(0, **before)
 
-        for step in checkpoints.steps():
-            pairs = encode([data.train[row] for row in next(stream)], chat, config)
-            totals = [0.0, 0.0]
-            for batch in cut(pairs, config):
-                scores = engine(batch.tokens)[batch.tokens.last_tokens]
-                chosen, rejected = batch.split(scores)
-                loss = pairwise_loss(
-                    chosen,
-                    rejected,
-                    margin=batch.margin if config.margin else None,
-                    center_coef=config.center_coef,
-                )
-                engine.backward(loss / len(pairs))
-                totals[0] += loss.item()
-                totals[1] += (chosen > rejected).sum().item()
-            result = engine.step()
-            loss_sum, num_right = global_sums(totals)
-            run.log(
-                step,
-                tokens=sum(pair.num_tokens for pair in pairs),
-                loss=loss_sum / len(pairs),
-                accuracy=num_right / len(pairs),
-                lr=result.lr,
-                grad_norm=result.grad_norm,
-                skipped=int(result.skipped),
-            )
-            if config.eval_every and step % config.eval_every == 0 and step < total_steps:
-                run.evaluated(step, **evaluate(scorer, held_out, config))
+        def write() -> None:
+            export(model, tokenizer, config.output_dir, weights=engine)
 
+        rate = f"model.optim.lr is {config.model.optim.lr:g}"
+        with keeping_best(run, best, write, rate=rate):
+            for step in checkpoints.steps():
+                pairs = encode([data.train[row] for row in next(stream)], chat, config)
+                learn(engine, pairs, run, step=step, config=config)
+                if step == total_steps or step % every == 0:
+                    figures = evaluate(scorer, held_out, config)
+                    best.update(badness(figures), step=step)
+                    run.evaluated(step, **figures)
+                    check_finite(f"of held-out pairs after step {step}", figures)
+
+        best.restore()
         after = evaluate(scorer, held_out, config)
-        run.evaluated(total_steps, **after)
-        export(model, tokenizer, config.output_dir, weights=engine)
-        mean, std = measure_scores(scorer, chat, data.train, config)
-        write_normalization(model, config.output_dir, mean=mean, std=std)
+        write()
+        moments = measure_scores(scorer, chat, data.train, config)
+        write_normalization(model, config.output_dir, mean=moments.mean, std=moments.std)
         run.finish(
             eval={
                 "accuracy_before": before["accuracy"],
@@ -151,11 +146,51 @@ def train(config: RewardConfig) -> Path:
                 "mean_chosen_before": before["mean_chosen"],
                 "mean_rejected_before": before["mean_rejected"],
                 "pairs": len(held_out),
-                "score_mean": mean,
-                "score_std": std,
+                "best_step": best.step if config.keep_best else best.last_step,
+                "score_mean": moments.mean,
+                "score_std": moments.std,
+                "score_stop_rate": moments.stop_rate,
             }
         )
     return config.output_dir
+
+
+def learn(
+    engine: Engine, pairs: Sequence[EncodedPair], run: Run, *, step: int, config: RewardConfig
+) -> None:
+    """Take one optimizer step on the pairs, and log it."""
+    totals = [0.0, 0.0]
+    for batch in cut(pairs, config):
+        scores = engine(batch.tokens)[batch.tokens.last_tokens]
+        chosen, rejected = batch.split(scores)
+        loss = pairwise_loss(
+            chosen,
+            rejected,
+            margin=batch.margin if config.margin else None,
+            center_coef=config.center_coef,
+        )
+        engine.backward(loss / len(pairs))
+        totals[0] += loss.item()
+        totals[1] += (chosen > rejected).sum().item()
+    result = engine.step()
+    loss_sum, num_right = global_sums(totals)
+    run.log(
+        step,
+        tokens=sum(pair.num_tokens for pair in pairs),
+        loss=loss_sum / len(pairs),
+        accuracy=num_right / len(pairs),
+        lr=result.lr,
+        grad_norm=result.grad_norm,
+        skipped=int(result.skipped),
+    )
+
+
+def badness(figures: Mapping[str, float]) -> float:
+    """What the best weights have least of: pairs in the wrong order; among equals, loss.
+
+    The loss is a tie-breaker: it is too small here to outweigh half a pair of a million.
+    """
+    return 1 - figures["accuracy"] + 1e-9 * min(figures["loss"], 100.0)
 
 
 def encode(
@@ -225,8 +260,8 @@ def collate_pairs(pairs: Sequence[EncodedPair], *, spare: EncodedPair) -> PairBa
 def evaluate(
     scorer: Scorer, pairs: Sequence[EncodedPair], config: RewardConfig
 ) -> dict[str, float]:
-    """Accuracy (ties count half) and mean scores over held-out pairs, of all processes."""
-    totals = [0.0, 0.0, 0.0]
+    """Loss, accuracy (ties count half) and mean scores over held-out pairs, of all processes."""
+    totals = [0.0, 0.0, 0.0, 0.0]
     with evaluating(scorer):
         for batch in cut(pairs, config):
             chosen, rejected = batch.split(scorer.final_scores(batch.tokens))
@@ -234,10 +269,16 @@ def evaluate(
             totals[0] += right.item()
             totals[1] += chosen.sum().item()
             totals[2] += rejected.sum().item()
-    accuracy, mean_chosen, mean_rejected = (
+            totals[3] += pairwise_loss(chosen, rejected).item()
+    accuracy, mean_chosen, mean_rejected, loss = (
         total / max(1, len(pairs)) for total in global_sums(totals)
     )
-    return {"accuracy": accuracy, "mean_chosen": mean_chosen, "mean_rejected": mean_rejected}
+    return {
+        "loss": loss,
+        "accuracy": accuracy,
+        "mean_chosen": mean_chosen,
+        "mean_rejected": mean_rejected,
+    }
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,15 +1,26 @@
 """Settings of step 3."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config import FrozenModelConfig, OptimConfig, StepConfig, TrainedModelConfig, require
+from pipeline.config import (
+    DEFAULT_OPTIM,
+    FrozenModelConfig,
+    OptimConfig,
+    StepConfig,
+    TrainedModelConfig,
+    require,
+)
 
 
 def _adam(lr: float) -> OptimConfig:
     """Adam as PPO wants it (Huang et al. 2024, details 16 and 17)."""
     return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
+
+
+LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
+"""Of whole weights, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +30,12 @@ class PPOConfig(StepConfig):
     output_dir: Path = Path("output/step3_ppo")
 
     actor: TrainedModelConfig = field(
-        default_factory=lambda: TrainedModelConfig(optim=_adam(lr=1e-6))
+        default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["actor"]))
     )
     """The policy; a null path starts from step 1's output."""
 
     critic: TrainedModelConfig = field(
-        default_factory=lambda: TrainedModelConfig(optim=_adam(lr=9e-6))
+        default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["critic"]))
     )
     """The value model; a null path starts from step 2's output."""
 
@@ -114,18 +125,19 @@ class PPOConfig(StepConfig):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
-    target_kl: float | None = None
+    target_kl: float | None = 0.05
     """Stop the epochs over a rollout when the approximate KL between new and old policy exceeds 1.5
     times this, in nats per token; null never stops."""
 
     normalize_score: bool = True
-    """Subtract the reward model's stored mean and divide by its standard deviation."""
+    """Subtract the reward model's stored mean and divide by its standard deviation; both are
+    measured on the first rollout where it has none."""
 
     score_clip: float | None = 5.0
     """Scores are clipped to ± this, after normalization; null is off."""
 
     missing_eos_score: float | None = -1.0
-    """Score of a response that did not end by itself, replacing the model's; null is off."""
+    """Highest score of a response that did not end by itself, after normalization; null is off."""
 
     critic_warmup_steps: int = 0
     """First iterations in which only the critic learns."""
@@ -155,6 +167,10 @@ class PPOConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for role, lr in LEARNING_RATES.items():
+            model: TrainedModelConfig = getattr(self, role)
+            if model.optim is DEFAULT_OPTIM:  # nobody has set it: it is of the class alone
+                object.__setattr__(self, role, replace(model, optim=_adam(lr)))
         counts = ("rollout_size", "generation_batch_size", "max_prompt_length", "max_new_tokens")
         for name in (*counts, "inference_tp_size", "ppo_epochs", "kl_horizon", "samples_every"):
             require(getattr(self, name) > 0, f"ppo.{name} must be above 0: {getattr(self, name)}")

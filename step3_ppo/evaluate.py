@@ -5,18 +5,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from inference.generation import Response, generate
-from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.embedded import judge
-from pipeline.data.examples import Encoded
 from pipeline.distributed import gather_objects, global_sums, local_device, rank, world_size
 from pipeline.models.chat import decode_response
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 from step3_ppo.rollout import gather_experience
+from step3_ppo.scoring import counted_scores, raw_scores, reward_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Answer:
 
     text: str
     score: float
-    """The reward model's raw score."""
+    """The reward model's score, as `scoring.counted_scores` counts it."""
     length: int
     """Tokens, the end-of-turn token included."""
     stopped: bool
@@ -79,7 +79,9 @@ class HeldOut:
 
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
-        experience = gather_experience(self.models, self._inputs(), responses, self.config)
+        experience = gather_experience(
+            self.models, self._inputs(), responses, self.config, learns=False
+        )
         log_ratio = (experience.logprobs - experience.ref_logprobs)[experience.mask]
         total, count = global_sums([log_ratio.double().sum().item(), len(responses)])
         return total / count
@@ -112,17 +114,19 @@ class HeldOut:
         return [self.prompts[row].input_ids for row in self.rows]
 
     def _scores(self, responses: Sequence[Response]) -> list[float]:
-        rows = [
-            Encoded.untrained([*prompt, *response.ids])
-            for prompt, response in zip(self._inputs(), responses, strict=True)
-        ]
-        scores = [0.0] * len(rows)
-        limit = self.config.micro_batch_size * self.config.max_length
-        for part in local_micro_batches([len(row) for row in rows], max_tokens=limit):
-            batch = collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
-            for row, score in zip(part, self.models.reward.scores(batch).tolist(), strict=False):
-                scores[row] = score
-        return scores
+        score = raw_scores(self.models, self._inputs(), responses, self.config)
+        stopped = torch.tensor([each.stopped for each in responses], device=local_device())
+        return counted_scores(score, stopped, self.models, self.config).tolist()
+
+    def objective(self, answers: Sequence[Answer], *, kl: float) -> float:
+        """What PPO maximizes, on these prompts: mean reward less kl_coef times the KL in nats.
+
+        The higher, the better; kl_coef is the setting, where it adapts as well.
+        """
+        score = torch.tensor([answer.score for answer in answers])
+        stopped = torch.tensor([answer.stopped for answer in answers])
+        reward = reward_of(score, stopped, self.models, self.config)
+        return reward.double().mean().item() - self.config.kl_coef * kl
 
 
 def win_rate(new: Sequence[Answer], old: Sequence[Answer]) -> float:
@@ -144,7 +148,7 @@ def comparison(new: Sequence[Answer], old: Sequence[Answer]) -> dict[str, int | 
 
 
 def mean_score(answers: Sequence[Answer]) -> float:
-    """Mean raw score of the reward model."""
+    """Mean score of the reward model, of unfinished answers as `counted_scores` counts them."""
     return sum(answer.score for answer in answers) / len(answers)
 
 

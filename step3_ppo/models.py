@@ -47,7 +47,7 @@ class Reference:
 
 
 class RewardModel:
-    """The frozen judge, with the mean and standard deviation that step 2 stored.
+    """The frozen judge, with the mean and standard deviation that step 2 stored, if it did.
 
     It is sharded as the critic is.
     """
@@ -55,6 +55,7 @@ class RewardModel:
     def __init__(self, model: nn.Module, like: TrainedModelConfig) -> None:
         self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name="reward model")
         self.mean, self.std = stored_normalization(model)
+        self.has_moments = has_moments(model)
 
     def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
         """Raw score of each sequence, read at its last token."""
@@ -77,6 +78,7 @@ class Critic(nn.Module):
         super().__init__()
         self.scorer = Scorer(model, kernels=kernels)
         self.mean, self.std = stored_normalization(model) if normalize else (0.0, 1.0)
+        self.has_moments = has_moments(model)
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, " K"]:
         """Values, read at the token before each target."""
@@ -100,6 +102,14 @@ class Models:
     def policy(self) -> nn.Module:
         """The actor's Hugging Face model, with its adapters if it has any."""
         return cast("Policy", self.actor.model).model
+
+    def set_moments(self, mean: float, std: float) -> None:
+        """Shift and scale scores, and values where the critic has none of its own, by these."""
+        self.reward.mean, self.reward.std = mean, std
+        critic = cast("Critic", self.critic.model)
+        if not critic.has_moments:
+            critic.mean, critic.std = mean, std
+            base_model(critic.scorer.model).config.update({"score_mean": mean, "score_std": std})
 
     @property
     def value_model(self) -> nn.Module:
@@ -197,6 +207,12 @@ def load_reference(
     add_tokens(model, tokenizer, seed=config.seed)
     policy = Policy(model, kernels=config.actor.kernels)
     return Reference(FrozenEngine(policy, config.actor, name="reference"))
+
+
+def has_moments(model: nn.Module) -> bool:
+    """Whether step 2 stored mean and standard deviation of the score with the model."""
+    settings = base_model(model).config
+    return all(getattr(settings, name, None) is not None for name in ("score_mean", "score_std"))
 
 
 def stored_normalization(model: nn.Module) -> tuple[float, float]:

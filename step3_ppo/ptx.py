@@ -26,7 +26,11 @@ def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "Ptx
 
 
 class PtxStream:
-    """Batches of dialogues or plain text, as large as PPO's minibatches."""
+    """Batches of dialogues or plain text, as large as PPO's minibatches.
+
+    What is longer than `config.data.max_length`, which is to lie within the actor's context, loses
+    its end.
+    """
 
     def __init__(
         self, chat: ChatFormat, config: PPOConfig, apart: PromptRecord | None = None

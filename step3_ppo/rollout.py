@@ -20,6 +20,7 @@ from pipeline.models.trained import evaluating
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import gae, token_rewards, whiten
 from step3_ppo.models import Models
+from step3_ppo.scoring import reward_of
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,18 @@ def gather_experience(
     config: PPOConfig,
     *,
     train_actor: bool = True,
+    learns: bool = True,
 ) -> Experience:
     """Ask actor, reference, critic and reward model about the responses, without dropout.
 
-    `train_actor` tells whether the first update will train the actor beside the critic.
+    Args:
+        models: all four.
+        prompts: token ids.
+        responses: the answers to them.
+        config: settings of the step.
+        train_actor: whether the first update will train the actor beside the critic.
+        learns: whether an update follows at all, which may go back through this pass; without one
+            no graph is made.
     """
     sequences = [
         Encoded([*prompt, *response.ids], [False] * len(prompt) + [True] * len(response.ids))
@@ -148,7 +157,7 @@ def gather_experience(
         name: [torch.empty(0)] * len(sequences)
         for name in ("logprobs", "entropy", "ref_logprobs", "values", "score")
     }
-    reuses = config.reuses_forward(processes=world_size())
+    reuses = learns and config.reuses_forward(processes=world_size())
     kept: Forward | None = None
     max_tokens = config.micro_batch_size * config.max_length
     for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
@@ -205,18 +214,8 @@ def _without_graphs(models: Models) -> Iterator[None]:
 
 
 def reward_of_score(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
-    """The score as PPO counts it, (B,): normalized and clipped.
-
-    A response that did not end by itself gets the fixed `missing_eos_score` instead.
-    """
-    score = experience.score
-    if config.normalize_score:
-        score = models.reward.normalized(score)
-    if config.score_clip is not None:
-        score = score.clamp(-config.score_clip, config.score_clip)
-    if config.missing_eos_score is not None:
-        score = torch.where(experience.stopped, score, config.missing_eos_score)
-    return score
+    """The score as PPO counts it, (B,): `step3_ppo.scoring.reward_of`."""
+    return reward_of(experience.score, experience.stopped, models, config)
 
 
 def finish_rollout(

@@ -3,27 +3,33 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.distributed import global_sums
+from pipeline.distributed import global_max, global_sums
 from step3_ppo.losses import explained_variance, k3
 from step3_ppo.rollout import Experience, Rollout, global_moments
 
 
-def rollout_statistics(rollout: Rollout, reward_score: Float[Tensor, " B"]) -> dict[str, float]:
+def rollout_statistics(
+    rollout: Rollout,
+    reward_score: Float[Tensor, " B"],
+    counted_score: Float[Tensor, " B"] | None = None,
+) -> dict[str, float]:
     """Scores, KL per response in nats, entropy per token, lengths, and how good the critic was.
 
-    `score` is the reward model's raw score, `reward_score` what PPO made of it; `kl` is the k1
-    estimate summed over each response, `kl_k3` the k3 estimate; `rollout_gap` the mean absolute
-    difference between generation's and training's log-probabilities.
+    `score` is the reward model's score as `counted_scores` counts it (without `counted_score`, the
+    raw one), `reward_score` what PPO made of it; `kl` is the k1 estimate summed over each response,
+    `kl_k3` the k3 estimate; `rollout_gap` and `rollout_gap_max` are the mean and the largest
+    absolute difference between generation's and training's log-probabilities.
     """
     experience = rollout.experience
     mask = experience.mask
     log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
+    counted = (experience.score if counted_score is None else counted_score).double()
     gap = (experience.sampled_logprobs - experience.logprobs)[mask].abs()
     sums = {
         "responses": float(len(mask)),
         "tokens": mask.sum(),
-        "score": experience.score.double().sum(),
-        "score_squares": experience.score.double().square().sum(),
+        "score": counted.sum(),
+        "score_squares": counted.square().sum(),
         "reward_score": reward_score.double().sum(),
         "kl": log_ratio.double().sum(),
         "kl_k3": k3(log_ratio).double().sum(),
@@ -53,6 +59,7 @@ def rollout_statistics(rollout: Rollout, reward_score: Float[Tensor, " B"]) -> d
         "stop_rate": totals["stopped"] / responses,
         "repetition": totals["repeated"] / tokens,
         "rollout_gap": totals["gap"] / tokens,
+        "rollout_gap_max": global_max(gap.max().item()),
     }
 
 

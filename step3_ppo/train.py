@@ -5,6 +5,7 @@ python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_rew
 torchrun --nproc_per_node 2 -m step3_ppo.train ...
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,17 +19,26 @@ from pipeline.cli import parse_step, run_main
 from pipeline.clock import Clock
 from pipeline.data.batches import RowStream, num_steps
 from pipeline.distributed import is_main, process_group, rank, share_of_rank, world_size
+from pipeline.divergence import check_finite, check_start, keeping_best
+from pipeline.engine.best import BestWeights
 from pipeline.errors import ConfigError
+from pipeline.evaluations import evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
+from pipeline.models.trained import within_context
 from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
+from step3_ppo.alarms import Alarms, check_reward_model
 from step3_ppo.comparison import (
     Answers,
     answer_all,
     answers_of_base,
+    evaluation_cost,
     judged,
     summarize,
+    watch,
+    watched_figures,
+    watched_prompts,
     write_samples,
 )
 from step3_ppo.config import PPOConfig
@@ -36,7 +46,7 @@ from step3_ppo.ema import Ema
 from step3_ppo.evaluate import HeldOut, mean_score, stop_rate
 from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
-from step3_ppo.prompts import load_prompts
+from step3_ppo.prompts import Prompts, load_prompts
 from step3_ppo.ptx import PtxStream, open_ptx
 from step3_ppo.rollout import (
     Forward,
@@ -46,8 +56,11 @@ from step3_ppo.rollout import (
     reward_of_score,
     sample_responses,
 )
+from step3_ppo.scoring import counted_scores, measured_moments
 from step3_ppo.statistics import rollout_statistics
 from step3_ppo.update import Updates, check_first_update, check_rollout_gap, update_models
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: PPOConfig) -> Path:
@@ -72,77 +85,199 @@ def train(config: PPOConfig) -> Path:
         max_steps=config.max_steps,
     )
     with Run(config, name="step3_ppo", total_steps=total_steps, is_main=is_main()) as run:
+        check_reward_model(config.reward.path)
         models = load_models(config, tokenizer, chat, iterations=total_steps)
         held_out = HeldOut(models, prompts.held_out, config)
+        watched = HeldOut(models, watched_prompts(prompts.held_out, config), config)
+        every = evaluation_interval(
+            config.eval_every,
+            total_steps=total_steps,
+            cost=evaluation_cost(len(watched.prompts), config),
+        )
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
-        ptx = open_ptx(chat, config, prompts.record)
+        ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
+        best, alarms = BestWeights(models.actor, keep=config.keep_best), Alarms()
         checkpoints = Checkpoints(
             run,
             engines={"actor": models.actor, "critic": models.critic},
-            parts={"stream": stream, "controller": controller, "ema": ema, "ptx": ptx},
+            parts={
+                "stream": stream,
+                "controller": controller,
+                "ema": ema,
+                "ptx": ptx,
+                "best": best,
+                "alarms": alarms,
+            },
             tokenizer=tokenizer,
             data=prompts.fingerprint,
         )
         with models.hybrid_engine.generating() as actor:
             check_generation(actor, [row.input_ids for row in prompts.train[:2]])
+        set_moments(models, prompts, config, checkpoints)
         before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
+        start = watched_figures(
+            watched, before.sampled[: len(watched.prompts)], before, kl=before.kl
+        )
+        check_start(config.actor.path, start)
         if checkpoints.done == 0:
-            run.evaluated(0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy))
-
-        for step in checkpoints.steps():
-            clock = Clock()
-            inputs = [prompts.train[row].input_ids for row in share_of_rank(next(stream))]
-            first_key = (step - 1) * config.rollout_size
-            responses = sample_responses(
-                models,
-                inputs,
-                config,
-                keys=share_of_rank(range(first_key, first_key + config.rollout_size)),
+            best.update(-start["objective"], step=0)
+            run.evaluated(
+                0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy), **start
             )
-            seconds_generation = clock.lap()
 
-            experience = gather_experience(
-                models, inputs, responses, config, train_actor=step > config.critic_warmup_steps
-            )
-            score = reward_of_score(experience, models, config)
-            rollout = finish_rollout(experience, score, config, kl_coef=controller.coef)
-            statistics = rollout_statistics(rollout, score)
-            check_rollout_gap(statistics["rollout_gap"], models)
-            seconds_experience = clock.lap()
+        def write_actor() -> None:
+            export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
 
-            updates = learn(
-                models, rollout, config, step=step, forward=experience.forward, ema=ema, ptx=ptx
-            )
-            run.log(
-                step,
-                tokens=updates.tokens,
-                **statistics,
-                **updates.values(),
-                kl_coef=controller.coef,
-                **models.hybrid_engine.metrics(),
-                seconds_generation=seconds_generation,
-                seconds_experience=seconds_experience,
-                seconds_training=clock.lap(),
-            )
-            controller.update(statistics["kl"], responses=config.rollout_size)
-            if step % config.samples_every == 0:
-                held_out.print_samples(step)
-            if config.eval_every is not None and step % config.eval_every == 0:
-                run.evaluated(step, **summarize(before, answer_all(held_out)))
+        rate = f"actor.optim.lr is {config.actor.optim.lr:g}"
+        with keeping_best(run, best, write_actor, rate=rate):
+            for step in checkpoints.steps():
+                metrics = iterate(
+                    models,
+                    prompts,
+                    next(stream),
+                    config,
+                    controller,
+                    run,
+                    step=step,
+                    ema=ema,
+                    ptx=ptx,
+                )
+                alarms.look(step, metrics)
+                if step % config.samples_every == 0:
+                    held_out.print_samples(step)
+                if step == total_steps or step % every == 0:
+                    figures = watch(watched, before)
+                    best.update(-figures["objective"], step=step)
+                    run.evaluated(step, **figures)
+                    check_finite(f"of held-out prompts after iteration {step}", figures)
 
-        after = answer_all(held_out)
-        evaluation = summarize(before, after)
-        run.evaluated(total_steps, **evaluation)
-        export_models(models, ema, run)
-        sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
-        base = answers_of_base(held_out, config.base)
-        if base is not None:
-            sampled = {"base": base, **sampled}
-        if is_main():
-            write_samples(held_out, sampled, run.path("samples.json"))
-        run.finish(eval={**evaluation, **judged(held_out, sampled)})
+        export_models(models, ema, run, best=best)
+        say_where_it_ended(best, start["objective"])
+        compare(held_out, before, best, run, config)
     return config.output_dir
+
+
+def compare(
+    held_out: HeldOut, before: Answers, best: BestWeights, run: Run, config: PPOConfig
+) -> None:
+    """Let the exported actor and the base answer the held-out prompts; write the result."""
+    after = answer_all(held_out)
+    evaluation = {
+        **summarize(before, after),
+        "best_step": best.step if config.keep_best else best.last_step,
+    }
+    run.evaluated(run.total_steps, **evaluation)
+    sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
+    base = answers_of_base(held_out, config.base)
+    if base is not None:
+        sampled = {"base": base, **sampled}
+    if is_main():
+        write_samples(held_out, sampled, run.path("samples.json"))
+    run.finish(eval={**evaluation, **judged(held_out, sampled)})
+
+
+def set_moments(
+    models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
+) -> None:
+    """Measure the moments of a reward model without any on the first rollout, or take up those.
+
+    The actor's answers are the ones that the first iteration learns from.
+    """
+    if not config.normalize_score or models.reward.has_moments:
+        return
+
+    def measure() -> list[float]:
+        first = RowStream(
+            num_rows=len(prompts.train), batch_size=config.rollout_size, seed=config.seed
+        )
+        inputs = [prompts.train[row].input_ids for row in share_of_rank(next(first))]
+        keys = share_of_rank(range(config.rollout_size))
+        responses = sample_responses(models, inputs, config, keys=keys)
+        return measured_moments(models, inputs, responses, config)
+
+    mean, std = checkpoints.once("moments", measure)
+    models.set_moments(mean, std)
+    logger.info(
+        "the reward model has no stored moments: scores are normalized by mean %.4g and standard"
+        " deviation %.4g of the first rollout",
+        mean,
+        std,
+    )
+
+
+def iterate(
+    models: Models,
+    prompts: Prompts,
+    rows: Sequence[int],
+    config: PPOConfig,
+    controller: KLController,
+    run: Run,
+    *,
+    step: int,
+    ema: Ema | None,
+    ptx: PtxStream | None,
+) -> dict[str, float]:
+    """One rollout and its updates, logged; the metrics."""
+    clock = Clock()
+    inputs = [prompts.train[row].input_ids for row in share_of_rank(rows)]
+    first_key = (step - 1) * config.rollout_size
+    keys = share_of_rank(range(first_key, first_key + config.rollout_size))
+    responses = sample_responses(models, inputs, config, keys=keys)
+    seconds_generation = clock.lap()
+
+    experience = gather_experience(
+        models, inputs, responses, config, train_actor=step > config.critic_warmup_steps
+    )
+    score = reward_of_score(experience, models, config)
+    rollout = finish_rollout(experience, score, config, kl_coef=controller.coef)
+    counted = counted_scores(experience.score, experience.stopped, models, config)
+    statistics = rollout_statistics(rollout, score, counted)
+    check_finite(f"of the rollout of iteration {step}", statistics)
+    check_rollout_gap(statistics["rollout_gap"], models, largest=statistics["rollout_gap_max"])
+    seconds_experience = clock.lap()
+
+    updates = learn(
+        models, rollout, config, step=step, forward=experience.forward, ema=ema, ptx=ptx
+    )
+    metrics = {**statistics, **updates.values(), "kl_coef": controller.coef}
+    run.log(
+        step,
+        tokens=updates.tokens,
+        **metrics,
+        **models.hybrid_engine.metrics(),
+        seconds_generation=seconds_generation,
+        seconds_experience=seconds_experience,
+        seconds_training=clock.lap(),
+    )
+    controller.update(statistics["kl"], responses=config.rollout_size)
+    return metrics
+
+
+def say_where_it_ended(best: BestWeights, start: float) -> None:
+    """Warn where the actor did not get better than step 1's model, or got worse again.
+
+    Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
+    """
+    now = -best.last
+    if best.step == 0:
+        logger.warning(
+            "PPO made the actor no better than step 1's model on held-out prompts (%.3g, at first"
+            " %.3g)%s: lower ppo.actor.optim.lr, or look at the reward model",
+            now,
+            start,
+            ", and step 1's weights are exported" if best.keep else "",
+        )
+    elif now < start:
+        logger.warning(
+            "PPO made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
+            " first %.3g)%s: lower ppo.actor.optim.lr",
+            now,
+            start,
+            f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
+            if best.keep
+            else "",
+        )
 
 
 def learn(
@@ -191,13 +326,19 @@ def learn(
     return updates
 
 
-def export_models(models: Models, ema: Ema | None, run: Run) -> None:
-    """Write the directories of actor and critic, and of the averaged actor if there is one."""
-    export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
-    export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
+def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeights) -> None:
+    """Write the directories of actor and critic, and of the averaged actor if there is one.
+
+    The actor is the best one, where it is kept, and stays in the engine; the average is that of all
+    updates, and the critic the last one.
+    """
     if ema is not None:
         with ema.applied():
             export(models.policy, models.tokenizer, run.path("ema"), weights=models.actor)
+    if best.step != best.last_step:
+        best.restore()
+    export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
+    export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -55,7 +55,8 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
     values: dict[str, object] = {
         "output_dir": output_dir,
         "max_steps": WARM_UP + steps,
-        "eval_every": None,
+        "eval_every": 0,
+        "keep_best": False,
         "log_every": 1,
         "save_every": None,
         "resume": False,

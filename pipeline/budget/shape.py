@@ -104,6 +104,10 @@ class Shape:
         """Whether a moving average of the actor is kept."""
         return self.section == "ppo" and self._said.ema_decay is not None
 
+    def keeps_best(self, role: str) -> bool:
+        """Whether the best weights so far of a model that learns are kept."""
+        return self.config.keep_best and role != "critic"
+
     @property
     def naps(self) -> bool:
         """Whether the optimizer's state leaves the GPU while answers are generated."""

@@ -70,5 +70,5 @@ def held(
     if shape.averages and model.role == "actor":
         place = places.get("masters", "device")
         yield Item("ema", model.role, own, "host" if place == "disk" else place)
-    if shape.section == "sft":
+    if shape.keeps_best(model.role):
         yield Item("best", model.role, own, beside)

@@ -1,5 +1,6 @@
 """The best weights so far, by an evaluation."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,38 +10,47 @@ from pipeline.engine.engine import Engine
 
 
 class BestWeights:
-    """A copy, in host memory, of this process's masters at the best evaluation so far."""
+    """A copy, in host memory, of this process's masters at the best evaluation so far.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: trains the model.
+        keep: false makes no copies: the values are compared all the same.
+    """
+
+    def __init__(self, engine: Engine, *, keep: bool = True) -> None:
         self.engine = engine
+        self.keep = keep
         self.value = self.last = float("inf")
-        self.step = 0
+        self.step = self.last_step = 0
         self.worse_in_a_row = 0
         self.weights: list[Tensor] = []
         """As `engine.masters()`; empty before the first evaluation."""
 
     def update(self, value: float, *, step: int) -> None:
-        """Keep the present weights if `value`, the lower the better, beats the best so far."""
-        self.last = value
-        if value < self.value:
+        """Keep the present weights if `value`, the lower the better, beats the best so far.
+
+        A value that is not finite never does.
+        """
+        self.last, self.last_step = value, step
+        if math.isfinite(value) and value < self.value:
             self.value, self.step, self.worse_in_a_row = value, step, 0
-            self.weights = [master.to("cpu", copy=True) for master in self.engine.masters()]
+            if self.keep:
+                self.weights = [master.to("cpu", copy=True) for master in self.engine.masters()]
         else:
             self.worse_in_a_row += 1
 
-    def restore(self) -> None:
-        """Put the best weights back into the model."""
+    def restore(self) -> bool:
+        """Put the best weights back into the model; whether there are any."""
         if self.weights:
             self.engine.load_masters(self.weights)
+        return bool(self.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a new start goes on with, besides `weights`."""
-        return {
-            "value": self.value if self.weights else None,
-            "last": self.last if self.weights else None,
-            "step": self.step,
-            "worse_in_a_row": self.worse_in_a_row,
-        }
+        """What a new start goes on with, besides `weights`; JSON has no infinities."""
+        state = {name: getattr(self, name) for name in ("step", "last_step", "worse_in_a_row")}
+        values = {name: getattr(self, name) for name in ("value", "last")}
+        finite = {name: each if math.isfinite(each) else None for name, each in values.items()}
+        return state | finite
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where another stood."""

@@ -21,7 +21,7 @@ from pipeline.engine.setup import build_units, placement_of, store_on_disk
 from pipeline.engine.sleep import KINDS, Kind, Sleep
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DivergedError
 from pipeline.faults import fault_point
 
 
@@ -39,7 +39,7 @@ class StepResult:
     """True where the gradient was not finite and nothing was changed."""
 
 
-class NonFiniteGradientError(RuntimeError):
+class NonFiniteGradientError(DivergedError):
     """Gradients stayed infinite or NaN for many steps in a row."""
 
 

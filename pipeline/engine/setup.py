@@ -106,7 +106,7 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         return ParamSettings(param.dtype, trained=False, lr=0.0, weight_decay=0.0)
     lr = None
     if ".lora_" in name:
-        lr = config.lora.lr if config.lora is not None else None
+        lr = config.lora_lr
     elif "score" in name.split("."):
         lr = config.head_lr
     return ParamSettings(

@@ -1,5 +1,6 @@
 """Models that learn: loaded, given their adapters, ready for the engine."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,13 +11,19 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.config import StepConfig, TrainedModelConfig
+from pipeline.config import LORA_RATE, StepConfig, TrainedModelConfig
 from pipeline.errors import ConfigError
 from pipeline.models.forward import base_model, context_length
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
 
 StepT = TypeVar("StepT", bound=StepConfig)
+
+logger = logging.getLogger(__name__)
+
+LOW_RATE, LOW_FACTOR = 5e-5, 3.0
+"""A rate of adapters below the one, and below the other times that of whole weights, is too low to
+learn from: what works starts near 2e-5 in long runs and near 1e-4 in usual ones."""
 
 
 def trained_causal_lm(
@@ -34,6 +41,7 @@ def trained_causal_lm(
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)
+    say_rate(config)
     return prepared(add_lora(model, config.lora, task="causal", seed=seed), config)
 
 
@@ -52,7 +60,30 @@ def trained_classifier(
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)
+    say_rate(config)
     return prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
+
+
+def say_rate(config: TrainedModelConfig) -> None:
+    """Log the learning rate of the adapters, where it was chosen, or is likely a mistake."""
+    assert config.lora is not None
+    rate, whole = config.lora_lr, config.optim.lr
+    if config.lora.lr is None:
+        logger.info(
+            "adapters on %s train at a rate of %g, %g times optim.lr; lora.lr sets another",
+            config.path,
+            rate,
+            LORA_RATE,
+        )
+    elif rate < min(LOW_RATE, LOW_FACTOR * whole):
+        logger.warning(
+            "lora.lr %g is a rate for whole weights, at which adapters on %s hardly learn: they"
+            " need about %g times as much (%g)",
+            rate,
+            config.path,
+            LORA_RATE,
+            LORA_RATE * whole,
+        )
 
 
 def within_context(config: StepT, model: nn.Module) -> StepT:

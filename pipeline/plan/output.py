@@ -24,6 +24,8 @@ from pipeline.settings import plain, portable
 MARK = "config.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
+DIVERGED = "diverged.json"
+"""Of a step whose training left the finite numbers: it begins again."""
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 """Of the run in its directory, of the step in its own: says who is at work there."""
@@ -34,7 +36,7 @@ AUTOTUNE = "autotune"
 """Directory of the trials that looked for the fastest settings, and of what they found."""
 
 MADE = (
-    *(MARK, METRICS, "result.json*", "samples.json", "*_prompts.bin*"),
+    *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.bin*"),
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "actor/*", "critic/*", "ema/*", "adapter/*"),
@@ -104,7 +106,8 @@ def clear_step(out: Path, name: str) -> set[str]:
 def can_go_on(out: Path, name: str) -> bool:
     """Whether the step was cut off and has left a checkpoint, whole or not."""
     directory = out / name
-    return not (directory / RESULT).exists() and any((directory / CHECKPOINTS).glob("step_*"))
+    ended = any((directory / name).exists() for name in (RESULT, DIVERGED))
+    return not ended and any((directory / CHECKPOINTS).glob("step_*"))
 
 
 def files_of_others(out: Path, name: str) -> set[str]:

@@ -35,12 +35,21 @@ class Finding:
 def findings(results: Results) -> list[Finding]:
     """What the figures say, the strongest first; never empty.
 
-    The judge's word comes first where there is one; then what people would look at next.
+    A run that diverged says so first. Else the judge's word comes first where there is one; then
+    what people would look at next.
     """
+    broken = [Finding("worse", each.diverged) for each in results.steps.values() if each.diverged]
     found = [_by_judge(results), _by_win_rate(results)]
     found += [_by_accuracy(results), _by_perplexity(results)]
-    known = [finding for finding in found if finding is not None]
-    return known or [Finding(None, "No step has been evaluated yet")]
+    known = broken + [finding for finding in found if finding is not None]
+    return known or [Finding(None, _nothing_known(results))]
+
+
+def _nothing_known(results: Results) -> str:
+    names = " and ".join(results.steps)
+    if any(step.finished for step in results.steps.values()):
+        return f"The evaluation of {names} gave no finite figure"
+    return f"{names} has not been evaluated yet"
 
 
 def judge_rates(results: Results) -> dict[str, float]:

@@ -24,6 +24,9 @@ class StepResult:
     eval: Mapping[str, object] = field(default_factory=dict)
     """Measured on held-out rows, before and after."""
 
+    diverged: str = ""
+    """When and why, where training left the finite numbers."""
+
     changed_settings: Mapping[str, object] = field(default_factory=dict)
     """Dotted names and values of the settings that differ from the defaults."""
 
@@ -119,6 +122,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         steps=int(finite(result.get("steps")) or 0),
         tokens=int(finite(result.get("tokens")) or 0),
         eval=_object(result.get("eval")),
+        diverged=str(_read_object(directory / "diverged.json").get("sentence", "")),
         changed_settings=_object(result.get("changed_settings")),
         metrics=tuple(_lines(metrics)) if metrics.is_file() else (),
     )

@@ -25,7 +25,14 @@ import psutil
 import torch.distributed as dist
 
 from pipeline.distributed import gather_objects
-from pipeline.errors import EXIT_USER_ERROR, JobFailed, UserError, exit_code
+from pipeline.errors import (
+    EXIT_DIVERGED,
+    EXIT_USER_ERROR,
+    DivergedError,
+    JobFailed,
+    UserError,
+    exit_code,
+)
 from pipeline.watch.notices import Failure, Notices, Sighting
 from pipeline.watch.position import HERE, Collective, DesyncError
 from pipeline.watch.suspects import Identity, Suspects
@@ -46,6 +53,9 @@ SILENCE_SECONDS = 60.0
 OF_COLLECTIVES = re.compile(
     r"gloo|nccl|connection (closed|reset) by peer|timed out waiting|broken pipe", re.IGNORECASE
 )
+
+ONE_SENTENCE = (UserError, DivergedError)
+"""Errors that all processes may meet together, and whose sentence says everything."""
 
 
 @contextmanager
@@ -140,7 +150,7 @@ class Watch:
 
     def _fail_as_well(self, error: Exception, other: Failure) -> None:
         """Say that there is a second failure, unless it is the same input that all found wrong."""
-        same = isinstance(error, UserError) and other.what.endswith(_summary(error))
+        same = isinstance(error, ONE_SENTENCE) and other.what.endswith(_summary(error))
         with self._speaking:
             if not self._has_spoken and not same:
                 _say(f"rank {self.rank} failed as well: {_summary(error)}")
@@ -241,7 +251,7 @@ class Watch:
 
     def _obey(self, failure: Failure) -> None:
         """Say why, give the process time to end, then end it."""
-        if failure.code == EXIT_USER_ERROR:  # which all may be about to meet
+        if failure.code in (EXIT_USER_ERROR, EXIT_DIVERGED):  # which all may be about to meet
             self._over.wait(TICK_SECONDS)
         self._speak(failure)
         if not self._over.wait(GRACE_SECONDS / 2 if failure.stacks else GRACE_SECONDS):
@@ -311,8 +321,8 @@ def _summary(error: Exception) -> str:
 
 
 def _show(error: Exception) -> None:
-    """As the command line does: a user's error in one sentence, any other with its traceback."""
-    if isinstance(error, UserError):
+    """As the command line does: one sentence where that is all, any other with its traceback."""
+    if isinstance(error, ONE_SENTENCE):
         _say(f"error: {' '.join(str(error).split())}")
     else:
         _say(_traceback(error))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config import LoraConfig
+from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.engine.engine import Engine
@@ -118,6 +118,19 @@ def test_a_reward_model_with_another_tokenizer_is_refused(toy: Path, tmp_path: P
 
     with pytest.raises(ModelError, match=r"different tokenizers \(1 tokens differ\)"):
         toy_models(config)
+
+
+def test_a_model_given_in_python_without_an_optimizer_learns_at_ppos_rate() -> None:
+    config = PPOConfig(
+        actor=TrainedModelConfig(path="somewhere", zero_stage=2),
+        critic=TrainedModelConfig(path="elsewhere"),
+    )
+
+    assert config.actor == replace(PPOConfig().actor, path="somewhere", zero_stage=2)
+    assert (config.actor.optim.lr, config.critic.optim.lr) == (1e-6, 9e-6)
+    assert config.actor.optim.eps == 1e-5
+    own = OptimConfig(lr=1e-5)  # said, though it is what the class has
+    assert PPOConfig(actor=TrainedModelConfig(optim=own)).actor.optim.lr == 1e-5
 
 
 def test_scores_without_stored_moments_stay_as_they_are(toy: Path) -> None:

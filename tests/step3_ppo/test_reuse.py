@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LoraConfig
+from pipeline.data.examples import Message
 from pipeline.distributed import rank, world_size
 from step3_ppo.config import PPOConfig
+from step3_ppo.evaluate import HeldOut
+from step3_ppo.prompts import Prompt
 from step3_ppo.rollout import (
     finish_rollout,
     gather_experience,
@@ -146,6 +149,23 @@ def test_only_a_rollout_of_one_micro_batch_is_kept(
     settings: dict[str, Any], processes: int, reuses: bool
 ) -> None:
     assert PPOConfig(**settings).reuses_forward(processes=processes) is reuses
+
+
+def test_an_evaluation_makes_no_graph_and_keeps_none(toy: Path) -> None:
+    """Held-out answers that are one micro-batch, as a rollout that is reused."""
+    config = toy_config(toy)
+    models = toy_models(config)
+    prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS]
+    held_out = HeldOut(models, prompts, config)
+    responses = sample_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
+    with_graph: list[bool] = []
+    for engine in (models.actor, models.critic):
+        engine.model.register_forward_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
+
+    held_out.kl(responses)
+
+    assert with_graph == [False, False]
+    assert config.reuses_forward(processes=1)
 
 
 def test_nothing_is_kept_of_a_rollout_in_pieces(toy: Path) -> None:

@@ -1,12 +1,15 @@
 """Experience: masks from lengths, log-probabilities of one policy, rewards where they belong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from inference.generation import Response
+from pipeline.config import LoraConfig
 from step3_ppo.models import Models
 from step3_ppo.rollout import (
     Experience,
@@ -17,6 +20,7 @@ from step3_ppo.rollout import (
     sample_responses,
 )
 from step3_ppo.statistics import rollout_statistics
+from step3_ppo.train import learn
 from step3_ppo.update import OffPolicyError, check_rollout_gap
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models, toy_rollout
 
@@ -115,6 +119,38 @@ def test_answers_of_other_weights_than_those_that_learn_are_refused(
             check_rollout_gap(wrong, models)
 
 
+def test_below_fp32_rounding_is_allowed_and_a_wrong_merge_is_not(toy: Path) -> None:
+    """Adapters that count one and a half times as much in training as in generation."""
+    config = toy_config(toy)
+    lora = LoraConfig(rank=4, alpha=8.0, lr=0.05)
+    config = replace(config, actor=replace(config.actor, precision="bf16", lora=lora))
+    models = toy_models(config)
+    learn(models, toy_rollout(models, config), config, step=1)
+    responses = sample_responses(models, PROMPTS, config, keys=range(8))
+
+    def gap() -> tuple[float, float]:
+        experience = gather_experience(models, PROMPTS, responses, config)
+        score = reward_of_score(experience, models, config)
+        rollout = finish_rollout(experience, score, config, kl_coef=0.1)
+        figures = rollout_statistics(rollout, score)
+        return figures["rollout_gap"], figures["rollout_gap_max"]
+
+    mean, largest = gap()
+    check_rollout_gap(mean, models, largest=largest)
+    for module in models.policy.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling["default"] *= 1.5
+    wrong_mean, wrong_largest = gap()
+
+    assert 0.05 < wrong_mean < 0.5
+    with pytest.raises(
+        OffPolicyError, match=r"in the mean and .* at a token, more than 0\.05 and 2"
+    ):
+        check_rollout_gap(wrong_mean, models, largest=wrong_largest)
+    with pytest.raises(OffPolicyError, match=r"and 2\.1 at a token"):
+        check_rollout_gap(0.001, models, largest=2.1)
+
+
 def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missing(
     models: Models, toy: Path
 ) -> None:
@@ -203,5 +239,6 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
         "stop_rate": 2 / 3,
         "repetition": 0.0,
         "rollout_gap": 0.25,
+        "rollout_gap_max": 0.25,
     }
     assert statistics == pytest.approx(expected, abs=1e-6)

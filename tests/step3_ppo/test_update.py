@@ -1,5 +1,6 @@
 """PPO's updates: ratio 1 at first, gradients as the formulas say, nothing changed that must not."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
+from pipeline.models.forward import base_model
+from pipeline.models.trained import within_context
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
 from step3_ppo.models import Models
@@ -257,6 +260,21 @@ def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: P
     assert distance(gradient(mixed.actor), expected) < 1e-5
     assert update.metrics["ptx_loss"] > 1
     assert torch.equal(gradient(mixed.critic), gradient(plain.critic))
+
+
+def test_a_text_longer_than_the_actors_context_loses_its_end(toy: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    answer = "It goes on and on and on. " * 100
+    rows = [{"prompt": f"Go on {number} times.", "response": answer} for number in range(9)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = toy_config(toy, ptx_coef=0.5, ptx_data=(str(text),))
+    models = toy_models(config)
+    context = base_model(models.policy).config.max_position_embeddings
+    assert config.data.max_length > context
+
+    batches, _ = next(PtxStream(models.chat, within_context(config, models.policy)))
+
+    assert {length for batch in batches for length in batch.lengths} == {context}
 
 
 def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:

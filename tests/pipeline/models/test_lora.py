@@ -207,3 +207,35 @@ def test_adapter_dropout_is_off_while_evaluating(tmp_path: Path) -> None:
 
     assert torch.equal(first, second)
     assert not torch.equal(third, fourth)
+
+
+def test_adapters_train_at_ten_times_the_rate_of_whole_weights_unless_a_rate_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = base("llama", tmp_path)
+
+    def rates(lora: LoraConfig, lr: float) -> tuple[set[float], str]:
+        caplog.clear()
+        config = TrainedModelConfig(path=path, lora=lora, optim=OptimConfig(lr=lr))
+        with caplog.at_level("INFO"):
+            model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+        engine = Engine(Policy(model), config, total_steps=1)
+        found = {
+            group.flat.settings.lr
+            for group in engine.groups
+            if any(".lora_" in name for name in group.flat.params)
+        }
+        ours = [each for each in caplog.records if each.name == "pipeline.models.trained"]
+        return found, " ".join(record.getMessage() for record in ours)
+
+    chosen, said = rates(LoraConfig(rank=2), 1e-6)
+    assert chosen == {10 * 1e-6}
+    assert "train at a rate of 1e-05, 10 times optim.lr; lora.lr sets another" in said
+    low, said = rates(LoraConfig(rank=2, lr=1e-6), 1e-6)
+    assert low == {1e-6}
+    assert "lora.lr 1e-06 is a rate for whole weights" in said
+    assert "need about 10 times as much (1e-05)" in said
+    for lora_lr, lr in ((1e-5, 1e-6), (2e-4, 1e-5), (1e-4, 1e-4)):
+        given, said = rates(LoraConfig(rank=2, lr=lora_lr), lr)
+        assert given == {lora_lr}
+        assert said == ""

@@ -1,0 +1,103 @@
+"""What the reward model says of responses, and how that counts where a response has no end.
+
+Dimension name: B responses of this process.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from inference.generation import Response
+from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.examples import Encoded
+from pipeline.distributed import global_sums, local_device
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Models
+
+logger = logging.getLogger(__name__)
+
+
+def raw_scores(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    config: PPOConfig,
+) -> Float[Tensor, " B"]:
+    """The reward model's own score of each sequence; all processes call it."""
+    rows = [
+        Encoded.untrained([*prompt, *response.ids])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    scores = torch.zeros(len(rows), device=local_device())
+    limit = config.micro_batch_size * config.max_length
+    for part in local_micro_batches([len(row) for row in rows], max_tokens=limit):
+        batch = collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        scores[part] = models.reward.scores(batch)[: len(part)].float()
+    return scores
+
+
+def counted_scores(
+    score: Float[Tensor, " B"], stopped: Bool[Tensor, " B"], models: Models, config: PPOConfig
+) -> Float[Tensor, " B"]:
+    """Raw scores as figures count them, in the reward model's own unit.
+
+    The reward model was trained on whole responses: what it says of one that was cut off means
+    nothing, and may be high. Such a response counts `missing_eos_score`, as in PPO's reward, or its
+    own score where that is lower.
+    """
+    if config.missing_eos_score is None:
+        return score
+    most = config.missing_eos_score
+    if config.normalize_score:
+        most = models.reward.mean + models.reward.std * most
+    return torch.where(stopped, score, score.clamp(max=most))
+
+
+def reward_of(
+    score: Float[Tensor, " B"], stopped: Bool[Tensor, " B"], models: Models, config: PPOConfig
+) -> Float[Tensor, " B"]:
+    """Raw scores as PPO's reward counts them: normalized and clipped.
+
+    A response that did not end by itself gets `missing_eos_score` at most. At most, not just that:
+    else a reward model that scores every whole response lower would teach never to end.
+    """
+    if config.normalize_score:
+        score = models.reward.normalized(score)
+    if config.score_clip is not None:
+        score = score.clamp(-config.score_clip, config.score_clip)
+    if config.missing_eos_score is not None:
+        score = torch.where(stopped, score, score.clamp(max=config.missing_eos_score))
+    return score
+
+
+def measured_moments(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    config: PPOConfig,
+) -> list[float]:
+    """Mean and standard deviation of the raw score over the responses of all processes that ended.
+
+    For a reward model that comes without them. Where fewer than two ended, all count.
+    """
+    score = raw_scores(models, prompts, responses, config).double().cpu()
+    stopped = torch.tensor([response.stopped for response in responses])
+    ended, asked = global_sums([stopped.sum().item(), len(responses)])
+    if ended < 2:
+        logger.warning(
+            "%d of %d responses of the first rollout ended: the reward model's scores are"
+            " normalized by those of responses without an end; raise ppo.max_new_tokens",
+            ended,
+            asked,
+        )
+        stopped = torch.ones_like(stopped)
+    own = score[stopped]
+    total, count = global_sums([own.sum().item(), len(own)])
+    mean = total / count
+    (squares,) = global_sums([(own - mean).square().sum().item()])
+    std = math.sqrt(squares / count)
+    return [mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0]

@@ -1,0 +1,45 @@
+"""How often a step evaluates while it trains."""
+
+import math
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.evaluations import EVALUATIONS, SHARE, evaluation_interval
+from step1_sft.config import SFTConfig
+
+
+@pytest.mark.parametrize(
+    ("every", "total_steps", "cost", "expected"),
+    [
+        (None, 800, 256 / 32 / 3, 80),  # ten evaluations are 27 steps' work of 800
+        (None, 1600, 768 / 16 / 3, 200),  # 8 % of 1600 steps pay for eight of sixteen steps each
+        (None, 40, 0.4, 5),
+        (None, 4, 0.25, 4),  # one would be 6 %, and the last is due anyway
+        (None, 10_000, 0.01, 1000),
+        (0, 800, 1.0, 800),
+        (7, 800, 1e9, 7),  # what was asked for is done, whatever it costs
+    ],
+)
+def test_an_evaluation_is_due_after_so_many_steps(
+    every: int | None, total_steps: int, cost: float, expected: int
+) -> None:
+    assert evaluation_interval(every, total_steps=total_steps, cost=cost) == expected
+
+
+def test_chosen_evaluations_are_few_and_cheap_whatever_the_run() -> None:
+    for total_steps in (1, 3, 17, 100, 12_345):
+        for cost in (1e-3, 0.3, 2.0, 50.0):
+            every = evaluation_interval(None, total_steps=total_steps, cost=cost)
+            before_the_last = math.ceil(total_steps / every) - 1
+
+            assert before_the_last < EVALUATIONS
+            assert before_the_last * cost <= SHARE * total_steps
+
+
+def test_evaluations_are_never_negative_and_patience_needs_some() -> None:
+    with pytest.raises(ConfigError, match="eval_every must not be below 0"):
+        SFTConfig(eval_every=-1)
+    with pytest.raises(ConfigError, match="patience counts evaluations: eval_every must not be 0"):
+        SFTConfig(eval_every=0, patience=2)
+    assert SFTConfig(patience=2).eval_every is None

@@ -1,0 +1,106 @@
+"""The zero and the unit of the score come from answers that ended by themselves."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference.generation import generate
+from pipeline.config import FrozenModelConfig
+from pipeline.data.examples import Encoded
+from pipeline.data.stages import load_examples
+from pipeline.models.chat import load_chat
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import Scorer
+from pipeline.models.load import load_causal_lm, load_classifier
+from step2_reward.config import RewardConfig
+from step2_reward.normalization import mean_and_std, measure_scores, scores_of
+from step2_reward.train import train
+from step3_ppo.config import PPOConfig
+from tests.families import tiny_causal_lm
+from tests.step2_reward.test_train import small_task
+
+CPU = torch.device("cpu")
+END = 2
+
+
+def task(directory: Path, *, ends: bool) -> RewardConfig:
+    """Fifteen prompts and a model of step 1 that ends some of its answers, or none."""
+    tokenizer = build_tokenizer()
+    actor = tiny_causal_lm("llama", seed=4, vocab_size=len(tokenizer), tie_word_embeddings=False)
+    with torch.no_grad():
+        actor.lm_head.weight.zero_()
+        actor.lm_head.weight[END, 0] = 8.0 if ends else 0.0  # by the sign of one hidden number
+    actor.save_pretrained(directory / "actor")
+    tokenizer.save_pretrained(directory / "actor")
+    config = small_task(directory, normalization_prompts=15, max_new_tokens=4)
+    return replace(config, actor=FrozenModelConfig(path=str(directory / "actor")))
+
+
+def scored(config: RewardConfig, *, stopped: bool) -> list[float]:
+    """Scores of the answers that ended, or of all, by an own loop over the prompts."""
+    _, chat = load_chat(config.model, "auto")
+    examples = load_examples(config.data, step=2, seed=config.seed).train
+    prompts = [chat.encode_prompt(p) for p in dict.fromkeys(e.prompt for e in examples)][:15]
+    responses = generate(
+        load_causal_lm(config.actor, device=CPU),
+        prompts,
+        max_new_tokens=4,
+        temperature=1.0,
+        stop_ids=chat.stop_ids,
+        seed=config.seed,
+    )
+    rows = [
+        Encoded.untrained(prompt + response.ids)
+        for prompt, response in zip(prompts, responses, strict=True)
+        if response.stopped or not stopped
+    ]
+    return scores_of(scorer(config), chat, rows, config)
+
+
+def scorer(config: RewardConfig) -> Scorer:
+    return Scorer(load_classifier(FrozenModelConfig(path=config.model.path), device=CPU))
+
+
+def test_answers_without_an_end_do_not_enter_the_moments(tmp_path: Path) -> None:
+    config = task(tmp_path, ends=True)
+    _, chat = load_chat(config.model, "auto")
+    examples = load_examples(config.data, step=2, seed=config.seed).train
+
+    moments = measure_scores(scorer(config), chat, examples, config)
+
+    ended, every = scored(config, stopped=True), scored(config, stopped=False)
+    assert 2 <= len(ended) < len(every) == 15  # of forty rows step 2 trains on fifteen
+    assert (moments.mean, moments.std) == pytest.approx(mean_and_std(ended), rel=1e-5)
+    assert moments.mean != pytest.approx(mean_and_std(every)[0], rel=1e-3)
+    assert moments.stop_rate == len(ended) / 15
+
+
+def test_where_no_answer_ends_the_datas_own_are_scored_and_it_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = task(tmp_path, ends=False)
+    own = replace(config, actor=FrozenModelConfig())
+    _, chat = load_chat(config.model, "auto")
+    examples = load_examples(config.data, step=2, seed=config.seed).train
+
+    moments = measure_scores(scorer(config), chat, examples, config)
+
+    of_data = measure_scores(scorer(config), chat, examples, own)
+    assert (moments.mean, moments.std) == (of_data.mean, of_data.std)
+    assert (moments.stop_rate, of_data.stop_rate) == (0.0, None)
+    assert "only 0 of 15 responses of step 1's model ended within max_new_tokens 4" in caplog.text
+
+
+def test_answers_may_be_as_long_as_in_step_3_and_the_result_says_how_many_ended(
+    tmp_path: Path,
+) -> None:
+    config = task(tmp_path, ends=True)
+
+    train(config)
+
+    result = json.loads((config.output_dir / "result.json").read_text())["eval"]
+    assert 0 < result["score_stop_rate"] < 1
+    assert RewardConfig().max_new_tokens == PPOConfig().max_new_tokens

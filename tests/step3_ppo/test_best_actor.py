@@ -1,0 +1,98 @@
+"""Step 3 exports the actor of the best held-out evaluation, and says where it was not the last."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.engine.best import BestWeights
+from step3_ppo.config import PPOConfig
+from step3_ppo.train import say_where_it_ended, train
+from tests.step3_ppo.toy import toy_config, toy_models
+
+
+def harmful(toy: Path, out: Path, **changes: Any) -> PPOConfig:
+    """Iterations that the KL penalty alone judges: each moves the actor, and so makes it worse."""
+    config = toy_config(
+        toy,
+        kl_coef=50.0,
+        max_steps=3,
+        eval_every=1,
+        max_prompt_length=40,
+        output_dir=out,
+        **changes,
+    )
+    return replace(config, data=replace(config.data, max_eval_rows=4))
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(directory).state_dict()
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
+    toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(harmful(toy, tmp_path / "best"))
+    said = caplog.text
+    train(harmful(toy, tmp_path / "last", keep_best=False))
+
+    assert same(tmp_path / "best" / "actor", toy / "actor")
+    assert not same(tmp_path / "last" / "actor", toy / "actor")
+    results = {
+        name: json.loads((tmp_path / name / "result.json").read_text())["eval"]
+        for name in ("best", "last")
+    }
+    assert (results["best"]["best_step"], results["last"]["best_step"]) == (0, 3)
+    assert results["best"]["score_after"] == results["best"]["score_before"]
+    assert results["best"]["kl"] == 0.0 < results["last"]["kl"]
+    assert "PPO made the actor no better than step 1's model on held-out prompts" in said
+    assert "and step 1's weights are exported" in said
+    lines = (tmp_path / "best" / "metrics.jsonl").read_text().splitlines()
+    objectives = [
+        line["eval_objective"] for line in map(json.loads, lines) if "eval_objective" in line
+    ]
+    assert len(objectives) == 4
+    assert max(objectives) == objectives[0]
+
+
+def test_the_end_is_judged_by_the_start_and_by_the_best(
+    toy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(*objectives: float) -> str:
+        caplog.clear()
+        best = BestWeights(toy_models(toy_config(toy)).actor)
+        for step, objective in enumerate(objectives):
+            best.update(-objective, step=step)
+        say_where_it_ended(best, objectives[0])
+        return " ".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+
+    assert said(0.1, 0.5, 0.9) == said(0.1, 0.9, 0.5) == ""
+    assert "made the actor worse than step 1's model in the end (-0.2 on" in said(0.1, 0.5, -0.2)
+    assert "the weights after iteration 1 (0.5) are exported" in said(0.1, 0.5, -0.2)
+    assert "no better than step 1's model on held-out prompts (0.05, at first 0.1)" in said(
+        0.1, 0.05
+    )
+
+
+def test_a_value_that_is_not_finite_is_never_the_best(toy: Path) -> None:
+    best = BestWeights(toy_models(toy_config(toy)).actor)
+
+    for step, value in enumerate(
+        [float("inf"), float("nan"), 3.0, float("nan"), 2.0, float("-inf")]
+    ):
+        best.update(value, step=step)
+
+    assert (best.value, best.step, best.worse_in_a_row) == (2.0, 4, 1)
+    copy = BestWeights(best.engine)
+    copy.load_state_dict(json.loads(json.dumps(best.state_dict())))
+    assert copy.state_dict() == best.state_dict()

@@ -1,0 +1,177 @@
+"""Scores of responses that did not end: what they count, and what the reward makes of them."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference.generation import Response
+from pipeline.data.examples import Message
+from pipeline.distributed import rank, world_size
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from step3_ppo.comparison import Answers, summarize
+from step3_ppo.config import PPOConfig
+from step3_ppo.evaluate import Answer, HeldOut
+from step3_ppo.models import Models, has_moments
+from step3_ppo.prompts import Prompt
+from step3_ppo.scoring import counted_scores, measured_moments, raw_scores, reward_of
+from step3_ppo.train import train
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
+
+RAW = torch.tensor([2.5, 4.5, -40.5])
+STOPPED = torch.tensor([True, False, False])
+
+
+@pytest.fixture
+def models(toy: Path) -> Models:
+    """The reward model's stored mean is 0.5, its standard deviation 2."""
+    return toy_models(toy_config(toy))
+
+
+def test_a_response_without_an_end_never_gains_by_it(models: Models, toy: Path) -> None:
+    """It counts the missing-EOS score at most, in the unit of the figure or of the reward."""
+
+    def counted(**changes: Any) -> list[float]:
+        return counted_scores(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
+
+    def rewards(**changes: Any) -> list[float]:
+        return reward_of(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
+
+    assert counted() == [2.5, 0.5 - 2.0, -40.5]
+    assert counted(normalize_score=False) == [2.5, -1.0, -40.5]
+    assert counted(missing_eos_score=None) == [2.5, 4.5, -40.5]
+    assert rewards() == [1.0, -1.0, -5.0]
+    assert rewards(normalize_score=False, score_clip=None) == [2.5, -1.0, -40.5]
+
+
+def test_where_every_score_is_low_ending_still_pays(models: Models, toy: Path) -> None:
+    """Scores of -9 throughout, of a model without moments: not to end was worth four nats more."""
+    models.reward.mean, models.reward.std = 0.0, 1.0
+    score = torch.full((2,), -9.0)
+
+    ended, cut_off = reward_of(score, torch.tensor([True, False]), models, toy_config(toy)).tolist()
+
+    assert ended == cut_off == -5.0  # both at the clip; replaced, the second had -1
+
+
+def test_held_out_figures_count_unfinished_answers_as_the_reward_does(
+    models: Models, toy: Path
+) -> None:
+    config = toy_config(toy)
+    prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS[:2]]
+    held_out = HeldOut(models, prompts, config)
+    whole = Response([30, END], [-1.0, -1.0], stopped=True)
+    cut_off = Response([30, 31], [-1.0, -1.0], stopped=False)
+    raw = raw_scores(models, PROMPTS[:2], [whole, cut_off], config).tolist()
+    models.reward.mean = raw[1] - 3.0  # so that the raw score of the unfinished one is high
+
+    first, second = held_out.answers([whole, cut_off])
+
+    assert first.score == raw[0]
+    assert second.score == pytest.approx(models.reward.mean - 2.0)
+    assert second.score < raw[1]
+    sampled = [Answer("", 0.0, 2, stopped=True)] * 2
+    before = Answers([first, replace(second, score=raw[0] - 1)], sampled, kl=0.0)
+    after = Answers([first, second], sampled, kl=0.0)
+    figures = summarize(before, after)
+    assert figures["score_after"] == pytest.approx((raw[0] + second.score) / 2)
+    assert figures["win_rate"] == (0.5 + (second.score > raw[0] - 1)) / 2
+    assert figures["stop_rate"] == 0.5
+
+
+def test_moments_are_those_of_the_responses_that_ended(models: Models, toy: Path) -> None:
+    config = toy_config(toy)
+    responses = [
+        Response([30 + row, END], [-1.0, -1.0], stopped=True)
+        if row % 2
+        else Response([30 + row, 31], [-1.0, -1.0], stopped=False)
+        for row in range(8)
+    ]
+    scores = raw_scores(models, PROMPTS, responses, config)[1::2].double()
+
+    mean, std = measured_moments(models, PROMPTS, responses, config)
+
+    assert mean == pytest.approx(scores.mean().item())
+    assert std == pytest.approx(scores.std(correction=0).item())
+
+
+def test_where_none_ended_all_count_and_it_says_so(
+    models: Models, toy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = toy_config(toy)
+    responses = [Response([30 + row, 31], [-1.0, -1.0], stopped=False) for row in range(8)]
+
+    mean, _ = measured_moments(models, PROMPTS, responses, config)
+
+    scores = raw_scores(models, PROMPTS, responses, config)
+    assert mean == pytest.approx(scores.double().mean().item())
+    assert "0 of 8 responses of the first rollout ended" in caplog.text
+
+
+def share(directory: str) -> list[float]:
+    config = toy_config(Path(directory))
+    models = toy_models(config)
+    rows = list(range(8))[rank() :: world_size()]
+    responses = [Response([30 + row, END], [-1.0, -1.0], stopped=row > 2) for row in rows]
+    return measured_moments(models, [PROMPTS[row] for row in rows], responses, config)
+
+
+def test_all_processes_measure_the_same_moments(toy: Path) -> None:
+    alone = share(str(toy))
+
+    first, second = run_ranks(share, str(toy))
+
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-5)
+
+
+def without_moments(directory: Path, **changes: Any) -> PPOConfig:
+    """A short run whose reward model and critic say nothing of their scores."""
+    save_models(directory)
+    settings = json.loads((directory / "reward" / "config.json").read_text())
+    plain = {key: value for key, value in settings.items() if not key.startswith("score_")}
+    (directory / "reward" / "config.json").write_text(json.dumps(plain))
+    config = toy_config(directory, max_steps=2, save_every=1, max_prompt_length=40, **changes)
+    return replace(config, data=replace(config.data, max_eval_rows=4))
+
+
+def test_a_reward_model_without_moments_gets_those_of_the_first_rollout_also_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    config = without_moments(tmp_path)
+    assert not toy_models(config).reward.has_moments
+    whole, again = tmp_path / "whole", tmp_path / "again"
+
+    train(replace(config, output_dir=whole))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000002")
+    (again / "result.json").unlink()
+    train(replace(config, output_dir=again, resume=True))
+
+    first, second = (
+        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (whole, again)
+    )
+    scores = [line["reward_score"] for line in first if "reward_score" in line]
+    assert scores == [line["reward_score"] for line in second if "reward_score" in line]
+    mean, std = Checkpoint.open(whole / "checkpoints" / "step_00000002").state["once"]["moments"]
+    assert std > 0
+    assert math.isfinite(mean)
+    critic = json.loads((whole / "critic" / "config.json").read_text())
+    assert (critic["score_mean"], critic["score_std"]) == (mean, std)
+
+
+def test_moments_that_are_stored_are_kept(toy: Path) -> None:
+    models = toy_models(toy_config(toy))
+
+    assert models.reward.has_moments
+    assert has_moments(models.value_model)
+    models.set_moments(7.0, 8.0)
+    assert (models.reward.mean, models.reward.std) == (7.0, 8.0)
+    assert (models.critic.model.mean, models.critic.model.std) == (0.5, 2.0)

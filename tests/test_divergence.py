@@ -1,0 +1,138 @@
+"""A run that leaves the finite numbers ends with a code of its own and keeps its best weights."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import StepConfig, TrainedModelConfig
+from pipeline.errors import EXIT_DIVERGED, EXIT_USER_ERROR, DivergedError, ModelError
+from pipeline.report.findings import findings
+from pipeline.report.results import Results, StepResult
+from tests.jobs import run_job
+from tests.step3_ppo.toy import save_models
+from tests.test_resume import CONFIGS, run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("start")
+    save_models(directory)
+    return directory
+
+
+def spoiled(model: TrainedModelConfig, lr: float) -> TrainedModelConfig:
+    return replace(model, optim=replace(model.optim, lr=lr, warmup_steps=0))
+
+
+def diverging(step: str, start: Path, out: Path, **changes: Any) -> StepConfig:
+    config = replace(CONFIGS[step](start), output_dir=out, save_every=None, **changes)
+    if step == "ppo":
+        return replace(config, actor=spoiled(config.actor, 1e10), ema_decay=None, ptx_coef=0.0)
+    return replace(config, model=spoiled(config.model, 1e10))
+
+
+EXPORTED = {"sft": ".", "ppo": "actor"}
+
+
+@pytest.mark.parametrize("step", list(CONFIGS))
+def test_each_step_says_when_and_why_and_exports_the_best_weights(
+    step: str, start: Path, tmp_path: Path
+) -> None:
+    config = diverging(step, start, tmp_path / "out", max_steps=30, eval_every=None)
+
+    with pytest.raises(DivergedError) as error:
+        run(config)
+
+    sentence = str(error.value)
+    assert "diverged after step" in sentence
+    assert "is nan; lower the learning rate" in sentence
+    assert "optim.lr is 1e+10" in sentence
+    assert not (config.output_dir / "result.json").exists()
+    note = json.loads((config.output_dir / "diverged.json").read_text())
+    assert note["sentence"] == sentence
+    if step in EXPORTED:
+        assert sentence.endswith("the weights after step 0, the best evaluated, are exported")
+        first = AutoModelForCausalLM.from_pretrained(start / "actor").state_dict()
+        kept = AutoModelForCausalLM.from_pretrained(config.output_dir / EXPORTED[step])
+        assert all(torch.equal(kept.state_dict()[name], each) for name, each in first.items())
+
+
+def test_all_processes_end_alike_and_one_sentence_is_shown(start: Path, tmp_path: Path) -> None:
+    # No evaluation in between: twenty steps without a finite gradient end it.
+    config = diverging("sft", start, tmp_path / "out", max_steps=40, eval_every=0)
+
+    job = run_job(run, config)
+
+    assert job.codes == [EXIT_DIVERGED] * 2
+    assert job.errors.count("error: step1_sft diverged after step") == 1
+    assert "the gradient was infinite or NaN for 20 steps in a row" in job.errors
+    assert "Traceback" not in job.errors
+
+
+def train_py(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    few = ("--sft.data.max_eval_rows", "4", "--reward.data.max_eval_rows", "4")
+    command = [sys.executable, "train.py", "--output-dir", str(out), "--step", "1", "2", *few]
+    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    short = ("--sft.max_steps", "6", "--reward.max_steps", "2", "--sft.save_every", "1")
+    short += ("--reward.normalization_prompts", "4")
+
+    first = train_py(out, *short, "--sft.model.optim.lr", "1e10")
+
+    assert first.returncode == EXIT_DIVERGED
+    assert "Traceback" not in first.stderr
+    said = [line for line in first.stderr.splitlines() if "diverged" in line]
+    assert len(said) == 2
+    assert said[0].startswith("error: step1_sft diverged after step 1: held-out perplexity")
+    assert said[1].endswith("--resume and a smaller --sft.model.optim.lr begins it again")
+    assert not (out / "step2_reward").exists()
+    assert "step1_sft diverged after step 1" in (out / "report.html").read_text()
+
+    again = train_py(out, *short, "--sft.model.optim.lr", "1e-3", "--resume")
+
+    assert again.returncode == 0, again.stderr
+    assert (out / "step2_reward" / "result.json").exists()
+    assert not (out / "step1_sft" / "diverged.json").exists()
+    assert "diverged" not in (out / "report.html").read_text()
+
+
+def test_a_model_that_is_broken_before_training_is_wrong_input(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "actor")
+
+    with pytest.raises(ModelError, match=r"held-out perplexity is nan before any training") as e:
+        run(replace(CONFIGS["sft"](tmp_path), output_dir=tmp_path / "out"))
+    assert str(e.value).startswith(str(tmp_path / "actor"))
+    assert EXIT_USER_ERROR == 2
+
+
+def test_the_report_names_the_step_that_diverged_or_was_not_evaluated() -> None:
+    def headline(**changes: Any) -> tuple[str | None, str]:
+        step = StepResult(name="step1_sft", **{"finished": False, **changes})
+        first, *_ = findings(Results(steps={"step1_sft": step}, seconds=0.0, samples=()))
+        return first.verdict, first.whole
+
+    assert headline() == (None, "step1_sft has not been evaluated yet")
+    assert headline(finished=True, eval={"perplexity_after": None}) == (
+        None,
+        "The evaluation of step1_sft gave no finite figure",
+    )
+    assert headline(diverged="step1_sft diverged after step 4: x") == (
+        "worse",
+        "step1_sft diverged after step 4: x",
+    )
