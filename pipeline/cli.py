@@ -15,6 +15,8 @@ A step's module ends with
     if __name__ == "__main__":
         run_main(main)
 
+and begins with `help_before_imports(SFTConfig)` under the same condition.
+
 `python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4`: dataclass
 defaults, then each file in order, then the command line. Option names take dashes or underscores;
 lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a switch alone is true.
@@ -22,15 +24,10 @@ lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a swit
 
 import os
 import sys
-import textwrap
-import typing
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import NoReturn, TypeVar
-
-import yaml
 
 from pipeline.errors import (
     EXIT_DIVERGED,
@@ -40,19 +37,13 @@ from pipeline.errors import (
     DivergedError,
     JobFailed,
     UserError,
+    UserErrors,
     is_out_of_memory,
 )
-from pipeline.installation import MODULE, find_preset
-from pipeline.settings import (
-    Layer,
-    Option,
-    Setting,
-    build_config,
-    config_yaml,
-    list_settings,
-    section_class,
-    without_none,
-)
+from pipeline.help import step_help
+from pipeline.installation import find_preset
+from pipeline.settings import Layer, Option, build_config, config_yaml
+from pipeline.settings_file import read_settings
 from pipeline.signals import EXIT_INTERRUPTED
 
 C = TypeVar("C")
@@ -61,8 +52,8 @@ C = TypeVar("C")
 def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
     """The step's settings: defaults, each `--config` in order, `--zero-config`, dotted overrides.
 
-    `--help` and `--print_config` print and exit with code 0; `--local_rank`, which some launchers
-    add, is ignored.
+    `--help [NAME ...]` and `--print_config` print and exit with code 0; `--local_rank`, which some
+    launchers add, is ignored.
 
     Raises:
         ConfigError: a file or setting can't be used; the sentence names it.
@@ -74,7 +65,7 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
     for name, words in split_options(argv):
         match name:
             case "help":
-                say(step_help(config_class))
+                say(step_help(config_class, words))
                 raise SystemExit(0)
             case "print_config":
                 print_config = True
@@ -93,6 +84,20 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
         say(config_yaml(config))
         raise SystemExit(0)
     return config
+
+
+def help_before_imports(config_class: type) -> None:
+    """Print a step's help or its settings and exit, where its command line asks for that.
+
+    A step's module calls this when it is run, before it imports PyTorch, which takes seconds.
+    """
+    names = {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
+    if names & {"-h", "--help", "--print-config"}:
+
+        def main(argv: Sequence[str]) -> None:
+            parse_step(config_class, argv)
+
+        run_main(main)
 
 
 def _deepspeed_layer(
@@ -138,7 +143,7 @@ def read_layers(words: Sequence[str]) -> list[Layer]:
     """
     if not words:
         raise ConfigError("--config needs a file")
-    return [_read_layer(find_preset(Path(word))) for word in words]
+    return [read_settings(find_preset(Path(word))) for word in words]
 
 
 def write_config(config: object, path: Path) -> None:
@@ -159,7 +164,8 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        complain(f"error: {error}", once=_is_first_to_say)
+        for sentence in error.sentences if isinstance(error, UserErrors) else (str(error),):
+            complain(f"error: {sentence}", once=_is_first_to_say)
         sys.exit(EXIT_USER_ERROR)
     except DivergedError as error:
         complain(f"error: {error}", once=_is_first_to_say)
@@ -201,93 +207,10 @@ def remark(text: str) -> None:
         sys.stderr.flush()
 
 
-def step_help(config_class: type) -> str:
-    """The `--help` text of a step."""
-    module = f"{config_class.__module__.partition('.')[0]}.train"
-    summary = (config_class.__doc__ or "").strip().splitlines()[0]
-    return "\n".join(
-        [
-            f"usage: {MODULE} {module} [--config FILE ...] [--SETTING VALUE ...]",
-            "",
-            summary,
-            "",
-            *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
-            *help_entry("--zero-config FILE", "A DeepSpeed file, over those: docs/deepspeed.md."),
-            *help_entry("--print_config", "Print the resolved settings and stop."),
-            "",
-            *settings_help(list_settings(config_class)),
-        ]
-    )
-
-
-def settings_help(settings: Iterable[Setting], *, dashes: bool = False) -> list[str]:
-    """Lines that describe settings: name, kind of value, meaning, default."""
-    lines: list[str] = []
-    for setting in settings:
-        default = _default(setting)
-        meaning = f"{setting.description} {default}".strip()
-        name = setting.name.replace("_", "-") if dashes else setting.name
-        lines += help_entry(f"--{name} {_placeholder(setting.kind)}", meaning)
-    return lines
-
-
-def help_entry(option: str, meaning: str) -> list[str]:
-    """Lines of `--help` for one option, the meaning indented below a long one."""
-    indent, width = 28, 96
-    text = textwrap.wrap(meaning, width - indent) or [""]
-    head = f"  {option}"
-    if len(head) + 2 <= indent:
-        head, text = head.ljust(indent) + text[0], text[1:]
-    return [head, *(" " * indent + line for line in text)]
-
-
-def _default(setting: Setting) -> str:
-    value = setting.default
-    if value in (None, False, (), {}):
-        return ""
-    items = value if isinstance(value, tuple) else (value,)
-    shown = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-    return f"(default: {'true' if value is True else ' '.join(shown)})"
-
-
-def _placeholder(kind: object) -> str:
-    """What stands for the value in `--help`: N, NUMBER, {auto,fp32,bf16,fp16}, ..."""
-    kind = without_none(kind)
-    if section_class(kind) is not None:
-        return ""
-    if typing.get_origin(kind) is typing.Literal:
-        return "{" + ",".join(str(choice) for choice in typing.get_args(kind)) + "}"
-    if typing.get_origin(kind) is tuple:
-        first, *rest = typing.get_args(kind)
-        return f"{_placeholder(first)} ..." if rest == [...] else _placeholder(first) + ",..."
-    if typing.get_origin(kind) is dict:
-        return "NAME=VALUE ..."
-    names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "PATH", NoneType: ""}
-    return names.get(kind, "TEXT") if isinstance(kind, type) else "VALUE"
-
-
 def _one_file(option: str, words: Sequence[str]) -> Path:
     if len(words) != 1:
         raise ConfigError(f"{option} takes one file, got {len(words)}: {' '.join(words)}")
     return Path(words[0])
-
-
-def _read_layer(path: Path) -> Layer:
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} can't be read: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"--config {path} is not valid YAML{line}") from None
-    if settings is None:
-        settings = {}
-    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise ConfigError(f"--config {path} must hold settings, `name: value`")
-    return Layer(settings, str(path))
 
 
 def _is_first_to_say(sentence: str) -> bool:

@@ -5,6 +5,7 @@ One frozen dataclass per concern. A field's docstring is its `--help` text and i
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from fnmatch import fnmatch
@@ -324,7 +325,8 @@ class DataConfig:
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
 
     max_length: int = 512
-    """Prompt + response, in tokens (max_seq_len); longer dialogues lose their end."""
+    """Prompt + response, in tokens (max_seq_len). What is longer loses its end in step 1, and its
+    beginning in step 2, whose score is read at the end; step 3 has lengths of its own."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
@@ -335,15 +337,21 @@ class DataConfig:
         require(
             self.max_eval_rows > 0, f"data.max_eval_rows must be above 0, got {self.max_eval_rows}"
         )
-        require(
-            all(part >= 0 and math.isfinite(part) for part in self.split) and sum(self.split) > 0,
-            f"data.split needs three proportions that are not all 0, got {self.split}",
-        )
+        check_split("data.split", self.split)
         require(
             _is_date(self.template_date),
             f"data.template_date must be a date as 2026-01-31, got {self.template_date}",
         )
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
+
+
+def check_split(name: str, split: Sequence[float]) -> None:
+    """Raise `ConfigError`, which begins with `name`, unless the rows can be cut so."""
+    require(
+        all(part >= 0 and math.isfinite(part) for part in split) and sum(split) > 0,
+        f"{name} needs three proportions of 0 or more that are not all 0, as 2,4,4; got"
+        f" {','.join(f'{part:g}' for part in split)}",
+    )
 
 
 def _is_date(text: str) -> bool:

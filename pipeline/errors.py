@@ -1,7 +1,7 @@
 """The errors that are a user's to mend: one sentence that names the thing and the mend."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -14,6 +14,14 @@ EXIT_DIVERGED = 80
 
 class UserError(Exception):
     """Wrong input. Commands print `error: <sentence>` and exit with code 2, without a traceback."""
+
+
+class UserErrors(UserError):  # noqa: N818
+    """Several things that are wrong. Commands print each in a line of its own."""
+
+    def __init__(self, sentences: Sequence[str]) -> None:
+        super().__init__("; ".join(sentences))
+        self.sentences = tuple(sentences)
 
 
 class ConfigError(UserError, ValueError):

@@ -87,9 +87,12 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     if plan.request.zero_config is not None and (notice := notice_of(plan.request.zero_config)):
         remark(notice)
     if plan.request.dry_run or plan.request.plan_for is not None:
+        from pipeline.plan.checks import check_plan
+
+        previews = check_plan(plan, downloads=False)
         from pipeline.plan.describe import describe_plan
 
-        say(describe_plan(plan))
+        say(describe_plan(plan, previews))
     elif plan.request.check:
         check = _look(plan)
         say("\n".join(check.table))
@@ -97,6 +100,9 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     elif plan.request.node_rank:
         follow_plan(plan)
     else:
+        from pipeline.plan.checks import check_plan
+
+        check_plan(plan, downloads=True)
         if plan.request.plan != "off" and plan.request.autotune is None:
             _insist_on_memory(plan)
         if plan.request.deployment_type == "multi_node" and not plan.request.no_check:

@@ -39,6 +39,9 @@ class Layer:
     origin: str
     """Where they came from, for error messages."""
 
+    is_file: bool = False
+    """Whether `origin` is a file that a user can mend."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -73,7 +76,11 @@ def build_config(
     Raises:
         ConfigError: an unknown setting, a wrong type, a value out of range, a contradiction.
     """
-    return _instantiate(config_class, _parsed(config_class, layers, overrides, section), section)
+    values = _parsed(config_class, layers, overrides, section)
+    try:
+        return _instantiate(config_class, values, section)
+    except ConfigError as error:
+        raise ConfigError(_with_file(str(error), layers, overrides, section)) from None
 
 
 def typed_settings(
@@ -108,7 +115,8 @@ def _parsed(
     try:
         return _parser(config_class).parse_args(arguments)
     except ArgumentError as error:
-        raise ConfigError(_one_sentence(str(error), section)) from None
+        sentence = _one_sentence(str(error), section)
+        raise ConfigError(_with_file(sentence, layers, overrides, section)) from None
 
 
 def list_settings(
@@ -131,6 +139,20 @@ def list_settings(
             yield from list_settings(inner, f"{name}.", default)
 
 
+def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
+    """The sections of a dataclass of settings, with what each is about.
+
+    A section without a docstring of its own has that of its class.
+    """
+    descriptions = _descriptions(config_class)
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        inner = section_class(hints[field.name])
+        if inner is not None:
+            summary = (inner.__doc__ or "").strip().splitlines()[0]
+            yield field.name, descriptions.get(field.name) or summary
+
+
 def plain(value: object) -> Any:  # noqa: ANN401
     """Dataclasses, tuples and paths as the mappings, lists and strings that YAML has."""
     if dataclasses.is_dataclass(value):
@@ -147,6 +169,36 @@ def plain(value: object) -> Any:  # noqa: ANN401
 def config_yaml(config: object) -> str:
     """The settings as YAML that `--config` reads back to an equal dataclass."""
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+
+
+def as_options(config: object) -> list[Option]:
+    """The settings that differ from their defaults, as the command line takes them.
+
+    An empty command line with these options gives an equal dataclass.
+    """
+    hints = {each.name: each.kind for each in list_settings(type(config))}
+    usual = flatten(plain(type(config)()))
+    options: list[Option] = []
+    for name, value in flatten(plain(config)).items():
+        if name in usual and usual[name] == value:
+            continue
+        kind = without_none(hints.get(name))
+        if value is None or isinstance(value, bool):
+            words = [json.dumps(value)]
+        elif _are_words(value) and typing.get_args(kind)[:1] == (str,):
+            words = list(value)
+        elif isinstance(value, list | dict):
+            words = [json.dumps(value)]
+        else:
+            words = [str(value)]
+        options.append((name, words))
+    return options
+
+
+def _are_words(value: object) -> bool:
+    """Whether a list of text can stand on the command line as it is, and is not taken for JSON."""
+    is_list = isinstance(value, list) and value
+    return bool(is_list) and not str(value[0]).startswith(("[", "{", "-"))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -272,8 +324,8 @@ def _merge(config_class: type, into: dict[str, Any], settings: Mapping[str, Any]
             below = into.get(name)
             into[name] = below if isinstance(below, dict) else {}
             _merge(inner, into[name], value)
-        elif isinstance(value, str) and typing.get_origin(kind) is tuple:
-            into[name] = _items(kind, [value])
+        elif typing.get_origin(kind) is tuple and isinstance(value, str | int | float):
+            into[name] = _items(kind, [value]) if isinstance(value, str) else [value]
         else:
             into[name] = value
 
@@ -308,6 +360,33 @@ def _with_path(sentence: str, path: str, names: Sequence[str]) -> str:
     if name.split(".")[0] in names:
         return path + name + sentence[len(first) :]
     return sentence
+
+
+def _with_file(
+    sentence: str, layers: Sequence[Layer], overrides: Sequence[Option], section: str
+) -> str:
+    """`sentence`, whose first word is a setting, with the file that has the setting's value.
+
+    "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; what the command line
+    said last stays as it is.
+    """
+    spelled = re.split(r"[^\w.]", sentence, maxsplit=1)[0]
+    name = spelled.removeprefix(section)
+    if not name or any(said == name or said.startswith(f"{name}.") for said, _ in overrides):
+        return sentence
+    last = next((layer for layer in reversed(layers) if _says(layer.settings, name)), None)
+    if last is None or not last.is_file:
+        return sentence
+    return f"{spelled} in {last.origin}{sentence[len(spelled) :]}"
+
+
+def _says(settings: Mapping[str, Any], name: str) -> bool:
+    """Whether the setting of this dotted name, or something in it, is among nested settings."""
+    head, _, rest = name.partition(".")
+    if head not in settings or not rest:
+        return head in settings
+    below = settings[head]
+    return _says(below, rest) if isinstance(below, Mapping) else True
 
 
 def _as_word(option: str, kind: object, words: list[str]) -> str:

@@ -4,6 +4,12 @@ python -m step1_sft.train --config configs/sft/opt-125m.yaml
 torchrun --nproc_per_node 2 -m step1_sft.train --config configs/sft/opt-125m.yaml
 """
 
+from pipeline.cli import help_before_imports
+from step1_sft.config import SFTConfig
+
+if __name__ == "__main__":
+    help_before_imports(SFTConfig)
+
 import logging
 import math
 from collections.abc import Sequence
@@ -38,7 +44,6 @@ from pipeline.models.forward import Policy
 from pipeline.models.trained import evaluating, trained_causal_lm, within_context
 from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
-from step1_sft.config import SFTConfig
 from step1_sft.losses import next_token_nll
 
 logger = logging.getLogger(__name__)

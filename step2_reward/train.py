@@ -4,6 +4,12 @@ python -m step2_reward.train --config configs/reward/opt-350m.yaml --actor.path 
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-350m.yaml
 """
 
+from pipeline.cli import help_before_imports
+from step2_reward.config import RewardConfig
+
+if __name__ == "__main__":
+    help_before_imports(RewardConfig)
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +48,6 @@ from pipeline.models.load import load_tokenizer
 from pipeline.models.trained import evaluating, trained_classifier, within_context
 from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
-from step2_reward.config import RewardConfig
 from step2_reward.losses import pairwise_loss
 from step2_reward.normalization import measure_scores, write_normalization
 

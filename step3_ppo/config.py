@@ -6,6 +6,8 @@ from typing import Literal
 
 from pipeline.config import (
     DEFAULT_OPTIM,
+    EMBEDDED,
+    DataConfig,
     FrozenModelConfig,
     OptimConfig,
     StepConfig,
@@ -164,6 +166,17 @@ class PPOConfig(StepConfig):
     def max_length(self) -> int:
         """Longest prompt with its response, in tokens."""
         return self.max_prompt_length + self.max_new_tokens
+
+    @property
+    def ptx_rows(self) -> DataConfig | None:
+        """Where the texts of the PPO-ptx loss come from; None where it has no weight."""
+        if self.ptx_coef == 0:
+            return None
+        if not self.ptx_data:
+            return replace(self.data, eval_path=())
+        # Rows of its own, read by their own fields; all of them, which the embedded task can't cut.
+        data = replace(self.data, path=self.ptx_data, fields={}, eval_path=())
+        return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
     def __post_init__(self) -> None:
         super().__post_init__()

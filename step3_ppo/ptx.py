@@ -1,8 +1,5 @@
 """PPO-ptx: a language-model loss beside PPO (Ouyang et al. 2022, eq. 2)."""
 
-from dataclasses import replace
-
-from pipeline.config import EMBEDDED
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.prompt_record import PromptRecord
@@ -38,15 +35,11 @@ class PtxStream:
         """`apart` has the prompts that PPO and the earlier steps hold out: none is learned."""
         self.chat = chat
         self.config = config
-        data = replace(config.data, eval_path=())
-        if config.ptx_data:  # rows of its own, read by their own fields
-            data = replace(data, path=config.ptx_data, fields={})
-            if EMBEDDED not in data.path:  # all of them
-                data = replace(data, split=(1.0, 0.0, 0.0))
+        rows = config.ptx_rows or config.data
         held_out = PromptRecord(held_out=(apart or PromptRecord()).held_out)
-        rows = load_examples(data, step=1, seed=config.seed, earlier=held_out)
-        self.examples = rows.train
-        self.trained = PromptRecord(trained=rows.prompts.trained)
+        data = load_examples(rows, step=1, seed=config.seed, earlier=held_out)
+        self.examples = data.train
+        self.trained = PromptRecord(trained=data.prompts.trained)
         self.rows = RowStream(
             num_rows=len(self.examples), batch_size=config.batch_size, seed=config.seed
         )

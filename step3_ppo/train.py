@@ -5,6 +5,12 @@ python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_rew
 torchrun --nproc_per_node 2 -m step3_ppo.train ...
 """
 
+from pipeline.cli import help_before_imports
+from step3_ppo.config import PPOConfig
+
+if __name__ == "__main__":
+    help_before_imports(PPOConfig)
+
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -41,7 +47,6 @@ from step3_ppo.comparison import (
     watched_prompts,
     write_samples,
 )
-from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
 from step3_ppo.evaluate import HeldOut, mean_score, stop_rate
 from step3_ppo.kl import KLController

@@ -13,6 +13,9 @@ from pipeline.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
 
+RUNTIME_CPU = 400 * MIB
+"""Of a process before it loads a model: Python, PyTorch and transformers."""
+
 CARDS: Mapping[str, int] = {
     "V100-16GB": 16384,
     "V100-32GB": 32768,

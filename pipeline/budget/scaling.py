@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.budget.machine import GIB, parse_machine
-from pipeline.cli import help_entry, run_main, say, settings_help, split_options
+from pipeline.budget.speed import PEAK
+from pipeline.cli import run_main, say, split_options
 from pipeline.config import DataConfig, LoraConfig, StepConfig, TrainedModelConfig, require
+from pipeline.help import help_entry, settings_help
 from pipeline.settings import build_config, list_settings
 
 if TYPE_CHECKING:
     from torch import nn
-
-PEAK = {"A100": 312, "A800": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}
-"""TFLOP/s of bf16 on tensor cores without sparsity, as NVIDIA's data sheets have them."""
 
 EACH = 8
 """GPUs of a machine."""

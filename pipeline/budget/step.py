@@ -16,7 +16,7 @@ from pipeline.budget.generation import (
     slot_bytes,
     turn_bytes,
 )
-from pipeline.budget.machine import Machine
+from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.meter import PassBytes
 from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
@@ -24,9 +24,6 @@ from pipeline.budget.shape import Shape
 from pipeline.budget.states import engine_bytes, held, places_of
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
 from pipeline.config import StepConfig
-
-RUNTIME_CPU = 400 * 2**20
-"""Of a process before it loads a model: Python, PyTorch and transformers."""
 
 RUNTIME_GPU = 768 * 2**20
 """Of a GPU before it holds a tensor: CUDA's context, the libraries' kernels and workspaces."""

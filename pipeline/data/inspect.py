@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli import help_entry, run_main, say, settings_help, split_options
+from pipeline.cli import run_main, say, split_options
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, require
 from pipeline.data.examples import Encoded
 from pipeline.data.lint import EncodedRow, Finding, encode_rows, lint
 from pipeline.data.stages import StageData, load_examples
+from pipeline.help import help_entry, settings_help
 from pipeline.settings import build_config, list_settings
 
 if TYPE_CHECKING:

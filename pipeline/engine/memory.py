@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli import help_entry, run_main, say, settings_help, split_options
+from pipeline.cli import run_main, say, split_options
 from pipeline.config import FrozenModelConfig, TrainedModelConfig
 from pipeline.engine.estimates import estimate_zero2, estimate_zero3, format_estimates
 from pipeline.errors import require
+from pipeline.help import help_entry, settings_help
 from pipeline.settings import build_config, list_settings
 
 if TYPE_CHECKING:

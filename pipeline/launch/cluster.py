@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from pipeline.cli import help_entry, run_main, say, settings_help, split_options
+from pipeline.cli import run_main, say, split_options
 from pipeline.errors import ConfigError, require
+from pipeline.help import help_entry, settings_help
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import (
     launch_command,

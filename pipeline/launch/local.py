@@ -40,6 +40,15 @@ def list_gpus(*, hidden: bool = False, devices: Path = Path("/dev")) -> list[str
     return [str(number) for number in range(count)]
 
 
+def gpu_names() -> list[str]:
+    """What nvidia-smi calls this machine's GPUs; nothing where it is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listing = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    return [line.strip() for line in listing.splitlines() if line.strip()]
+
+
 def share_of_cores(processes: int) -> int:
     """Cores for each of so many processes on this machine, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
+from pipeline.errors import ModelError
+from pipeline.models.finite import is_finite, sentence
+from pipeline.models.safetensors_header import INDEX, SINGLE
 from pipeline.models.stream import find_weights, meta_model
-from pipeline.models.weight_files import INDEX, SINGLE, WeightFiles
+from pipeline.models.weight_files import WeightFiles
 
 
 class NotDeferrableError(Exception):
@@ -49,7 +53,7 @@ def deferred_model(
         raise NotDeferrableError("its files hold other tensors than the model has")
 
     def read(name: str, dtype: torch.dtype) -> ReadElements:
-        return partial(files.slice, weights.names[name], dtype=dtype)
+        return partial(_read_finite, files, weights.names[name], dtype=dtype)
 
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module, leaf, param in places(model):
@@ -61,11 +65,26 @@ def deferred_model(
             )
         setattr(module, leaf, made[param])  # all names of a tied parameter get the same one
     for name, buffer in model.named_buffers():
-        if name in weights.names:
-            buffer.copy_(read(name, buffer.dtype)(0, buffer.numel()).view(buffer.shape))
+        if name in weights.names:  # a mask may be infinite
+            piece = files.slice(weights.names[name], 0, buffer.numel(), dtype=buffer.dtype)
+            buffer.copy_(piece.view(buffer.shape))
     if model.can_generate():
         model.generation_config = _generation_config(path)
     return model.eval(), set(weights.missing)
+
+
+def _read_finite(
+    files: WeightFiles, name: str, start: int, stop: int, *, dtype: torch.dtype
+) -> Shaped[Tensor, " n"]:
+    """Elements `start` to `stop` of a stored tensor.
+
+    Raises:
+        ModelError: they can't be read, or are not finite.
+    """
+    piece = files.slice(name, start, stop, dtype=dtype)
+    if not is_finite(piece):
+        raise ModelError(f"{files.path}: {sentence(name, dtype=dtype)}")
+    return piece
 
 
 def _weights_of(path: str) -> Path:

@@ -1,10 +1,10 @@
 """Loading models and tokenizers: from Hugging Face, from a directory, or built here."""
 
-import json
 import logging
 import pickle
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +19,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Precision
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, UserError, is_out_of_memory
 from pipeline.installation import TRAIN
 from pipeline.models.attention import RAGGED
 from pipeline.models.deferred import (
@@ -30,7 +31,9 @@ from pipeline.models.deferred import (
     deferred_model,
     stored_parameters,
 )
+from pipeline.models.directory import check_configuration, check_tokenizer, check_weights
 from pipeline.models.embedded import build_model, build_tokenizer
+from pipeline.models.finite import require_finite
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +65,13 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
     path = model_path(config)
     if path == EMBEDDED:
         return build_tokenizer()
+    local = local_directory(path)
+    if local is not None:
+        check_configuration(local)
+        check_tokenizer(local)
     tokenizer = _load(
         path,
+        "tokenizer",
         lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code),
     )
     if tokenizer.eos_token_id is None:
@@ -91,7 +99,7 @@ def load_causal_lm(
         settings = _without_dropout(path, config)
         model, missing = _build(AutoModelForCausalLM, config, settings, device, defer=defer)
         _require_weights(path, missing)
-    return _prepared(model, device)
+    return _prepared(model, path, device)
 
 
 def load_classifier(
@@ -116,7 +124,7 @@ def load_classifier(
     _require_weights(path, missing - {"score.weight", "score.bias"})
     if "score.weight" in missing:
         initialize_head(cast("nn.Linear", model.score), seed=seed)
-    return _prepared(model, device)
+    return _prepared(model, path, device)
 
 
 def initialize_head(head: nn.Linear, *, seed: int) -> None:
@@ -170,9 +178,21 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 """`name` or `owner/name`; anything else can only be a directory."""
 
 
+def local_directory(path: str) -> Path | None:
+    """The directory that `path` means; None where it can be a name on the Hub and is no path."""
+    local = Path(path).expanduser()
+    return None if HUB_NAME.fullmatch(path) and not local.exists() else local
+
+
 def _without_dropout(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
+    local = local_directory(path)
+    if local is not None:
+        check_configuration(local)
+        check_weights(local, allow_pickle=config.allow_pickle)
     settings = _load(
-        path, lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        path,
+        "config.json",
+        lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code),
     )
     switch_off_dropout(settings)
     return settings
@@ -197,13 +217,12 @@ def _build(
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model, and the names of its parameters that the files have nothing for."""
     path, dtype = model_path(config), weight_dtype(config.precision, device)
-    if not config.allow_pickle:
-        _require_safetensors(path)
     trusted = config.trust_remote_code
     if defer:
         try:
             return _load(
                 path,
+                "model",
                 lambda: deferred_model(
                     auto, path, settings, dtype=dtype, device=device, trust_remote_code=trusted
                 ),
@@ -212,6 +231,7 @@ def _build(
             logger.info("every process loads %s whole before it is sharded: %s", path, reason)
     model, info = _load(
         path,
+        "model",
         lambda: auto.from_pretrained(
             path,
             config=settings,
@@ -219,16 +239,23 @@ def _build(
             trust_remote_code=trusted,
             use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # said below, in one sentence
         ),
     )
+    _require_sizes(path, info["mismatched_keys"])
     return model, set(info["missing_keys"])
 
 
-def _prepared(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """On its device, in evaluation mode, with ragged attention where the model allows it."""
+def _prepared(model: PreTrainedModel, path: str, device: torch.device) -> PreTrainedModel:
+    """On its device, in evaluation mode, with ragged attention where the model allows it.
+
+    Raises:
+        ModelError: its weights are not finite.
+    """
     if takes_ragged(model):
         model.set_attn_implementation(RAGGED)
     nn.Module.to(model, device=device)
+    require_finite(model, path)
     return model.eval()
 
 
@@ -250,18 +277,6 @@ def takes_ragged(model: PreTrainedModel) -> bool:
     )
 
 
-def _require_safetensors(path: str) -> None:
-    """Refuse a directory whose weights are a pickle; `from_pretrained` looks on the Hub itself."""
-    local = Path(path).expanduser()
-    pickled = sorted(local.glob("pytorch_model*.bin"))
-    if pickled and not any(local.glob("*.safetensors")):
-        raise ModelError(
-            f"{path} holds its weights as {pickled[0].name}, a pickle that can run code; save the"
-            " model as safetensors (save_pretrained does), or set allow_pickle true if you trust"
-            " its source"
-        )
-
-
 def _require_weights(path: str, missing: Collection[str]) -> None:
     if missing:
         raise ModelError(
@@ -270,22 +285,59 @@ def _require_weights(path: str, missing: Collection[str]) -> None:
         )
 
 
-def _load(path: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Call `load`; say what is wrong with `path` in one sentence if it fails."""
-    local = Path(path).expanduser()
-    if local.is_dir() and not (local / "config.json").is_file():
-        raise ModelError(f"{path} holds no model: it has no config.json")
-    if not local.is_dir() and not HUB_NAME.fullmatch(path):
-        raise ModelError(f"no such model: the directory {path} does not exist")
+def _require_sizes(path: str, mismatched: Collection[tuple[str, Any, Any]]) -> None:
+    for name, stored, expected in sorted(mismatched)[:1]:
+        raise ModelError(
+            f"{path} holds {name} of shape {tuple(stored)}, but the model of its config.json has it"
+            f" of shape {tuple(expected)}{_others(len(mismatched) - 1)}; config.json and weights"
+            " are not of one model"
+        )
+
+
+def _others(count: int) -> str:
+    return f", and {count} more that differ" if count else ""
+
+
+def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """Call `load`; say in one sentence what is wrong with `what` of `path` if it fails."""
     try:
-        return load()
+        with errors_only():
+            return load()
+    except (UserError, NotDeferrableError):
+        raise
     except pickle.UnpicklingError as error:
         raise ModelError(
             f"{path} holds a pickle that does more than to store tensors, and is not loaded"
         ) from error
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(
-            f"no such model: {path} is neither a local model directory nor a Hub model that can be"
-            f" reached ({reason})"
-        ) from error
+    except Exception as error:  # transformers and tokenizers raise any kind, bare ones too
+        if is_out_of_memory(error):
+            raise
+        if local_directory(path) is None:
+            raise ModelError(
+                f"no such model: {path} is neither a local model directory nor a Hub model that can"
+                f" be reached ({_first_words(error)})"
+            ) from error
+        raise ModelError(f"the {what} of {path} can't be loaded: {_first_words(error)}") from error
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Without transformers' tables and advice; what matters of them we say ourselves."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+LONGEST_REASON = 200
+"""Characters of somebody else's message that fit into a sentence of ours."""
+
+
+def _first_words(error: Exception) -> str:
+    """The first lines of the message, as one, behind the kind of error where it is a bare word."""
+    lines = " ".join(str(error).split("\n\n")[0].split())
+    if isinstance(error, KeyError) or not lines:
+        lines = f"{type(error).__name__} {lines}".strip()
+    return lines if len(lines) <= LONGEST_REASON else lines[:LONGEST_REASON].rstrip() + " ..."

@@ -1,7 +1,5 @@
 """Models without memory for their weights, to count what they would take."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,13 +10,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
-from transformers.utils import logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
 from pipeline.errors import ModelError
 from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.known import KNOWN
-from pipeline.models.load import switch_off_dropout, weight_dtype
+from pipeline.models.load import errors_only, switch_off_dropout, weight_dtype
 from pipeline.models.lora import Task, add_lora
 
 
@@ -35,7 +32,7 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
     auto = AutoModelForCausalLM if task == "causal" else AutoModelForSequenceClassification
     trust = config.trust_remote_code
     try:
-        with _errors_only(), torch.device("meta"):
+        with errors_only(), torch.device("meta"):
             settings = _settings(path, trust_remote_code=trust)
             switch_off_dropout(settings)
             settings.num_labels = 1
@@ -47,17 +44,6 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
     if isinstance(config, TrainedModelConfig):
         return add_lora(model, config.lora, task=task, seed=0) if config.lora else model
     return model.requires_grad_(False)
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Without transformers' advice on how to call a model that nobody will call."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:

@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from pipeline.engine.checkpoint.durable import replace_durably, settle, sync_directory
 from pipeline.faults import fault_point
-from pipeline.models.weight_files import INDEX, SINGLE
+from pipeline.models.safetensors_header import INDEX, SINGLE
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 

@@ -1,20 +1,15 @@
 """Pieces of the weights in a local Hugging Face directory."""
 
-import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Shaped
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import ModelError
+from pipeline.models.safetensors_header import stored_tensors
 from pipeline.tensor_io import bytes_of, read_at
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 DTYPES = {
     "F64": torch.float64,
@@ -32,16 +27,6 @@ DTYPES = {
 which mean nothing without their scales, are not among them."""
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Where one tensor's bytes lie."""
-
-    file: Path
-    position: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class WeightFiles:
     """The tensors of `model.safetensors`, or of the shards that its index names.
 
@@ -54,11 +39,7 @@ class WeightFiles:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self._stored: dict[str, _Stored] = {}
-        if (self.path / SINGLE).is_file():
-            self._stored = _header(self.path / SINGLE)
-        else:
-            self._read_shards()
+        self._stored = stored_tensors(self.path)
 
     def names(self) -> list[str]:
         """The tensors' names, as the files have them."""
@@ -93,50 +74,3 @@ class WeightFiles:
         except (OSError, EOFError) as error:
             raise ModelError(f"{name} can't be read from {stored.file}: {error}") from error
         return piece.to(dtype)
-
-    def _read_shards(self) -> None:
-        index = self.path / INDEX
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except FileNotFoundError:
-            raise ModelError(self._nothing_found()) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{index} is no index of safetensors files: {error!r}") from error
-        for shard in sorted(set(weight_map.values())):
-            if Path(shard).name != shard:
-                raise ModelError(f"{index} names {shard}, which is outside of its directory")
-            self._stored |= _header(self.path / shard)
-        absent = weight_map.keys() - self._stored.keys()
-        if absent:
-            name = min(absent)
-            raise ModelError(f"{index} says that {weight_map[name]} holds {name}, but it doesn't")
-
-    def _nothing_found(self) -> str:
-        pickled = sorted(self.path.glob("pytorch_model*.bin"))
-        if pickled:
-            return (
-                f"{self.path} holds its weights as {pickled[0].name}, a pickle that can run code;"
-                " save the model as safetensors first: save_pretrained does"
-            )
-        return f"{self.path} holds no weights: it has neither {SINGLE} nor {INDEX}"
-
-
-def _header(file: Path) -> dict[str, _Stored]:
-    try:
-        with safe_open(file, framework="pt"):  # checks sizes, shapes and offsets
-            pass
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} can't be read as safetensors: {error}") from error
-    return {
-        name: _Stored(
-            file=file,
-            position=8 + length + entry["data_offsets"][0],
-            shape=tuple(entry["shape"]),
-            dtype=entry["dtype"],
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }

@@ -1,29 +1,50 @@
-"""The plan of a run in words: commands, inputs, outputs, settings, memory."""
+"""The plan of a run in words: commands, models, data, steps, time, memory."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from pipeline.budget.ladder import trained_models
 from pipeline.budget.text import table
 from pipeline.config import StepConfig, TrainedModelConfig
-from pipeline.launch.commands import node_command, step_words
+from pipeline.installation import ROOT
+from pipeline.launch.commands import launch_command, node_command, step_words
+from pipeline.plan.checks import contexts
+from pipeline.plan.estimate import Estimate, estimate, in_words, speed_of
 from pipeline.plan.inputs import model_paths
-from pipeline.plan.memory import chosen_settings, memory_of, refusals
+from pipeline.plan.memory import chosen_settings, crowded, memory_of, refusals
 from pipeline.plan.plan import Plan
+from pipeline.plan.preview import Preview, rows_of_a_step
 from pipeline.plan.request import Stage
+from pipeline.settings import as_options
+
+WIDTH = 100
 
 
-def describe_plan(plan: Plan) -> str:
-    """What `--dry-run` prints."""
+def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> str:
+    """What `--dry-run` prints, with what is known of the data of each step that is to run."""
+    previews = previews or {}
     steps = "step" if len(plan.stages) == 1 else "steps"
     lines = [
         f"The plan: {len(plan.stages)} {steps}, {plan.where}, into"
         f" {plan.request.output_dir}. Nothing is run."
     ]
+    times: list[Estimate] = []
+    speed = speed_of(plan) if previews else None
     for stage in plan.stages:
         lines += ["", *_step(plan, stage)]
+        if stage.name in previews:
+            config, preview = plan.configs[stage.name], previews[stage.name]
+            lines += [*_data(config, preview), *_cut(plan, stage)]
+            unknown = "not known for GPUs of which there is no data sheet here"
+            time = unknown if speed is None else estimate(plan, stage, preview, speed)
+            lines.append(_line("time", str(time)))
+            times += [time] if isinstance(time, Estimate) else []
+    if times and speed is not None:
+        lines += ["", *_total(times, plan, speed.basis)]
     lines += ["", *chosen_settings(plan)] if plan.chosen else []
-    lines += ["", *_memory(plan)]
+    lines += ["", *_commands(plan), "", *_memory(plan)]
+    lines += [f"\n{note}" for note in crowded(plan)]
     if plan.request.plan != "off":
         lines += [f"\nThis would be refused: {sentence}" for sentence in refusals(plan)]
     return "\n".join(lines)
@@ -46,31 +67,103 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
     config = plan.configs[stage.name]
     done = " (finished, skipped)" if stage.name in plan.finished else ""
     yield f"Step {stage.number}: {stage.name}{done}"
-    yield f"  command    {shlex.join(plan.command(stage))}"
-    if plan.where.by in ("ssh", "hand"):
-        yield from _on_each_machine(plan, stage)
+    trained = trained_models(config)
     for name, path in model_paths(config):
-        yield f"  {name:<10} {path}"
-    for role, model in trained_models(config).items():
-        yield f"  {role:<10} ZeRO stage {model.zero_stage}{_offload(model)}"
-    yield f"  data       {' '.join(config.data.path)}, split {_split(config)}"
-    yield f"  output     {config.output_dir}"
+        role = name.partition(".")[0]
+        how = f", ZeRO stage {trained[role].zero_stage}" if role in trained else ""
+        yield _line(role, f"{path}{how}{_offload(trained[role]) if role in trained else ''}")
+    yield _line("data", f"{' '.join(config.data.path)}, split {_split(config)}")
     length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
-    yield (
-        f"  training   {length}, batch {config.batch_size} in micro-batches of"
-        f" {config.micro_batch_size}, length {_length(config)}, seed {config.seed}"
+    yield _line(
+        "training",
+        f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
+        f" {_length(config)}, seed {config.seed}",
     )
 
 
-def _on_each_machine(plan: Plan, stage: Stage) -> Iterator[str]:
-    """What runs on each machine, or can be typed there."""
-    where, request = plan.where, plan.request
-    words = step_words(stage.module, plan.config_file(stage), where)
-    for rank, host in enumerate(where.hosts):
-        line = shlex.join(node_command(words, where, rank, request))
-        if not host.is_whole:
-            line = f"CUDA_VISIBLE_DEVICES={','.join(str(slot) for slot in host.slots)} {line}"
-        yield f"  on {host.name:<7} {line}"
+def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
+    """Rows, optimizer steps and tokens."""
+    if preview.data is None:
+        yield _line("rows", f"not known: {preview.unread}")
+        return
+    train, held_out = len(preview.data.train), len(preview.data.eval)
+    yield _line("rows", f"{train:,} to train on, {held_out:,} held out")
+    yield from (_line("", note) for note in preview.data.notes if not note.startswith("step "))
+    steps, epochs, tokens = preview.steps(config), preview.epochs(config), preview.tokens
+    if steps is None or epochs is None:
+        return
+    kind = "iterations" if rows_of_a_step(config) != config.batch_size else "optimizer steps"
+    rows = rows_of_a_step(config)
+    yield _line("steps", f"{steps:,} {kind} of {rows:,} rows: {epochs:.2g} passes over the rows")
+    if tokens is not None:
+        total = tokens.row * rows * steps
+        cut = f"; {tokens.cut:.0%} of the rows are too long" if tokens.cut else ""
+        yield _line("tokens", f"{tokens.row:.0f} a row, {_count(total)} in all{cut}")
+
+
+def _cut(plan: Plan, stage: Stage) -> Iterator[str]:
+    """A line where a model reads less than the step is told to give it."""
+    config = plan.configs[stage.name]
+    for context in contexts(plan, stage):
+        if context.role == "model" and config.data.max_length > context.tokens:
+            yield _line("", f"the model reads {context.tokens} tokens: rows are cut there")
+
+
+def _total(times: Sequence[Estimate], plan: Plan, basis: str) -> Iterator[str]:
+    shortest = sum(each.seconds * each.spread[0] for each in times)
+    longest = sum(each.seconds * each.spread[1] for each in times)
+    whole = sum(each.seconds for each in times)
+    left_out = "" if len(times) == len(plan.stages) else " for the steps whose time is known"
+    yield f"About {in_words(whole)} in all ({in_words(shortest)} to {in_words(longest)}){left_out}."
+    yield f"Estimated from {basis}."
+    if plan.machine.world > 1:
+        yield "What processes send each other is left out."
+
+
+def _commands(plan: Plan) -> Iterator[str]:
+    """What runs each step, with the settings that differ from the step's defaults."""
+    yield "The same by hand, step by step"
+    if Path.cwd() != ROOT:
+        yield f"  export PYTHONPATH={shlex.quote(str(ROOT))}"
+    for stage in plan.stages:
+        if stage.name in plan.finished:
+            continue
+        config = plan.configs[stage.name]
+        options = [word for name, words in as_options(config) for word in (f"--{name}", *words)]
+        module, *rest = step_words(stage.module, Path("FILE"), plan.where)[1:]
+        words = ["-m", module, *options, *rest[2:]]
+        yield ""
+        yield from _wrapped(launch_command(words, plan.where, plan.request))
+        if plan.where.by in ("ssh", "hand"):
+            for rank, host in enumerate(plan.where.hosts):
+                yield f"  on {host.name}"
+                line = node_command(words, plan.where, rank, plan.request)
+                slots = ",".join(str(slot) for slot in host.slots)
+                shown = [] if host.is_whole else [f"CUDA_VISIBLE_DEVICES={slots}"]
+                yield from _wrapped([*shown, *line])
+
+
+def _wrapped(words: Sequence[str]) -> Iterator[str]:
+    """A command in lines that a shell reads as one, an option with its words kept together."""
+    groups: list[str] = []
+    for word in words:
+        quoted = word if word.startswith("CUDA_VISIBLE_DEVICES=") else shlex.quote(word)
+        if groups and not word.startswith("--"):
+            groups[-1] += f" {quoted}"
+        else:
+            groups.append(quoted)
+    line = f"  {groups[0]}"
+    for group in groups[1:]:
+        if len(line) + len(group) + 3 > WIDTH:
+            yield f"{line} \\"
+            line = f"    {group}"
+        else:
+            line += f" {group}"
+    yield line
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<10} {text}".rstrip()
 
 
 def _offload(model: TrainedModelConfig) -> str:
@@ -92,3 +185,11 @@ def _length(config: StepConfig) -> int:
 
 def _split(config: StepConfig) -> str:
     return ",".join(f"{part:g}" for part in config.data.split)
+
+
+def _count(number: float) -> str:
+    """`850`, `12.3 thousand`, `4.5 million`."""
+    for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.0f}"

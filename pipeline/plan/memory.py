@@ -1,11 +1,12 @@
 """Whether the steps of a plan fit the machine, before anything is loaded."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import yaml
 
 from pipeline.budget.division import divisions
-from pipeline.budget.fit import shortage
+from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.ladder import nested
 from pipeline.budget.machine import Machine
 from pipeline.budget.mend import Count, mend, refusal
@@ -14,6 +15,7 @@ from pipeline.budget.table import StepMemory
 from pipeline.budget.text import line, there
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
+from pipeline.launch.local import share_of_cores
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
@@ -40,12 +42,50 @@ def refusals(plan: Plan) -> Iterator[str]:
         if stage.name in plan.finished:
             continue
         short = shortage(memory_of(plan, stage), plan.machine)
-        if short is not None:
+        if short is not None and _has_too_many_processes(plan):
+            yield _fewer_processes(plan, stage, short)
+        elif short is not None:
             config = plan.configs[stage.name]
             count, processes = _count(plan, stage), plan.machine.processes
             sizes = divisions(config, processes=processes, origins=origins_of(plan.configs))
             mended = mend(config, plan.machine, count, divisions=sizes)
             yield refusal(f"step {stage.number}", stage.section, short, mended)
+
+
+def crowded(plan: Plan) -> Iterator[str]:
+    """A line where processes on a processor have to share its cores."""
+    if _has_too_many_processes(plan):
+        cores = share_of_cores(1)
+        yield (
+            f"{plan.machine.processes} processes share {_cores(cores)}: fewer are as fast, in less"
+            " memory"
+        )
+
+
+def _has_too_many_processes(plan: Plan) -> bool:
+    return not plan.machine.has_gpu and plan.machine.processes > share_of_cores(1)
+
+
+def _fewer_processes(plan: Plan, stage: Stage, short: Shortage) -> str:
+    """The refusal where fewer processes are what mends it."""
+    count, config = _count(plan, stage), plan.configs[stage.name]
+    processes = plan.machine.processes
+    start = (
+        f"{processes} processes are more than this machine can run: step {stage.number} {short},"
+        f" with {_cores(share_of_cores(1))}"
+    )
+    fewer = share_of_cores(1)
+    while fewer > 1:
+        machine = replace(plan.machine, processes=fewer, world=fewer)
+        if shortage(count(config, machine), machine) is None:
+            break
+        fewer //= 2
+    option = "--num-processes" if plan.request.num_gpus is None else "--num-gpus"
+    return f"{start}; take {option} {max(1, fewer)}"
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'s' if count != 1 else ''}"
 
 
 def memory_lines(plan: Plan) -> Iterator[str]:

@@ -1,15 +1,15 @@
 """The command line of `train.py`: its own options, files of settings, options of the steps."""
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from pipeline.autotune.options import Autotuning
-from pipeline.cli import help_entry, read_layers, say, settings_help, split_options
-from pipeline.config import StepConfig, require
+from pipeline.cli import read_layers, say, split_options
+from pipeline.config import StepConfig, check_split, require
 from pipeline.errors import ConfigError
-from pipeline.installation import MODULE, TRAIN
 from pipeline.launch.deployment import Deployment
 from pipeline.settings import (
     Layer,
@@ -18,6 +18,9 @@ from pipeline.settings import (
     did_you_mean,
     list_settings,
 )
+
+OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
+"""Models that a size alone stands for, as in DeepSpeed-Chat."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,13 @@ class Request(Deployment, Autotuning):
     """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO."""
 
     actor_model: str | None = None
-    """Model that becomes the chat model: Hugging Face id or local directory. Without it, the
-    embedded model of about 1M parameters."""
+    """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
+    DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model of about 1M
+    parameters."""
 
     reward_model: str | None = None
-    """Model the reward model starts from. Without it, step 1's output."""
+    """Model the reward model starts from, written as for --actor-model. Without it, step 1's
+    output."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 1 and 3."""
@@ -91,17 +96,37 @@ class Request(Deployment, Autotuning):
     max_length: int | None = None
     """Prompt + response, in tokens; without it 512."""
 
+    lr: float | None = None
+    """Peak learning rate of the steps that run: --sft.model.optim.lr, --reward.model.optim.lr, and
+    in step 3 the actor's, --ppo.actor.optim.lr; the critic keeps its own."""
+
+    batch_size: int | None = None
+    """Sequences in an optimizer step of the steps that run: --sft.batch_size, --reward.batch_size
+    (pairs), and in step 3 the minibatch of PPO, --ppo.batch_size, with --ppo.rollout_size raised to
+    it where it is smaller."""
+
+    epochs: float | None = None
+    """Passes over the training rows (in step 3 over the prompts) of the steps that run, in place of
+    max_steps: --sft.epochs, --reward.epochs, --ppo.epochs. Updates over one rollout are
+    --ppo.ppo_epochs."""
+
+    lora: int | None = None
+    """Train adapters of this rank alone, in the steps that run: lora.rank of --sft.model,
+    --reward.model, --ppo.actor and --ppo.critic."""
+
     seed: int | None = None
     """Seed of all three steps; without it 1234."""
 
     dry_run: bool = False
-    """Print the plan, the launch commands and the memory table; run nothing."""
+    """Check the plan and print it: rows, steps, tokens and an estimate of the time of each step,
+    the commands that run it by hand, and the memory table; run nothing."""
 
     plan: Literal["check", "auto", "off"] = "check"
-    """Before anything is loaded: check counts what each step takes, and refuses what can't fit this
+    """Before step 1 begins: check looks whether the settings, data, chat formats, tokenizers, model
+    files and lengths of every step will do, counts what each takes, and refuses what can't fit this
     machine; auto also chooses micro-batch, ZeRO stage, offload, recomputation, and in step 3 the
     answers at once and the processes that generate together, as far as you do not set them; off
-    does neither."""
+    does none of this."""
 
     plan_for: str | None = None
     """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB with two
@@ -125,6 +150,11 @@ class Request(Deployment, Autotuning):
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 1 2 3")
+        for name in ("lr", "batch_size", "epochs", "lora", "max_length"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        if self.data_split is not None:
+            check_split("data_split", self.data_split)
         require(
             not (self.check and (self.dry_run or self.no_check)),
             "--check looks at the machines; leave"
@@ -163,6 +193,9 @@ class CommandLine:
     overrides: Mapping[str, tuple[Option, ...]]
     """Dotted options by section: `--ppo.kl_coef 0.1` is ("kl_coef", ["0.1"]) under "ppo"."""
 
+    typed: frozenset[str] = frozenset()
+    """Names of train.py's own options that stand on the command line itself, not in a file."""
+
 
 def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     """The options of train.py, with those of the steps set apart.
@@ -178,7 +211,9 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     for name, words in split_options(argv):
         section, _, rest = name.partition(".")
         if name == "help":
-            say(_help(stages))
+            from pipeline.plan.help import train_help
+
+            say(train_help(stages, words))
             raise SystemExit(0)
         if name == "config":
             files += read_layers(words)
@@ -190,16 +225,39 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     try:
         request = build_config(Request, [_own_options(layer, stages) for layer in files], own)
     except ConfigError as error:
-        raise ConfigError(_as_option(str(error))) from None
+        raise ConfigError(_as_option(str(error), files)) from None
+    request = replace(
+        request,
+        actor_model=full_name("--actor-model", request.actor_model),
+        reward_model=full_name("--reward-model", request.reward_model),
+    )
     overrides = {section: tuple(options) for section, options in dotted.items()}
-    return CommandLine(request, tuple(files), overrides)
+    return CommandLine(request, tuple(files), overrides, frozenset(name for name, _ in own))
+
+
+def full_name(option: str, path: str | None) -> str | None:
+    """`facebook/opt-1.3b` for `1.3b`, DeepSpeed-Chat's sizes; any other model as it is.
+
+    A local directory of that name wins.
+
+    Raises:
+        ConfigError: it looks like a size, and OPT has none such.
+    """
+    if path is None or not re.fullmatch(r"\d+(\.\d+)?[bBmM]", path) or Path(path).is_dir():
+        return path
+    require(
+        path.lower() in OPT_SIZES,
+        f"{option} {path} is no size of OPT, which has {', '.join(OPT_SIZES)}; for another family"
+        " give the model's name or directory",
+    )
+    return f"facebook/opt-{path.lower()}"
 
 
 def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:
     """What a file says about train.py's own options."""
     sections = {stage.section for stage in stages}
     own = {name: value for name, value in layer.settings.items() if name not in sections}
-    return Layer(own, layer.origin)
+    return replace(layer, settings=own)
 
 
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
@@ -229,57 +287,15 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
                 )
 
 
-def _as_option(sentence: str) -> str:
-    """`sentence` with a setting's name at its start spelled as an option."""
+def _as_option(sentence: str, files: Sequence[Layer]) -> str:
+    """`sentence` with a setting's name at its start spelled as an option, unless a file says it."""
     first, space, rest = sentence.partition(" ")
     name = first.lstrip("-")
     known = {each.name for each in fields(Request)}
-    return _option_name(name) + space + rest if name in known else sentence
+    in_file = any(rest.startswith(f"in {layer.origin} ") for layer in files)
+    return _option_name(name) + space + rest if name in known and not in_file else sentence
 
 
 def _option_name(name: str) -> str:
     """As `--help` spells it: dashes, except in the settings of a step."""
     return "--" + (name if "." in name else name.replace("_", "-"))
-
-
-def _help(stages: Sequence[Stage]) -> str:
-    """The `--help` text of train.py."""
-    settings = list(list_settings(Request))
-    places = {each.name for each in fields(Deployment)}
-    trials = {each.name for each in fields(Autotuning)}
-    lines = [
-        f"usage: {TRAIN} [OPTION ...]",
-        "         [--sft.SETTING VALUE ...] [--reward.SETTING VALUE ...] [--ppo.SETTING VALUE ...]",
-        "",
-        "From a base language model to a chat model in three steps. Without options it trains the",
-        "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
-        "",
-        *settings_help(
-            [each for each in settings if each.name not in places | trials], dashes=True
-        ),
-        *help_entry(
-            "--config FILE ...",
-            "YAML files with these options and sections sft:, reward:, ppo:; later files win, and"
-            " the command line wins over files.",
-        ),
-        "",
-        "Where it runs",
-        *settings_help([each for each in settings if each.name in places], dashes=True),
-        "",
-        "Autotuning",
-        *settings_help([each for each in settings if each.name in trials], dashes=True),
-        "",
-        "Settings of the steps, such as --sft.max_steps 100 --ppo.kl_coef 0.05, are listed by",
-        *(f"  {MODULE} {stage.module} --help" for stage in stages),
-        "",
-        "Examples",
-        f"  {TRAIN}",
-        f"  {TRAIN} --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m",
-        f"  {TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
-        f"  {TRAIN} --actor-model facebook/opt-6.7b --plan auto --plan-for 8xA100-40GB",
-        f"  {TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
-        f"  {TRAIN} --deployment-type single_node --zero-config ds_config.json",
-        f"  {TRAIN} --deployment-type single_node --autotune run",
-        f"  {TRAIN} --output-dir out --resume",
-    ]
-    return "\n".join(lines)

@@ -3,14 +3,15 @@
 Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
 before; `configs/embedded.yaml` where the actor is the embedded model; what `--plan auto` chose;
 each `--config` in order; the DeepSpeed file of `--zero-config`; train.py's own options such as
-`--actor-model`; dotted options such as `--ppo.kl_coef`.
+`--actor-model` and the short forms such as `--lr`; dotted options such as `--ppo.kl_coef`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_type_hints
 
 from pipeline.cli import read_layers
-from pipeline.config import EMBEDDED, StepConfig, require
+from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig, require
 from pipeline.engine.deepspeed.layer import deepspeed_layer
 from pipeline.installation import ROOT
 from pipeline.plan.request import CommandLine, Request, Stage
@@ -87,7 +88,11 @@ def step_config(
         f"{stage.section}.output_dir can't be set here: train.py puts this step in {out};"
         " --output-dir moves it",
     )
-    above = [_options(stage, said.request), Layer({"output_dir": str(out)}, "--output-dir")]
+    above = [
+        _options(stage, said.request),
+        _short_forms(stage, said, below),
+        Layer({"output_dir": str(out)}, "--output-dir"),
+    ]
     prefix = f"{stage.section}."
     zero_config = said.request.zero_config
     # Steps that don't run are resolved for what they hand over: the file need not suit them.
@@ -121,7 +126,7 @@ def _actor(said: CommandLine) -> str:
 
 def _section(layer: Layer, stage: Stage) -> Layer:
     """What a file says about one step."""
-    return Layer(layer.settings.get(stage.section, {}), layer.origin)
+    return replace(layer, settings=layer.settings.get(stage.section, {}))
 
 
 def _handed_over(stage: Stage, said: CommandLine, stages: Sequence[Stage]) -> Layer:
@@ -164,6 +169,35 @@ def _options(stage: Stage, request: Request) -> Layer:
     }[stage.section]
     own = {"seed": request.seed, "save_every": request.save_every}
     return Layer(_given({"data": data, **own, **models}), "the command line")
+
+
+def _short_forms(stage: Stage, said: CommandLine, below: Sequence[Layer]) -> Layer:
+    """The settings that --lr, --batch-size, --epochs and --lora stand for, in a step that runs."""
+    request = said.request
+    if stage.number not in request.step:
+        return NOTHING
+    settings: dict[str, Any] = {}
+    kinds = get_type_hints(stage.config_class)
+    trained = [name for name, kind in kinds.items() if kind is TrainedModelConfig]
+    if request.lora is not None:
+        settings |= {role: {"lora": {"rank": request.lora}} for role in trained}
+    if request.lr is not None:  # the first is the one that the step is about
+        settings.setdefault(trained[0], {})["optim"] = {"lr": request.lr}
+    if request.batch_size is not None:
+        settings["batch_size"] = request.batch_size
+        if "rollout_size" in kinds:  # a minibatch is cut from one rollout
+            sizes = [layer.settings.get("rollout_size") for layer in below]
+            default = stage.config_class.rollout_size
+            rollout = next((size for size in reversed(sizes) if size is not None), default)
+            if isinstance(rollout, int):
+                settings["rollout_size"] = max(request.batch_size, rollout)
+    if request.epochs is not None:
+        settings["epochs"] = request.epochs
+        own = [layer.settings.get(stage.section, {}) for layer in said.files]
+        # Of a file that says both, a step's own max_steps is the more specific.
+        if "epochs" in said.typed or not any("max_steps" in section for section in own):
+            settings["max_steps"] = None
+    return Layer(settings, "the command line")
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:

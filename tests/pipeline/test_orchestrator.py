@@ -13,7 +13,7 @@ from tests.pipeline.stages import TOY_STAGES
 
 
 def run(out: Path, *argv: str) -> None:
-    main(["--output-dir", str(out), *argv], TOY_STAGES)
+    main(["--output-dir", str(out), "--plan", "off", *argv], TOY_STAGES)
 
 
 def test_the_steps_run_one_after_the_other_and_are_summed_up(
@@ -125,8 +125,8 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     said = capsys.readouterr().out
     assert not out.exists()
     assert said.startswith(f"The plan: 3 steps, 1 process each, into {out}. Nothing is run.")
-    assert f"-m tests.pipeline.toy_step --config {out}/step2_reward/config.yaml" in said
-    assert "model.path embedded" in said
+    assert f"-m tests.pipeline.toy_step --output_dir {out}/step2_reward" in " ".join(said.split())
+    assert "  model      embedded, ZeRO stage 0\n" in said
     assert "Memory of each process" in said
     assert "model              0.9M parameters" in said
     assert "weights                  3.5" in said
@@ -149,10 +149,11 @@ def test_a_dry_run_shows_stages_and_offload(
     )
 
     said = capsys.readouterr()
-    assert "  model      ZeRO stage 3, offloaded: params to cpu\n" in said.out
-    assert "  model      ZeRO stage 1\n" in said.out
-    assert "  actor      ZeRO stage 3, offloaded: params to cpu\n" in said.out
-    assert "  critic     ZeRO stage 1\n" in said.out
+    made = f"{tmp_path}/out/step"
+    assert "  model      embedded, ZeRO stage 3, offloaded: params to cpu\n" in said.out
+    assert f"  model      {made}1_sft, ZeRO stage 1\n" in said.out
+    assert f"  actor      {made}1_sft, ZeRO stage 3, offloaded: params to cpu\n" in said.out
+    assert f"  critic     {made}2_reward, ZeRO stage 1\n" in said.out
     assert said.err.count("these keys of") == 1
     assert "dump_state" in said.err
 

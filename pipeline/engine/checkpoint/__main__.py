@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.cli import help_entry, run_main, say
+from pipeline.cli import run_main, say
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import candidates
 from pipeline.engine.checkpoint.layout import MANIFEST, is_base_name, step_of
 from pipeline.engine.checkpoint.show import describe
 from pipeline.errors import CheckpointError, ConfigError, suggestion
+from pipeline.help import help_entry
 
 EXIT_DAMAGED = 1
 

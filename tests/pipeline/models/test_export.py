@@ -24,8 +24,8 @@ from pipeline.models.export import export, named_weights
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
+from pipeline.models.safetensors_header import SINGLE
 from pipeline.models.trained import trained_causal_lm, trained_classifier
-from pipeline.models.weight_files import SINGLE
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
 from tests.mixtures import MIXTURES, tiny_mixture

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import ModelError
-from pipeline.models.weight_files import INDEX, SINGLE, WeightFiles
+from pipeline.models.safetensors_header import INDEX, SINGLE
+from pipeline.models.weight_files import WeightFiles
 
 TENSORS = {
     "table": torch.arange(7 * 5, dtype=torch.float32).view(7, 5),

@@ -1,0 +1,173 @@
+"""The text of `--help`, made from the settings' own docstrings.
+
+A step has over a hundred settings. Its help shows its own first, then those that all steps have,
+and names the rest by section; `--help all` shows every one, `--help actor.optim` a section,
+`--help lr` what is called so anywhere.
+"""
+
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+
+from pipeline.errors import ConfigError
+from pipeline.installation import MODULE, TRAIN
+from pipeline.settings import (
+    Setting,
+    did_you_mean,
+    list_settings,
+    section_class,
+    section_descriptions,
+    without_none,
+)
+
+INDENT, WIDTH = 28, 96
+
+
+def step_help(config_class: type, words: Sequence[str] = (), *, prefix: str = "") -> str:
+    """The `--help` text of a step.
+
+    Args:
+        config_class: its settings.
+        words: what follows `--help`: nothing, `all`, or names of sections and settings.
+        prefix: what a name begins with on the command line: `ppo.` for train.py, nothing for the
+            step's own module.
+
+    Raises:
+        ConfigError: a word names no section and no setting.
+    """
+    settings = list(list_settings(config_class))
+    if words and words != ["all"]:
+        return "\n".join(_found(settings, words, prefix))
+    module = f"{config_class.__module__.partition('.')[0]}.train"
+    where = f"{TRAIN} ... [--{prefix}SETTING VALUE ...]"
+    own_line = f"{MODULE} {module} [--config FILE ...] [--SETTING VALUE ...]"
+    lines = [
+        f"usage: {where if prefix else own_line}",
+        "",
+        (config_class.__doc__ or "").strip().splitlines()[0],
+        *([] if prefix else ["", *_step_options()]),
+    ]
+    own, common = _own_and_common(config_class, settings)
+    sections = dict(section_descriptions(config_class))
+    for title, group in (("Settings of this step", own), ("Settings of every step", common)):
+        plain = [each for each in group if words or _section_of(each, sections) is None]
+        if plain:
+            lines += ["", title, *settings_help(plain, prefix=prefix)]
+    if not words:
+        lines += ["", *_sections(settings, sections, prefix)]
+    return "\n".join(lines)
+
+
+def settings_help(
+    settings: Iterable[Setting], *, dashes: bool = False, prefix: str = ""
+) -> list[str]:
+    """Lines that describe settings: name, kind of value, meaning, default."""
+    lines: list[str] = []
+    for setting in settings:
+        default = _default(setting)
+        meaning = f"{setting.description} {default}".strip()
+        name = setting.name.replace("_", "-") if dashes else setting.name
+        lines += help_entry(f"--{prefix}{name} {_placeholder(setting.kind)}".rstrip(), meaning)
+    return lines
+
+
+def help_entry(option: str, meaning: str) -> list[str]:
+    """Lines of `--help` for one option, the meaning indented below a long one."""
+    text = textwrap.wrap(meaning, WIDTH - INDENT) or [""]
+    head = f"  {option}"
+    if len(head) + 2 <= INDENT:
+        head, text = head.ljust(INDENT) + text[0], text[1:]
+    return [head, *(" " * INDENT + line for line in text)]
+
+
+def _step_options() -> list[str]:
+    return [
+        *help_entry(
+            "--help [NAME ...]", "This; all: every setting; or those of a section or name."
+        ),
+        *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
+        *help_entry("--zero-config FILE", "A DeepSpeed file, over those: docs/deepspeed.md."),
+        *help_entry("--print_config", "Print the resolved settings and stop."),
+    ]
+
+
+def _own_and_common(
+    config_class: type, settings: Sequence[Setting]
+) -> tuple[list[Setting], list[Setting]]:
+    """The settings that the step alone has, and those of the class that it is made from."""
+    shared = {
+        field.name
+        for base in config_class.__mro__[1:]
+        if is_dataclass(base)
+        for field in fields(base)
+    }
+    own = [each for each in settings if each.name.partition(".")[0] not in shared]
+    return own, [each for each in settings if each.name.partition(".")[0] in shared]
+
+
+def _section_of(setting: Setting, sections: Iterable[str]) -> str | None:
+    head = setting.name.partition(".")[0]
+    return head if head in sections else None
+
+
+def _sections(
+    settings: Sequence[Setting], sections: Mapping[str, str], prefix: str
+) -> Iterator[str]:
+    """A paragraph for each section: what it is about and which settings it has."""
+    ask = f"--help {prefix}NAME" if prefix else "--help NAME"
+    yield f"Sections: {ask} lists one, --help {prefix.rstrip('.') + '.' if prefix else ''}all"
+    for name, description in sections.items():
+        below = [each.name.removeprefix(f"{name}.") for each in settings]
+        names = [each for each, whole in zip(below, settings, strict=True) if each != whole.name]
+        heads = dict.fromkeys(each.partition(".")[0] for each in names)
+        inner = {each.partition(".")[0] for each in names if "." in each}
+        listed = " ".join(f"{head}.*" if head in inner else head for head in heads)
+        yield from help_entry(f"--{prefix}{name}.SETTING", description)
+        yield from textwrap.wrap(
+            listed,
+            WIDTH,
+            initial_indent=" " * INDENT,
+            subsequent_indent=" " * INDENT,
+            break_on_hyphens=False,
+        )
+
+
+def _found(settings: Sequence[Setting], words: Sequence[str], prefix: str) -> Iterator[str]:
+    """The settings in the sections, or of the names, that follow `--help`."""
+    for word in words:
+        name = word.lstrip("-").replace("-", "_").removeprefix(prefix).removesuffix(".")
+        below = [each for each in settings if f"{each.name}.".startswith(f"{name}.")]
+        found = below or [each for each in settings if name in each.name.split(".")]
+        if not found:
+            close = " or ".join(prefix + each for each in did_you_mean(settings, name))
+            hint = f"did you mean {close}?" if close else "--help lists both"
+            raise ConfigError(f"--help {word}: there is no such setting or section; {hint}")
+        yield from settings_help(found, prefix=prefix)
+
+
+def _default(setting: Setting) -> str:
+    value = setting.default
+    if value is None or value is False or value in ((), {}):
+        return ""
+    items = value if isinstance(value, tuple) else (value,)
+    shown = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+    return f"(default: {'true' if value is True else ' '.join(shown)})"
+
+
+def _placeholder(kind: object) -> str:
+    """What stands for the value in `--help`: N, NUMBER, {auto,fp32,bf16,fp16}, ..."""
+    kind = without_none(kind)
+    if section_class(kind) is not None:
+        return ""
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(str(choice) for choice in typing.get_args(kind)) + "}"
+    if typing.get_origin(kind) is tuple:
+        first, *rest = typing.get_args(kind)
+        return f"{_placeholder(first)} ..." if rest == [...] else _placeholder(first) + ",..."
+    if typing.get_origin(kind) is dict:
+        return "NAME=VALUE ..."
+    names = {int: "N", float: "NUMBER", bool: "[true|false]", Path: "PATH", NoneType: ""}
+    return names.get(kind, "TEXT") if isinstance(kind, type) else "VALUE"

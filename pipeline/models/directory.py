@@ -1,0 +1,185 @@
+"""Is a directory a model that can be loaded? Asked before anything heavy is imported.
+
+`check_model_directory` reads names, JSON files and the headers of safetensors: no weights, and
+neither torch nor transformers. It takes milliseconds for a model of any size, so that a plan can
+ask it of every model path before its first step begins.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ModelError
+from pipeline.models.safetensors_header import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    require_no_pointer,
+    stored_tensors,
+)
+
+ADAPTER = "adapter_config.json"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "*.model",  # SentencePiece
+    "*.tiktoken",
+    "vocab.*",
+    "tokenization_*.py",
+)
+"""One of them makes a tokenizer, by their patterns."""
+
+JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "generation_config.json",
+)
+"""Each must be a JSON object, where it is there."""
+
+
+def check_model_directory(
+    path: str | Path, *, tokenizer: bool = True, allow_pickle: bool = False
+) -> None:
+    """Return if nothing is seen to be wrong with a local model directory.
+
+    What only the model's code can tell shows when the model is loaded: an unknown architecture,
+    tensors of other sizes than the configuration's, weights that are not finite.
+
+    Args:
+        path: of the directory; `~` is the home directory.
+        tokenizer: whether it must hold a tokenizer too.
+        allow_pickle: whether weights in `pytorch_model*.bin` will do.
+
+    Raises:
+        ModelError: what is missing or broken, by the file's name, and what to do.
+    """
+    directory = Path(path).expanduser()
+    check_configuration(directory)
+    check_weights(directory, allow_pickle=allow_pickle)
+    if tokenizer:
+        check_tokenizer(directory)
+
+
+def check_configuration(directory: Path) -> dict[str, Any]:
+    """What `config.json` says.
+
+    Raises:
+        ModelError: there is no directory, or no configuration of a model in it.
+    """
+    if not directory.exists():
+        raise ModelError(f"no such model: the directory {directory} does not exist")
+    if not directory.is_dir():
+        raise ModelError(_is_a_file(directory))
+    if not (directory / "config.json").is_file():
+        raise ModelError(_without_configuration(directory))
+    settings = _read_json(directory / "config.json")
+    if not isinstance(settings.get("model_type"), str):
+        raise ModelError(
+            f"{directory / 'config.json'} says no model_type, so that nobody knows which"
+            " architecture the weights are of; take the config.json that the model came with"
+        )
+    return settings
+
+
+def check_weights(directory: Path, *, allow_pickle: bool = False) -> dict[str, StoredTensor] | None:
+    """The tensors of its safetensors, by name; None where a pickle is taken instead.
+
+    Raises:
+        ModelError: a file is missing, a Git-LFS pointer, cut short or damaged.
+    """
+    has_safetensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
+    if not has_safetensors and (directory / ADAPTER).is_file():
+        raise ModelError(_is_an_adapter(directory))
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled and not has_safetensors:
+        for file in pickled:
+            require_no_pointer(file)
+        if allow_pickle:
+            return None
+        raise ModelError(
+            f"{directory} holds its weights as {pickled[0].name}, a pickle that can run code; save"
+            " the model as safetensors (save_pretrained does), or set allow_pickle true if you"
+            " trust its source"
+        )
+    stored = stored_tensors(directory)
+    if not stored:
+        raise ModelError(f"{directory} holds no weights: its safetensors have no tensor in them")
+    return stored
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Return if nothing is seen to be wrong with the tokenizer.
+
+    Raises:
+        ModelError: there is none, or one of its files is a Git-LFS pointer or no JSON.
+    """
+    found = [file for pattern in TOKENIZER_FILES for file in sorted(directory.glob(pattern))]
+    if not any(file.is_file() for file in found):
+        raise ModelError(
+            f"{directory} holds no tokenizer: it has neither tokenizer.json nor tokenizer.model;"
+            " copy them from the model that it was made of, or save the tokenizer there"
+            " (save_pretrained)"
+        )
+    for file in found:
+        require_no_pointer(file)
+    for name in JSON_FILES:
+        if (directory / name).is_file():
+            _read_json(directory / name)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    require_no_pointer(file)
+    again = "download it again, or copy it from the model that it came from"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ModelError(f"{file} is nested too deep to be read; {again}") from None
+    except UnicodeDecodeError:
+        raise ModelError(f"{file} is no text in UTF-8; {again}") from None
+    except json.JSONDecodeError as error:
+        what = "is empty" if file.stat().st_size == 0 else f"is no JSON ({error})"
+        raise ModelError(f"{file} {what}; {again}") from None
+    except OSError as error:
+        raise ModelError(f"{file} can't be read: {error.strerror or error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} is no JSON object but a {type(content).__name__}; {again}")
+    return content
+
+
+def _is_a_file(file: Path) -> str:
+    if (file.parent / "config.json").is_file():
+        return f"{file} is a file; give the directory of the model, {file.parent}"
+    if file.suffix == ".gguf":
+        return (
+            f"{file} is a GGUF file, which can't be trained; give the model's directory with its"
+            " config.json and safetensors"
+        )
+    return f"{file} is a file; a model is a directory with config.json, safetensors and a tokenizer"
+
+
+def _without_configuration(directory: Path) -> str:
+    nothing = f"{directory} holds no model"
+    if (directory / ADAPTER).is_file():
+        return _is_an_adapter(directory)
+    if not any(directory.iterdir()):
+        return f"{nothing}: it has no config.json; the directory is empty"
+    inside = sorted(each.parent for each in directory.glob("*/config.json"))
+    if inside:
+        found = " or ".join(map(str, inside[:3]))
+        return f"{nothing}: it has no config.json; a model lies in {found}"
+    return f"{nothing}: it has no config.json; copy it from where the weights came from"
+
+
+def _is_an_adapter(directory: Path) -> str:
+    alone = f"{directory} holds an adapter without the model that it changes"
+    if (directory.parent / "config.json").is_file():
+        return f"{alone}; the model with the adapter merged is in {directory.parent}: give that"
+    base = _read_json(directory / ADAPTER).get("base_model_name_or_path")
+    return (
+        f"{alone}{f', {base}' if base else ''}; merge them with peft's merge_and_unload, save the"
+        " result with save_pretrained, its tokenizer too, and give that directory"
+    )

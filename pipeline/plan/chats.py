@@ -1,0 +1,122 @@
+"""The tokenizer and chat format of every model of a plan, those that steps have yet to make too.
+
+A model that an earlier step makes has the tokenizer of the model it starts from, with the chat
+format of that step. Nothing but tokenizers is loaded.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedModelConfig
+from pipeline.plan.inputs import is_local
+from pipeline.plan.request import Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from pipeline.data.chat_format import ChatFormat
+
+LATE = "base"
+"""The model before step 1: a comparison that a run does without where it can't be made."""
+
+
+@dataclass
+class Chats:
+    """Tokenizers by path, each loaded once."""
+
+    stages: Sequence[Stage]
+    """The steps that will run, in order; their outputs need not be there."""
+
+    configs: Mapping[str, StepConfig]
+
+    downloads: bool
+    """Whether a name on the Hub may be asked for; if not, what was not downloaded is unknown."""
+
+    _known: "dict[str, PreTrainedTokenizerBase | None]" = field(default_factory=dict)
+
+    def of_step(self, stage: Stage) -> "ChatFormat | None":
+        """The format that a step trains in; None where its tokenizer is not known.
+
+        Raises:
+            UserError: there is no tokenizer or no such format, or a model of the step numbers its
+                tokens differently or was trained in another format.
+        """
+        from pipeline.models.chat import require_same_chat
+
+        config = self.configs[stage.name]
+        (role, own), *others = _models(config)
+        tokenizer, chat = self._with_format(own, config.data.format)
+        for _, model in others:
+            other = self._of(model)
+            if tokenizer is not None and other is not None:
+                name = "the actor" if role == "actor" else "the reward model"
+                require_same_chat(tokenizer, other, name, model)
+        return chat
+
+    def _with_format(
+        self, model: FrozenModelConfig, name: str
+    ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
+        """As `pipeline.models.chat.load_chat`, of a model that may not be there yet."""
+        from pipeline.data.chat_format import resolve_format
+
+        tokenizer = self._of(model)
+        if tokenizer is None:
+            return None, None
+        tokenizer = copy.deepcopy(tokenizer)
+        chat = resolve_format(tokenizer, name)
+        chat.add_new_tokens()
+        chat.attach(tokenizer)
+        return tokenizer, chat
+
+    def _of(self, model: FrozenModelConfig) -> "PreTrainedTokenizerBase | None":
+        path = str(model.path)
+        if path not in self._known:
+            self._known[path] = self._load(model, path)
+        return self._known[path]
+
+    def _load(self, model: FrozenModelConfig, path: str) -> "PreTrainedTokenizerBase | None":
+        from pipeline.models.load import load_tokenizer
+
+        maker = self._maker(path)
+        if maker is not None:
+            config = self.configs[maker.name]
+            (_, start), *_ = _models(config)
+            return self._with_format(start, config.data.format)[0]
+        if not self.downloads and not is_here(path):
+            return None
+        return load_tokenizer(model)
+
+    def _maker(self, path: str) -> Stage | None:
+        """The step of the plan that makes the model."""
+        outputs = {self.configs[stage.name].output_dir: stage for stage in self.stages}
+        return outputs.get(Path(path))
+
+
+def is_here(path: str) -> bool:
+    """Whether a model's small files can be read without the network."""
+    return path == EMBEDDED or is_local(path) or _is_cached(path)
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "tokenizer_config.json")
+    except HFValidationError:
+        return False
+    return isinstance(found, str)
+
+
+def _models(config: StepConfig) -> Iterator[tuple[str, FrozenModelConfig]]:
+    """The step's models whose tokens must be the same, the one that learns first."""
+    models = [(each.name, getattr(config, each.name)) for each in fields(config)]
+    present = [
+        (name, model)
+        for name, model in models
+        if isinstance(model, FrozenModelConfig) and model.path is not None and name != LATE
+    ]
+    yield from sorted(present, key=lambda each: not isinstance(each[1], TrainedModelConfig))

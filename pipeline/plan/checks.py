@@ -1,0 +1,179 @@
+"""Everything about a plan that can be wrong, found before its first step begins.
+
+What is cheap to look at comes first: where that is wrong, nothing heavy is imported. Weights are
+never loaded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.budget.fit import in_words
+from pipeline.budget.machine import RUNTIME_CPU
+from pipeline.config import EMBEDDED, FrozenModelConfig
+from pipeline.errors import ConfigError, UserError, UserErrors, require
+from pipeline.launch.local import share_of_cores
+from pipeline.models.directory import check_model_directory
+from pipeline.plan.chats import Chats, is_here
+from pipeline.plan.inputs import is_local, model_paths
+from pipeline.plan.plan import Plan
+from pipeline.plan.preview import Preview, count_tokens, read_rows
+from pipeline.plan.request import Stage
+from pipeline.trackers import require_trackers
+
+
+def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
+    """What each step that is to run will see, if nothing is found to be wrong.
+
+    Args:
+        plan: its finished steps are left out; with `--plan off` nothing is looked at.
+        downloads: whether models and data on the Hub may be asked for.
+
+    Raises:
+        UserErrors: all that is wrong, each in one sentence.
+    """
+    if plan.request.plan == "off":
+        return {}
+    stages = [stage for stage in plan.stages if stage.name not in plan.finished]
+    problems: list[str] = []
+    for stage in stages:
+        for check in (_trackers, _processes, _model_files):
+            problems += _found(lambda check=check, stage=stage: check(plan, stage))
+    _raise(problems)
+    chats = Chats(stages, plan.configs, downloads=downloads)
+    previews: dict[str, Preview] = {}
+    for stage in stages:
+        problems += _found(lambda stage=stage: _rows(plan, stage, previews, downloads=downloads))
+        problems += _found(lambda stage=stage: _chat(plan, stage, chats, previews))
+        problems += _found(lambda stage=stage: _lengths(plan, stage))
+    _raise(problems)
+    return previews
+
+
+def _found(check: Callable[[], None]) -> Iterator[str]:
+    try:
+        check()
+    except UserError as error:
+        yield str(error)
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise UserErrors(list(dict.fromkeys(problems)))
+
+
+def _trackers(plan: Plan, stage: Stage) -> None:
+    require_trackers(plan.configs[stage.name].trackers)
+
+
+def _processes(plan: Plan, stage: Stage) -> None:
+    """What each process must have a share of: main memory, prompts, the actor's layers."""
+    settings: Any = plan.configs[stage.name]
+    world, machine = plan.machine.world, plan.machine
+    least, cores = machine.processes * RUNTIME_CPU, share_of_cores(1)
+    require(
+        machine.has_gpu or machine.host_bytes is None or least <= machine.host_bytes,
+        f"{machine.processes} processes are more than {machine.name} can run: they take"
+        f" {in_words(least)[0]} before they load a model, and it has"
+        f" {in_words(machine.host_bytes or 0)[0]} and {cores} core{'s' if cores > 1 else ''}; take"
+        f" --num-processes {max(1, min(cores, (machine.host_bytes or 0) // RUNTIME_CPU))}",
+    )
+    rollout, together = (getattr(settings, f"{n}_size", None) for n in ("rollout", "inference_tp"))
+    require(
+        rollout is None or rollout >= world,
+        f"{stage.section}.rollout_size {rollout} leaves some of {world} processes without a prompt;"
+        " raise it, or start fewer processes",
+    )
+    require(
+        together is None or world % together == 0,
+        f"{stage.section}.inference_tp_size {together} doesn't divide the {world} processes; choose"
+        " one that does, or start another number of processes",
+    )
+
+
+def _model_files(plan: Plan, stage: Stage) -> None:
+    """The headers of the model directories that are there already."""
+    config = plan.configs[stage.name]
+    for name, path in model_paths(config):
+        model: FrozenModelConfig = getattr(config, name.partition(".")[0])
+        to_make = [each for each in plan.stages if each.name not in plan.finished]
+        made = Path(path) in {plan.configs[each.name].output_dir for each in to_make}
+        if path != EMBEDDED and is_local(path) and not made:
+            check_model_directory(path, allow_pickle=model.allow_pickle)
+
+
+def _rows(plan: Plan, stage: Stage, previews: dict[str, Preview], *, downloads: bool) -> None:
+    previews[stage.name] = read_rows(plan.configs[stage.name], stage, downloads=downloads)
+
+
+def _chat(plan: Plan, stage: Stage, chats: Chats, previews: dict[str, Preview]) -> None:
+    """Tokenizers and formats, and how long the rows are in them."""
+    chat = chats.of_step(stage)
+    preview = previews.get(stage.name)
+    if chat is not None and preview is not None and preview.data is not None:
+        config = plan.configs[stage.name]
+        tokens = count_tokens(preview.data, config, chat, step=stage.number)
+        previews[stage.name] = replace(preview, tokens=tokens)
+
+
+def _lengths(plan: Plan, stage: Stage) -> None:
+    """Whether each model of step 3 reads prompt and response to their end."""
+    settings: Any = plan.configs[stage.name]
+    if not hasattr(settings, "max_prompt_length"):
+        return  # steps 1 and 2 cut what is longer than the model reads
+    for limit in contexts(plan, stage):
+        if settings.max_length > limit.tokens:
+            raise ConfigError(
+                f"{stage.section}.max_prompt_length {settings.max_prompt_length} +"
+                f" {stage.section}.max_new_tokens {settings.max_new_tokens} is more than the"
+                f" {limit.tokens} tokens that the {limit.role} {limit.path} reads; lower one of"
+                " them"
+            )
+
+
+@dataclass(frozen=True)
+class Context:
+    """How many tokens a model reads."""
+
+    role: str
+    path: str
+    tokens: int
+
+
+def contexts(plan: Plan, stage: Stage) -> Iterator[Context]:
+    """Of the models of a step, as far as that is known.
+
+    A model that is yet to be made reads as much as the one it starts from.
+    """
+    from pipeline.plan.memory import origins_of
+
+    origins = origins_of(plan.configs)
+    for name, path in model_paths(plan.configs[stage.name]):
+        role = name.partition(".")[0]
+        source = path
+        while source in origins and not (Path(source) / "config.json").is_file():
+            source = origins[source]
+        tokens = _context(source)
+        if tokens is not None and role != "base":
+            yield Context(role, path, tokens)
+
+
+def _context(path: str) -> int | None:
+    from transformers import AutoConfig
+
+    from pipeline.models.embedded import CONTEXT
+    from pipeline.models.known import KNOWN
+
+    if path == EMBEDDED:
+        return CONTEXT
+    try:
+        if is_here(path):
+            settings = AutoConfig.from_pretrained(path)
+        elif path in KNOWN:
+            settings = AutoConfig.for_model(**KNOWN[path])
+        else:
+            return None
+    except (OSError, ValueError, KeyError):  # whoever loads it says what is wrong
+        return None
+    return getattr(settings.get_text_config(), "max_position_embeddings", None)

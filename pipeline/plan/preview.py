@@ -1,0 +1,154 @@
+"""What a step will see: its rows, its optimizer steps, the tokens of a row."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import EMBEDDED, DataConfig, StepConfig
+from pipeline.data.examples import Example
+from pipeline.data.stages import StageData, load_examples
+from pipeline.errors import DataError
+from pipeline.plan.inputs import is_local, without_weight
+from pipeline.plan.request import Stage
+
+if TYPE_CHECKING:
+    from pipeline.data.chat_format import ChatFormat
+
+SAMPLE = 128
+"""Rows that are encoded to find out how long they are."""
+
+MOST_BYTES = 512 * 2**20
+"""Of data files that are read for a plan; larger ones are left to the steps."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of the training rows of a step, by a sample of them."""
+
+    row: float
+    """Of a row on the average: a pair has two sequences, a prompt no response."""
+
+    cut: float
+    """Share of the rows that are longer than the step reads."""
+
+    seconds: float
+    """Of processor time to encode a row."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What is known of a step's data before it begins."""
+
+    data: StageData | None
+    """None where the rows were not read."""
+
+    unread: str
+    """Why they were not."""
+
+    seconds: float
+    """Of processor time to read them."""
+
+    tokens: Tokens | None = None
+
+    def steps(self, config: StepConfig) -> int | None:
+        """Optimizer steps (in step 3 iterations of rollout and update); None is not known."""
+        if config.max_steps is not None:
+            return config.max_steps
+        if self.data is None:
+            return None
+        return math.ceil(config.epochs * len(self.data.train) / rows_of_a_step(config))
+
+    def epochs(self, config: StepConfig) -> float | None:
+        """Passes over the training rows."""
+        steps = self.steps(config)
+        if steps is None or self.data is None:
+            return None
+        return steps * rows_of_a_step(config) / len(self.data.train)
+
+
+def rows_of_a_step(config: StepConfig) -> int:
+    """Rows that an optimizer step, or in step 3 an iteration, takes."""
+    settings: Any = config
+    return getattr(settings, "rollout_size", config.batch_size)
+
+
+def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
+    """The rows of a step, as it will read them.
+
+    Raises:
+        DataError: a path, row, split or setting leaves the step without usable rows.
+    """
+    settings: Any = config
+    texts: DataConfig | None = getattr(settings, "ptx_rows", None)
+    wanted = [(config.data, stage.number), *([(texts, 1)] if texts is not None else [])]
+    unread = _unread([path for data, _ in wanted for path in (*data.path, *data.eval_path)])
+    if unread and not (downloads and unread == ON_HUB):
+        return Preview(None, unread, 0.0)
+    began = time.thread_time()
+    first, *_ = [load_examples(data, step=step, seed=config.seed) for data, step in wanted]
+    return Preview(first, "", time.thread_time() - began)
+
+
+ON_HUB = "on the Hub, read when the run begins"
+
+
+def _unread(paths: Iterable[str]) -> str:
+    """Why the rows of these data paths are not read for a plan; empty where they are."""
+    size = 0
+    for path in paths:
+        bare = without_weight(path)
+        if bare == EMBEDDED:
+            continue
+        if not is_local(bare):
+            return ON_HUB
+        local = Path(bare).expanduser()
+        files = local.rglob("*") if local.is_dir() else [local]
+        size += sum(file.stat().st_size for file in files if file.is_file())
+    return f"{size / 2**30:.1f} GiB, read when the run begins" if size > MOST_BYTES else ""
+
+
+def count_tokens(data: StageData, config: StepConfig, chat: "ChatFormat", *, step: int) -> Tokens:
+    """How long the training rows are.
+
+    Raises:
+        DataError: a row can't be rendered in the format, or in step 3 all prompts are too long.
+    """
+    rows = data.train[:: max(1, len(data.train) // SAMPLE)][:SAMPLE]
+    settings: Any = config
+    limit = settings.max_prompt_length if step == 3 else config.data.max_length
+    began = time.thread_time()
+    lengths = [_lengths(row, chat, step) for row in rows]
+    seconds = (time.thread_time() - began) / len(rows)
+    if step != 3:
+        lost = [max(each) > limit for each in lengths]
+        kept = [sum(min(length, limit) for length in each) for each in lengths]
+        return Tokens(sum(kept) / len(kept), sum(lost) / len(lost), seconds)
+    for name, examples in (("training", data.train), ("held-out", data.eval)):
+        _require_short_prompt(name, examples, chat, limit)
+    short = [length for (length,) in lengths if length <= limit]
+    return Tokens(sum(short) / max(1, len(short)), 1 - len(short) / len(lengths), seconds)
+
+
+def _require_short_prompt(
+    name: str, examples: Sequence[Example], chat: "ChatFormat", limit: int
+) -> None:
+    shortest = math.inf
+    for example in examples:
+        shortest = min(shortest, len(chat.encode_prompt(example.prompt)))
+        if shortest <= limit:
+            return
+    raise DataError(
+        f"every {name} prompt is longer than ppo.max_prompt_length {limit} (the shortest has"
+        f" {shortest} tokens); raise it"
+    )
+
+
+def _lengths(row: Example, chat: "ChatFormat", step: int) -> list[int]:
+    """Tokens of each sequence of a row."""
+    if step == 3:
+        return [len(chat.encode_prompt(row.prompt))]
+    responses = [row.chosen, row.rejected][:step]
+    return [len(chat.encode(row.prompt, response)) for response in responses]

@@ -1,0 +1,241 @@
+"""A plan is checked whole before its first step: nothing here loads weights or trains."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UserErrors
+from pipeline.launch.local import share_of_cores
+from pipeline.models.embedded import CONTEXT, build_model, build_tokenizer
+from pipeline.plan.checks import check_plan
+from pipeline.plan.make import make_plan
+from pipeline.plan.plan import Plan
+from pipeline.plan.preview import Preview
+from train import STAGES
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory, sound in all its parts."""
+    directory = tmp_path_factory.mktemp("models") / "sound"
+    tokenizer = build_tokenizer()
+    build_model(vocab_size=len(tokenizer), seed=0).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 pairs, no two of the same prompt."""
+    file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [
+        {"prompt": f"What is {n} + {n}?", "chosen": f"It is {2 * n}.", "rejected": "No."}
+        for n in range(100)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def plan(out: Path, *argv: str) -> Plan:
+    return make_plan(["--output-dir", str(out), *argv], STAGES)
+
+
+def previews(out: Path, *argv: str) -> dict[str, Preview]:
+    return dict(check_plan(plan(out, *argv), downloads=False))
+
+
+def complaints(out: Path, *argv: str) -> tuple[str, ...]:
+    with pytest.raises(UserErrors) as error:
+        previews(out, *argv)
+    return error.value.sentences
+
+
+def test_what_is_sound_passes_and_its_rows_steps_and_tokens_are_known(
+    tmp_path: Path, model: Path, pairs: Path
+) -> None:
+    argv = ["--actor-model", str(model), "--data-path", str(pairs), "--max-length", "64"]
+    short = ["--ppo.max_new_tokens", "24", "--ppo.max_prompt_length", "64"]
+    made = plan(tmp_path, *argv, *short, "--epochs", "2")
+
+    seen = check_plan(made, downloads=False)
+
+    rows = [len(each.data.train) for each in seen.values() if each.data]
+    assert sum(rows) == 90  # of 100, 10 are held out
+    assert [len(each.data.eval) for each in seen.values() if each.data] == [10, 10, 10]
+    configs = [made.configs[name] for name in seen]
+    # 2 passes over the rows, cut into steps of 32 rows, 32 pairs and 128 prompts, rounded up.
+    sizes = (32, 32, 128)
+    steps = [each.steps(config) for each, config in zip(seen.values(), configs, strict=True)]
+    assert steps == [-(-2 * count // size) for count, size in zip(rows, sizes, strict=True)]
+    sft, reward, ppo = (each.tokens.row if each.tokens else 0.0 for each in seen.values())
+    assert 64 >= sft > ppo > 0
+    assert reward > sft
+
+
+WRONG: tuple[tuple[str, str], ...] = (
+    ("--ppo.data.format chatm", "--format chatm is neither a Jinja file nor one of auto,"),
+    ("--data-split 5,0,5", "--data-split 5,0,5 leaves step 2 without rows"),
+    ("--data-split 5,5,0", "--data-split 5,5,0 leaves step 3 without rows"),
+    (
+        "--ppo.max_new_tokens 500",
+        f"ppo.max_prompt_length 256 + ppo.max_new_tokens 500 is more than the {CONTEXT} tokens that"
+        " the actor {out}/step1_sft reads; lower one of them",
+    ),
+    (
+        "--ppo.max_prompt_length 3 --ppo.max_new_tokens 9",
+        "every training prompt is longer than ppo.max_prompt_length 3 (the shortest has",
+    ),
+    (
+        "--reward.data.format vicuna --ppo.max_new_tokens 9 --ppo.max_prompt_length 64",
+        "the reward model is given dialogues in another chat format than {out}/step1_sft was",
+    ),
+    (
+        "--deployment-type single_node --num-processes 2 --ppo.inference_tp_size 3",
+        "ppo.inference_tp_size 3 doesn't divide the 2 processes; choose one that does",
+    ),
+    (
+        "--deployment-type single_node --num-processes 9 --ppo.rollout_size 8 --ppo.batch_size 8",
+        "ppo.rollout_size 8 leaves some of 9 processes without a prompt; raise it",
+    ),
+    (
+        "--ppo.ptx_coef 1 --ppo.ptx_data {prompts} --ppo.max_new_tokens 9"
+        " --ppo.max_prompt_length 64",
+        "no row has what step 1 needs, a response",
+    ),
+)
+"""What is wrong in a later step, and what its sentence has."""
+
+
+@pytest.mark.parametrize(("argv", "sentence"), WRONG)
+def test_what_is_wrong_in_a_later_step_is_said_before_the_first(
+    tmp_path: Path, model: Path, pairs: Path, argv: str, sentence: str
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "And {n}?"}}\n' for n in range(40)))
+    words = argv.replace("{prompts}", str(prompts)).split()
+    sound = ["--actor-model", str(model), "--data-path", str(pairs), "--max-length", "64"]
+
+    said = complaints(tmp_path / "out", *sound, *words)
+
+    assert any(sentence.replace("{out}", f"{tmp_path}/out") in each for each in said)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_said_once_and_without_pytorch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pipeline.cli import run_main; from train import main\n"
+        "try: run_main(main)\n"
+        "finally: print('torch' in sys.modules)\n"
+    )
+    argv = ["--ppo.trackers", "wandb", "--sft.trackers", "wandb", "--output-dir", str(tmp_path)]
+    command = [sys.executable, "-c", program, *argv]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stdout) == (2, "False\n")
+    assert ended.stderr == (
+        "error: trackers: wandb is not installed; run `pip install wandb` or take it out of"
+        " `trackers`\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_is_wrong_is_said_together_a_line_for_each(
+    tmp_path: Path, model: Path, pairs: Path
+) -> None:
+    argv = ["--actor-model", str(model), "--data-path", str(pairs), "--ppo.max_new_tokens", "900"]
+    argv += ["--reward.data.format", "none", "--data-split", "1,1,0", "--dry-run"]
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *argv],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    lines = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout, len(lines)) == (2, "", 3)
+    assert lines[0].startswith("error: --format none is neither a Jinja file nor one of auto,")
+    assert lines[1].startswith("error: --data-split 1,1,0 leaves step 3 without rows")
+    assert lines[2].startswith("error: ppo.max_prompt_length 256 + ppo.max_new_tokens 900 is more")
+
+
+def test_a_model_directory_is_looked_at_wherever_it_is_used(
+    tmp_path: Path, model: Path, pairs: Path
+) -> None:
+    broken = {name: tmp_path / name for name in ("pointer", "cut", "mute")}
+    for directory in broken.values():
+        shutil.copytree(model, directory)
+    (broken["pointer"] / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
+    )
+    weights = (broken["cut"] / "model.safetensors").read_bytes()
+    (broken["cut"] / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    for file in broken["mute"].glob("tokenizer*"):
+        file.unlink()
+
+    said = complaints(
+        tmp_path / "out",
+        *("--data-path", str(pairs), "--actor-model", str(broken["pointer"])),
+        *("--reward-model", str(broken["cut"]), "--ppo.reference.path", str(broken["mute"])),
+    )
+
+    assert len(said) == 3
+    assert "pointer" in said[0]
+    assert "cut/model.safetensors" in said[1]
+    assert f"{broken['mute']} holds no tokenizer" in said[2]
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused_before_step_1(
+    tmp_path: Path, model: Path, pairs: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tokenizer: Any = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    said = complaints(
+        tmp_path / "out",
+        *("--actor-model", str(model), "--reward-model", str(other), "--data-path", str(pairs)),
+        *("--ppo.max_new_tokens", "9", "--ppo.max_prompt_length", "64"),
+    )
+
+    assert any("have different tokenizers (2 tokens differ)" in each for each in said)
+
+
+def test_plan_off_looks_at_nothing(tmp_path: Path) -> None:
+    assert previews(tmp_path, "--ppo.data.format", "none", "--plan", "off") == {}
+
+
+def test_more_processes_than_the_machine_has_memory_for_are_refused_as_such(tmp_path: Path) -> None:
+    argv = ("--deployment-type", "single_node", "--num-processes", "100000")
+    (said,) = complaints(tmp_path, *argv)
+
+    assert said.startswith(
+        "100000 processes are more than this machine can run: they take 39062.5 G"
+    )
+    assert said.endswith(f"; take --num-processes {share_of_cores(1)}")
+
+
+def test_a_name_on_the_hub_is_left_for_the_run(tmp_path: Path) -> None:
+    seen = previews(tmp_path, "--actor-model", "nobody/nothing", "--reward-model", "nobody/else")
+
+    assert [each.data for each in seen.values()] == [None, None, None]
+    assert {each.unread for each in seen.values()} == {"on the Hub, read when the run begins"}

@@ -1,0 +1,121 @@
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.budget.flops import ModelFlops
+from pipeline.budget.speed import CpuSpeed, Work, gpu_speed
+from pipeline.cli import parse_step
+from pipeline.plan.estimate import in_words
+from pipeline.plan.request import parse_request
+from pipeline.plan.resolve import step_configs
+from pipeline.settings import as_options
+from train import STAGES
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def dry_run(cwd: Path, *argv: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--dry-run", *argv],
+        cwd=cwd,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("--lora", "8", "--data-path", "a b.jsonl", "c.jsonl:2", "--fields", "prompt=q"),
+        ("--sft.model.optim.params", '{"amsgrad": true}', "--sft.patience", "3", "--epochs", "2"),
+        ("--sft.save_every", "null", "--sft.eval_every", "5", "--reward.margin"),
+        ("--sft.model.optim.betas", "0.8,0.9", "--ppo.trackers", "tensorboard", "wandb"),
+        ("--data-path", '["[x].jsonl"]', "--sft.model.lora", "--ppo.missing_eos_score", "null"),
+    ],
+)
+def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[str, ...]) -> None:
+    said = parse_request(["--sft.eval_every", "2", *argv], STAGES)
+    for config in step_configs(said, STAGES).values():
+        words = [word for name, each in as_options(config) for word in (f"--{name}", *each)]
+
+        assert parse_step(type(config), words) == config
+
+
+def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:
+    said = dry_run(tmp_path)
+
+    assert "  rows       48,000 to train on, 256 held out" in said
+    assert "  steps      800 optimizer steps of 32 rows: 0.53 passes over the rows" in said
+    assert "  steps      40 iterations of 128 rows: 3 passes over the rows" in said
+    assert len(re.findall(r"^  tokens     \d+ a row, \S+ \w+ in all$", said, re.MULTILINE)) == 3
+    assert len(re.findall(r"^  time       about .* \(.* to .*\)$", said, re.MULTILINE)) == 3
+    assert re.search(r"^About .* in all \(.* to .*\)\.\nEstimated from blocks", said, re.MULTILINE)
+    assert max(map(len, said.replace(str(tmp_path), "").splitlines())) <= 100
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commands_of_a_dry_run_work_as_they_are_printed(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Is {n} odd?", "response": "Yes." if n % 2 else "No."} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = dry_run(
+        tmp_path,
+        *("--step", "1", "--data-path", "rows.jsonl", "--sft.max_steps", "1", "--output-dir", "o"),
+    )
+    commands = said.partition("The same by hand")[2].partition("\n")[2].partition("Memory of")[0]
+
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    ended = subprocess.run(
+        commands, shell=True, cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+
+    assert shlex.split(commands)[3:5] == ["-m", "step1_sft.train"]
+    assert ended.returncode == 0
+    assert (tmp_path / "o" / "step1_sft" / "model.safetensors").is_file()
+
+
+def work(**changes: int) -> Work:
+    flops = ModelFlops(weights=7_000_000, trained=7_000_000, layers=2, width=1024)
+    sizes = {"hidden": 1024, "vocabulary": 0, "parameters": 7_000_000, "trained": 7_000_000}
+    return Work(flops, **{**sizes, **changes}, narrow=False)
+
+
+def test_on_a_gpu_time_is_operations_by_a_share_of_the_peak() -> None:
+    speed = gpu_speed("NVIDIA H100 80GB HBM3")
+    assert speed is not None
+    assert gpu_speed("Matrox") is None
+
+    # 6 operations for each weight and token and 12 * layers * width * length for attention, of
+    # 35 % of 989e12 a second.
+    of_token = 6 * 7_000_000 + 12 * 2 * 1024 * 512
+    seconds = speed.train(work(), tokens=1e9, length=512, passes=1)
+    assert seconds == pytest.approx(1e9 * of_token / (0.35 * 989e12))
+    assert gpu_speed("8xH20-96GB") != gpu_speed("8xH200-141GB")
+
+
+def test_on_a_processor_time_grows_with_tokens_layers_and_crowd() -> None:
+    speed, crowded = CpuSpeed(1), CpuSpeed(1, crowd=3.0)
+    once = speed.train(work(), tokens=256, length=64, passes=1)
+
+    assert speed.train(work(), tokens=2560, length=64, passes=10) == pytest.approx(10 * once)
+    assert crowded.train(work(), tokens=256, length=64, passes=1) == pytest.approx(3 * once)
+    assert 0 < speed.forward(work(), tokens=256, length=64, passes=1) < once
+    assert speed.forward(work(), tokens=0, length=64, passes=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "1.5 min"), (5000, "83 min"), (9000, "2.5 h")],
+)
+def test_times_are_said_in_the_unit_that_suits_them(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words

@@ -1,0 +1,124 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import StepConfig
+from pipeline.errors import ConfigError
+from pipeline.plan.request import OPT_SIZES, parse_request
+from pipeline.plan.resolve import step_configs
+from train import STAGES
+
+
+def configs(*argv: str) -> dict[str, Any]:
+    resolved: dict[str, StepConfig] = step_configs(parse_request(argv, STAGES), STAGES)
+    return dict(zip(("sft", "reward", "ppo"), resolved.values(), strict=True))
+
+
+def test_lr_is_that_of_the_models_and_in_step_3_of_the_actor() -> None:
+    usual, said = configs(), configs("--lr", "1e-4")
+
+    assert said["sft"].model.optim.lr == said["reward"].model.optim.lr == 1e-4
+    assert said["ppo"].actor.optim.lr == 1e-4
+    assert said["ppo"].critic.optim.lr == usual["ppo"].critic.optim.lr == 1e-3
+    assert said["ppo"].actor.optim.betas == (0.9, 0.999)
+
+
+def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is_smaller() -> None:
+    small, large = configs("--batch-size", "16"), configs("--batch-size", "256")
+
+    assert [config.batch_size for config in small.values()] == [16, 16, 16]
+    assert [config.batch_size for config in large.values()] == [256, 256, 256]
+    assert (small["ppo"].rollout_size, large["ppo"].rollout_size) == (128, 256)
+    with pytest.raises(ConfigError, match=r"^ppo\.batch_size 256 is larger than ppo\.rollout_size"):
+        configs("--batch-size", "256", "--ppo.rollout_size", "128")
+
+
+def test_epochs_take_the_place_of_steps() -> None:
+    assert configs()["sft"].max_steps == 800
+
+    said = configs("--epochs", "2")
+
+    assert [(config.epochs, config.max_steps) for config in said.values()] == [(2.0, None)] * 3
+    assert said["ppo"].ppo_epochs == 2  # the embedded preset's, not --epochs
+    assert configs("--epochs", "3", "--sft.max_steps", "7")["sft"].max_steps == 7
+
+
+def test_a_file_that_has_epochs_and_steps_keeps_its_steps(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("epochs: 3\nsft: {max_steps: 7}\n")
+    file = ["--config", str(tmp_path / "my.yaml")]
+
+    assert [config.max_steps for config in configs(*file).values()] == [7, None, None]
+    assert configs(*file, "--epochs", "3")["sft"].max_steps is None
+
+
+def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
+    said = configs("--lora", "4", "--lr", "1e-3")
+    models = (said["sft"].model, said["reward"].model, said["ppo"].actor, said["ppo"].critic)
+
+    assert [model.lora.rank for model in models] == [4, 4, 4, 4]
+    assert said["ppo"].actor.optim.lr == 1e-3
+
+
+def test_dotted_settings_win_over_short_forms_which_win_over_files(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("lr: 1.0e-3\nsft: {model: {optim: {lr: 1.0e-2}}}\n")
+    file = ["--config", str(tmp_path / "my.yaml")]
+
+    assert configs(*file)["sft"].model.optim.lr == 1e-3
+    assert configs(*file, "--lr", "1e-4")["sft"].model.optim.lr == 1e-4
+    said = configs("--lr", "1e-4", "--sft.model.optim.lr", "1e-5")
+    assert (said["sft"].model.optim.lr, said["reward"].model.optim.lr) == (1e-5, 1e-4)
+
+
+def test_short_forms_are_for_the_steps_that_run() -> None:
+    usual, said = configs(), configs("--step", "2", "--lr", "1e-4", "--epochs", "2", "--lora", "4")
+
+    assert (said["sft"], said["ppo"]) == (usual["sft"], usual["ppo"])
+    assert (said["reward"].model.optim.lr, said["reward"].model.lora.rank) == (1e-4, 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--lr 0", "--lr must be above 0, got 0.0"),
+        ("--lr fast", "--lr must be a number or null, got fast"),
+        ("--batch-size 0", "--batch-size must be above 0, got 0"),
+        ("--epochs -1", "--epochs must be above 0, got -1.0"),
+        ("--lora 0", "--lora must be above 0, got 0"),
+        ("--lora", "--lora takes one value, got none"),
+        ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),
+    ],
+)
+def test_a_short_form_that_cant_be_is_named_as_it_was_typed(argv: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_request(argv.split(), STAGES)
+
+    assert str(error.value).startswith(sentence)
+
+
+def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for size in OPT_SIZES:
+        request = parse_request(["--actor-model", size, "--reward-model", size], STAGES).request
+        assert (request.actor_model, request.reward_model) == (f"facebook/opt-{size}",) * 2
+
+    said = configs("--actor-model", "1.3B", "--reward-model", "350m")
+    assert said["sft"].model.path == said["ppo"].base.path == "facebook/opt-1.3b"
+    assert said["reward"].model.path == "facebook/opt-350m"
+
+
+def test_a_local_directory_wins_over_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "13b").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert configs("--actor-model", "13b")["sft"].model.path == "13b"
+
+
+def test_a_size_that_opt_has_not_is_refused_and_other_names_are_left_alone() -> None:
+    with pytest.raises(ConfigError, match=r"^--reward-model 7b is no size of OPT, which has 125m,"):
+        configs("--actor-model", "gpt2", "--reward-model", "7b")
+    assert configs("--actor-model", "gpt2")["sft"].model.path == "gpt2"
