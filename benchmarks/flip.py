@@ -82,7 +82,7 @@ def measure(directory: Path, case: str, precision: str, iterations: int) -> dict
         missing_eos_score=None,
         **settings,
     )
-    tokenizer, chat = load_chat(config.actor, config.data.format)
+    tokenizer, chat = load_chat(config.actor, config.data)
     models = load_models(config, tokenizer, chat, iterations=iterations + 1)
     rounds = [
         iterate(

@@ -41,7 +41,7 @@ def build_assets(directory: Path) -> None:
     )
 
     from benchmarks.llama import VOCABULARY, save_llama
-    from pipeline.config import FrozenModelConfig
+    from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.examples import Message
     from pipeline.models.chat import load_chat
 
@@ -67,7 +67,7 @@ def build_assets(directory: Path) -> None:
     for name in ("actor", "reward", "critic"):
         fast.save_pretrained(directory / name)
 
-    _, chat = load_chat(FrozenModelConfig(path=str(directory / "actor")), "auto")
+    _, chat = load_chat(FrozenModelConfig(path=str(directory / "actor")), DataConfig())
     empty = len(chat.encode_prompt((Message("user", ""),)))
     generator = torch.Generator().manual_seed(0)
     rows: list[str] = []

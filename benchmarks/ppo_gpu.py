@@ -100,7 +100,7 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> dict[
         max_new_tokens=answer,
         missing_eos_score=None,
     )
-    tokenizer, chat = load_chat(config.actor, config.data.format)
+    tokenizer, chat = load_chat(config.actor, config.data)
     models = load_models(config, tokenizer, chat, iterations=args.iterations + 1)
     rounds = [
         iterate(

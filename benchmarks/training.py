@@ -142,7 +142,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     from pipeline.data.stages import load_examples
     from pipeline.models.chat import load_chat
 
-    _, chat = load_chat(FrozenModelConfig(path=args.model), "auto")
+    _, chat = load_chat(FrozenModelConfig(path=args.model), DataConfig())
     step, split = (1, (1, 0, 0)) if args.task == "sft" else (2, (0, 1, 0))
     data = DataConfig(path=(args.data_path,), split=split, max_eval_rows=8)
     examples = load_examples(data, step=step, seed=1234).train

@@ -52,9 +52,7 @@ logger = logging.getLogger(__name__)
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
     seed_generators(config.seed + rank())  # of adapter dropout
-    tokenizer, chat = load_chat(
-        config.model, config.data.format, config.data.template_args, config.data.template_date
-    )
+    tokenizer, chat = load_chat(config.model, config.data)
     data = load_step_rows(config, step=1)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
     total_steps = num_steps(

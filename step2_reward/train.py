@@ -84,9 +84,7 @@ class PairBatch:
 def train(config: RewardConfig) -> Path:
     """Train the reward model; return the directory of the exported model."""
     seed_generators(config.seed + rank())  # of adapter dropout
-    tokenizer, chat = load_chat(
-        config.model, config.data.format, config.data.template_args, config.data.template_date
-    )
+    tokenizer, chat = load_chat(config.model, config.data)
     if config.actor.path is not None:
         require_same_chat(tokenizer, load_tokenizer(config.actor), "the reward model", config.actor)
     data = load_step_rows(config, step=2)

@@ -76,9 +76,7 @@ def train(config: PPOConfig) -> Path:
             " without a prompt; raise it"
         )
     seed_generators(config.seed + rank())
-    tokenizer, chat = load_chat(
-        config.actor, config.data.format, config.data.template_args, config.data.template_date
-    )
+    tokenizer, chat = load_chat(config.actor, config.data)
     prompts = load_prompts(chat, config)
     stream = RowStream(
         num_rows=len(prompts.train), batch_size=config.rollout_size, seed=config.seed

@@ -25,7 +25,7 @@ from pipeline.models.forward import (
     ragged_inputs,
     run_padded,
 )
-from pipeline.models.load import takes_ragged
+from pipeline.models.packing import how_to_run
 from pipeline.models.trained import prepared
 
 META = torch.device("meta")
@@ -90,7 +90,7 @@ def pass_bytes(model: nn.Module, how: Pass) -> PassBytes:
         UnknownPassError: its code can't be run without numbers.
     """
     plain = base_model(model)
-    if takes_ragged(plain):
+    if how_to_run(plain).packed:
         plain.set_attn_implementation(RAGGED)
     every = how.checkpoint_every or 1
     prepared(

@@ -56,6 +56,12 @@ class InspectConfig:
     """Chat format: auto, tokenizer, human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain,
     or a path to a Jinja file."""
 
+    template_args: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the chat template: `{"enable_thinking": false}`."""
+
+    template_date: str = DataConfig.template_date
+    """The date, as 2026-01-31, for chat templates that put today's into the prompt."""
+
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
 
@@ -88,6 +94,8 @@ class InspectConfig:
             seed=self.data_seed,
             fields=self.fields,
             format=self.format,
+            template_args=self.template_args,
+            template_date=self.template_date,
             train_on=self.train_on,
             max_length=self.max_length,
         )
@@ -106,12 +114,7 @@ def main(argv: Sequence[str]) -> None:
 
     from pipeline.models.chat import load_chat
 
-    tokenizer, chat = load_chat(
-        FrozenModelConfig(path=config.tokenizer),
-        config.format,
-        config.template_args,
-        config.template_date,
-    )
+    tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config.data)
     rows = encode_rows(data.train, chat, step=config.step, train_on=config.train_on)
     findings = lint(rows, data.eval, chat, step=config.step, max_length=config.max_length)
 

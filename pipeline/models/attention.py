@@ -31,6 +31,11 @@ KEY_BLOCK = 32
 """Attention reads keys in multiples of so many, in training as in generation: both then add up a
 softmax alike, to the bit, whatever shares the call."""
 
+
+class LostLayoutError(RuntimeError):
+    """A packed batch reached a layer that doesn't hear where its sequences lie."""
+
+
 MAX_PADDING = 1.3
 """Sequences share one attention call while it computes at most this many times their tokens."""
 
@@ -185,8 +190,12 @@ def ragged_attention(
     """Causal attention, within `sliding_window` tokens if given, as the layout `ragged` has it.
 
     With a layout, Q is 1.
+
+    Raises:
+        LostLayoutError: a mask that stands for a layout came without it.
     """
     if ragged is None:
+        _require_mask(module, query, key, attention_mask)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -199,6 +208,15 @@ def ragged_attention(
         dropout=dropout if module.training else 0.0,
     )
     return attended, None
+
+
+def _require_mask(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None
+) -> None:
+    """Refuse one element for all pairs of tokens: no mask at all, and so no causal one."""
+    pairs = query.shape[2] * key.shape[2]
+    if attention_mask is not None and pairs > 1 and attention_mask.shape[-2:] == (1, 1):
+        raise LostLayoutError(f"{type(module).__name__} does not hand on where sequences lie")
 
 
 def window_mask(

@@ -1,40 +1,52 @@
 """A model's tokenizer and chat format, together."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import FrozenModelConfig
+from pipeline.config import DataConfig, FrozenModelConfig, TrainedModelConfig
 from pipeline.data.chat_format import ChatFormat, resolve_format
-from pipeline.data.template import Argument
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.models.load import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 def load_chat(
-    config: FrozenModelConfig,
-    name: str,
-    arguments: Mapping[str, Argument] | None = None,
-    date: str | None = None,
+    config: FrozenModelConfig, data: DataConfig
 ) -> tuple[PreTrainedTokenizerBase, ChatFormat]:
-    """The tokenizer with the format's special tokens and template, and the format called `name`.
+    """The tokenizer with the special tokens and the template of `data.format`, and that format.
 
     Saving the tokenizer saves the template, so that chat uses the one the model was trained with,
     its arguments and date (`data.template_args`, `data.template_date`) included.
+
+    Raises:
+        ConfigError: the format adds tokens, and LoRA would leave their embeddings untrained: new
+            rows as random as they are drawn, or rows of a padded table that no token had.
     """
     tokenizer = load_tokenizer(config)
-    chat = resolve_format(tokenizer, name, arguments, date)
+    known = len(tokenizer)
+    chat = resolve_format(tokenizer, data.format, data.template_args, data.template_date)
     if not chat.keeps_history:
         logger.info(
             "the chat template renders an answer otherwise once more turns follow (it leaves"
             " thinking out, say): of a dialogue of several turns only the last answer is trained"
         )
     chat.add_new_tokens()
+    adapted = isinstance(config, TrainedModelConfig) and config.lora is not None
+    if adapted and len(tokenizer) > known:
+        raise ConfigError(untrained_tokens(config))
     chat.attach(tokenizer)
     return tokenizer, chat
+
+
+def untrained_tokens(config: FrozenModelConfig) -> str:
+    """Why a chat format can't be learned with adapters alone."""
+    return (
+        f"the chat format has tokens that {config.path} does not know, and LoRA would leave their"
+        " embeddings untrained; set lora null or choose another data.format"
+    )
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

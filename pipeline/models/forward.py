@@ -146,7 +146,8 @@ class Scorer(nn.Module):
     """A sequence classifier with one label, asked for a score at every token.
 
     As a reward model its score of a response is the one at the last token; as a critic, the score
-    at a token is the value of the state after it. The head runs in fp32.
+    at a token is the value of the state after it. The head multiplies and adds in fp32; its weight
+    has the model's number format, as what it multiplies has, and its master in training is fp32.
     """
 
     def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:

@@ -34,6 +34,7 @@ from pipeline.models.deferred import (
 from pipeline.models.directory import check_configuration, check_tokenizer, check_weights
 from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.finite import require_finite
+from pipeline.models.packing import how_to_run
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,12 @@ def load_causal_lm(
         settings = _without_dropout(path, config)
         model, missing = _build(AutoModelForCausalLM, config, settings, device, defer=defer)
         _require_weights(path, missing)
+    if not how_to_run(model).causal:
+        raise ModelError(
+            f"{path} is no causal language model: tokens of {model.config.model_type} see those"
+            " after them; take another model, or set is_decoder true in its config.json if it was"
+            " trained to generate"
+        )
     return _prepared(model, path, device)
 
 
@@ -247,34 +254,16 @@ def _build(
 
 
 def _prepared(model: PreTrainedModel, path: str, device: torch.device) -> PreTrainedModel:
-    """On its device, in evaluation mode, with ragged attention where the model allows it.
+    """On its device, in evaluation mode, packed where that changes nothing.
 
     Raises:
         ModelError: its weights are not finite.
     """
-    if takes_ragged(model):
+    if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
     nn.Module.to(model, device=device)
     require_finite(model, path)
     return model.eval()
-
-
-def takes_ragged(model: PreTrainedModel) -> bool:
-    """Whether every layer is causal attention, full or in a sliding window, and nothing more.
-
-    Other models are padded: those with recurrent or convolutional layers, which carry their state
-    from one sequence into the next, attention in chunks, ALiBi, soft-capping, attention sinks.
-    """
-    settings = model.config.get_text_config()
-    layers = set(getattr(settings, "layer_types", None) or ())
-    return (
-        getattr(model, "_supports_attention_backend", False)
-        and not getattr(model, "_is_stateful", False)
-        and layers <= {"full_attention", "sliding_attention"}
-        and not getattr(settings, "alibi", False)
-        and getattr(settings, "attn_logit_softcapping", None) is None
-        and not any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    )
 
 
 def _require_weights(path: str, missing: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import LORA_RATE, StepConfig, TrainedModelConfig
 from pipeline.errors import ConfigError
+from pipeline.models.chat import untrained_tokens
 from pipeline.models.forward import base_model, context_length
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
@@ -103,16 +104,13 @@ def _give_rows(
     *,
     seed: int,
 ) -> None:
-    """Embeddings for the tokens that a chat format adds.
+    """Embeddings for tokens of the tokenizer that the model has none for.
 
     Raises:
         ConfigError: LoRA would leave them as random as they are drawn.
     """
     if config.lora is not None and lacks_tokens(model, tokenizer):
-        raise ConfigError(
-            f"the chat format has tokens that {config.path} does not know, and LoRA would leave"
-            " their embeddings untrained; set lora null or choose another data.format"
-        )
+        raise ConfigError(untrained_tokens(config))
     add_tokens(model, tokenizer, seed=seed)
 
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig, TrainedModelConfig
+from pipeline.config import (
+    EMBEDDED,
+    DataConfig,
+    FrozenModelConfig,
+    StepConfig,
+    TrainedModelConfig,
+)
 from pipeline.plan.inputs import is_local
 from pipeline.plan.request import Stage
 
@@ -48,7 +54,7 @@ class Chats:
 
         config = self.configs[stage.name]
         (role, own), *others = _models(config)
-        tokenizer, chat = self._with_format(own, config.data.format)
+        tokenizer, chat = self._with_format(own, config.data)
         for _, model in others:
             other = self._of(model)
             if tokenizer is not None and other is not None:
@@ -57,7 +63,7 @@ class Chats:
         return chat
 
     def _with_format(
-        self, model: FrozenModelConfig, name: str
+        self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
         """As `pipeline.models.chat.load_chat`, of a model that may not be there yet."""
         from pipeline.data.chat_format import resolve_format
@@ -66,7 +72,7 @@ class Chats:
         if tokenizer is None:
             return None, None
         tokenizer = copy.deepcopy(tokenizer)
-        chat = resolve_format(tokenizer, name)
+        chat = resolve_format(tokenizer, data.format, data.template_args, data.template_date)
         chat.add_new_tokens()
         chat.attach(tokenizer)
         return tokenizer, chat
@@ -84,7 +90,7 @@ class Chats:
         if maker is not None:
             config = self.configs[maker.name]
             (_, start), *_ = _models(config)
-            return self._with_format(start, config.data.format)[0]
+            return self._with_format(start, config.data)[0]
         if not self.downloads and not is_here(path):
             return None
         return load_tokenizer(model)

@@ -16,7 +16,7 @@ from inference.replica import Replica
 from inference.sampling import Sampler
 from pipeline.distributed import rank
 from pipeline.errors import ConfigError, DataError
-from pipeline.models.load import takes_ragged
+from pipeline.models.packing import how_to_run
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, random_rows, tiny_causal_lm
 
@@ -59,7 +59,7 @@ def divided(model: PreTrainedModel, size: int) -> PreTrainedModel:
 
 def prepared(family: str, changes: dict[str, Any]) -> PreTrainedModel:
     model = tiny_causal_lm(family, **changes)
-    if takes_ragged(model):
+    if how_to_run(model).packed:
         model.set_attn_implementation("ragged")
     return model
 

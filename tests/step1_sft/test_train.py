@@ -81,7 +81,7 @@ def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
 
 def test_a_dialogue_that_is_too_long_loses_its_end(tmp_path: Path) -> None:
     config = small_task(tmp_path)
-    _, chat = load_chat(config.model, "auto")
+    _, chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=1, seed=0).train[:3]
 
     (whole, *_), (short, *_) = (
@@ -146,7 +146,7 @@ def test_the_exported_weights_are_the_best_ones_and_patience_stops(tmp_path: Pat
     assert report["perplexity_after"] == best
     assert report["best_step"] == measured.index(best) + 1
     assert len(measured) == report["best_step"] + 2 < 9
-    _, chat = load_chat(config.model, "auto")
+    _, chat = load_chat(config.model, DataConfig())
     held_out = load_examples(config.data, step=1, seed=config.seed).eval
     model = load_causal_lm(FrozenModelConfig(path=str(config.output_dir)), device=CPU)
     again = perplexity(
@@ -186,7 +186,7 @@ def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: P
     train(config)
 
     trained = FrozenModelConfig(path=str(config.output_dir))
-    loaded, chat = load_chat(trained, "auto")
+    loaded, chat = load_chat(trained, DataConfig())
     prompts = load_examples(DataConfig(), step=3, seed=0).eval
     responses = generate(
         load_causal_lm(trained, device=CPU),

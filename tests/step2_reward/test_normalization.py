@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inference.generation import generate
-from pipeline.config import FrozenModelConfig
+from pipeline.config import DataConfig, FrozenModelConfig
 from pipeline.data.examples import Encoded
 from pipeline.data.stages import load_examples
 from pipeline.models.chat import load_chat
@@ -41,7 +41,7 @@ def task(directory: Path, *, ends: bool) -> RewardConfig:
 
 def scored(config: RewardConfig, *, stopped: bool) -> list[float]:
     """Scores of the answers that ended, or of all, by an own loop over the prompts."""
-    _, chat = load_chat(config.model, "auto")
+    _, chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=2, seed=config.seed).train
     prompts = [chat.encode_prompt(p) for p in dict.fromkeys(e.prompt for e in examples)][:15]
     responses = generate(
@@ -66,7 +66,7 @@ def scorer(config: RewardConfig) -> Scorer:
 
 def test_answers_without_an_end_do_not_enter_the_moments(tmp_path: Path) -> None:
     config = task(tmp_path, ends=True)
-    _, chat = load_chat(config.model, "auto")
+    _, chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=2, seed=config.seed).train
 
     moments = measure_scores(scorer(config), chat, examples, config)
@@ -83,7 +83,7 @@ def test_where_no_answer_ends_the_datas_own_are_scored_and_it_says_so(
 ) -> None:
     config = task(tmp_path, ends=False)
     own = replace(config, actor=FrozenModelConfig())
-    _, chat = load_chat(config.model, "auto")
+    _, chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=2, seed=config.seed).train
 
     moments = measure_scores(scorer(config), chat, examples, config)

@@ -93,7 +93,7 @@ def test_a_process_without_pairs_scores_a_spare_one_that_does_not_count() -> Non
 
 def test_a_dialogue_that_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
     config = small_task(tmp_path)
-    _, chat = load_chat(config.model, "auto")
+    _, chat = load_chat(config.model, DataConfig())
     example = Example(
         prompt=(Message("user", "Hi"),),
         chosen=(Message("assistant", "Sure! It is 2."),),
@@ -178,7 +178,7 @@ def test_the_stored_moments_are_those_of_the_exported_models_scores(tmp_path: Pa
     config = small_task(tmp_path, normalization_prompts=5)
     train(config)
     exported = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
-    _, chat = load_chat(config.model, "auto")
+    _, chat = load_chat(config.model, DataConfig())
 
     # Without a model of step 1 the data's own responses are scored.
     examples = load_examples(config.data, step=2, seed=config.seed).train[:5]

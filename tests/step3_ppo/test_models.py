@@ -71,7 +71,7 @@ def test_a_reference_of_its_own_is_used_also_with_lora(toy: Path, tmp_path: Path
 def test_the_reference_of_an_actor_with_new_tokens_has_the_same_rows_for_them(toy: Path) -> None:
     config = toy_config(toy)
     config = replace(config, data=replace(config.data, format="chatml"))
-    tokenizer, _ = load_chat(config.actor, config.data.format)
+    tokenizer, _ = load_chat(config.actor, config.data)
     actor = trained_causal_lm(config.actor, tokenizer, device=CPU, seed=config.seed)
 
     engine = Engine(Policy(actor), config.actor, total_steps=1)

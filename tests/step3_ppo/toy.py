@@ -59,7 +59,7 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
 
 def toy_models(config: PPOConfig) -> Models:
     """The models as step 3 loads them."""
-    tokenizer, chat = load_chat(config.actor, config.data.format)
+    tokenizer, chat = load_chat(config.actor, config.data)
     return load_models(config, tokenizer, chat, iterations=4)
 
 

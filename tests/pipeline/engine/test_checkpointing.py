@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
@@ -63,7 +63,7 @@ def recomputed(every: int, start: str) -> list[int]:
     config = TrainedModelConfig(
         path=start, gradient_checkpointing=True, checkpoint_every=every, optim=optim, zero_stage=3
     )
-    tokenizer, _ = load_chat(config, "auto")
+    tokenizer, _ = load_chat(config, DataConfig())
     model = trained_causal_lm(config, tokenizer, device=torch.device("cpu"), seed=0)
     runs = [0] * 4
     for number, block in enumerate(model.model.layers):

@@ -8,10 +8,17 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import (
+    DataConfig,
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    TrainedModelConfig,
+)
 from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.errors import ConfigError
+from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export
 from pipeline.models.forward import Policy, Scorer
@@ -239,3 +246,21 @@ def test_adapters_train_at_ten_times_the_rate_of_whole_weights_unless_a_rate_is_
         given, said = rates(LoraConfig(rank=2, lr=lora_lr), lr)
         assert given == {lora_lr}
         assert said == ""
+
+
+def test_a_format_with_new_tokens_is_refused_though_a_padded_table_has_rows_for_them(
+    tmp_path: Path,
+) -> None:
+    """Qwen's tables, for one, are larger than its tokenizer: no token has trained those rows."""
+    for number, rows in enumerate((VOCAB, VOCAB + 100)):
+        path = saved(tiny_causal_lm("llama", vocab_size=rows), tmp_path / str(number))
+        TOKENIZER.save_pretrained(path)
+        config = settings(path)
+
+        with pytest.raises(ConfigError, match="LoRA would leave their embeddings untrained"):
+            load_chat(config, DataConfig(format="llama3"))
+        whole = settings(path, lora=None)
+        tokenizer, _ = load_chat(whole, DataConfig(format="llama3"))
+        assert len(tokenizer) > VOCAB
+        trained_causal_lm(whole, tokenizer, device=CPU, seed=0)
+        load_chat(config, DataConfig(format="plain"))

@@ -1,0 +1,233 @@
+"""Families that packing would change are padded; what they say is what each sequence says alone."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pipeline.config import FrozenModelConfig, LoraConfig, Precision, TrainedModelConfig
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.engine.engine import Engine
+from pipeline.errors import ModelError
+from pipeline.models.attention import RAGGED, LostLayoutError, Ragged
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import Policy, Scorer, is_ragged, ragged_inputs
+from pipeline.models.load import load_causal_lm, load_classifier
+from pipeline.models.packing import _tried, how_to_run
+from pipeline.models.trained import trained_causal_lm
+from tests.distributed import run_ranks
+from tests.families import VOCAB, random_rows, saved
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 3, 12, 5, 1, 6, 6)
+WINDOW = 4
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "llama": ({}, None),
+    "mistral": ({"sliding_window": WINDOW}, None),
+    "qwen2": (
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        None,
+    ),
+    "mixtral": (_EXPERTS, None),
+    "nemotron": (
+        {},
+        "NemotronAttention does not hand on where sequences lie, and",
+    ),
+    "doge": ({"keep_window_size": 6}, "packed, log-probabilities of a small copy differ by"),
+    "phimoe": (
+        {**_EXPERTS, "sliding_window": WINDOW},
+        "packed, log-probabilities of a small copy differ by",
+    ),
+    "qwen2_moe": (
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+        "packed, log-probabilities of a small copy differ by",
+    ),
+}
+"""Settings besides the sizes, and how the reason begins for which it is padded, if it is."""
+
+
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    settings = {**_SIZES, **FAMILIES[family][0], **changes}
+    config = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.copy_(param + 0.1 * noise if param.ndim == 1 else 0.25 * noise)
+    return model.eval()
+
+
+def logprobs_alone(model: PreTrainedModel, rows: list[Encoded]) -> torch.Tensor:
+    """What the plain model says of each sequence's tokens after the first."""
+    said: list[torch.Tensor] = []
+    for row in rows:
+        ids = torch.tensor(row.input_ids)
+        logprobs = model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+        said.append(logprobs.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(said).float()
+
+
+@torch.no_grad()
+def test_no_family_sees_another_sequence_and_the_log_says_which_are_padded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = random_rows(LENGTHS)
+    _tried.cache_clear()
+    wrong: list[str] = []
+    for family, (_, reason) in FAMILIES.items():
+        plain = tiny(family)
+        alone = logprobs_alone(plain, rows)
+        path = saved(plain, tmp_path / family)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="pipeline.models"):
+            model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+            load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+        error = (Policy(model)(collate(rows)).logprobs - alone).abs().max().item()
+        said = [each for each in caplog.messages if "padded" in each]
+        start = f"{family} runs padded, not packed: {reason}"
+        if error > 1e-4:
+            wrong.append(f"{family} is {error} nats off")
+        if is_ragged(model) != (reason is None):
+            wrong.append(f"{family} is packed: {is_ragged(model)}")
+        if reason is None and said:
+            wrong.append(f"{family}: {said}")
+        if reason is not None and not (len(said) == 1 and said[0].startswith(start)):
+            wrong.append(f"{family}: {said}")
+
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_layer_that_loses_the_layout_raises_instead_of_seeing_everything() -> None:
+    model = tiny("nemotron")
+    model.set_attn_implementation(RAGGED)
+    batch = collate(random_rows((5, 4)))
+
+    with pytest.raises(LostLayoutError, match="NemotronAttention does not hand on where sequences"):
+        model(**ragged_inputs(batch, Ragged(batch.lengths, CPU)))
+
+
+@torch.no_grad()
+def test_scores_of_a_family_that_is_padded_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
+    path = saved(tiny("phimoe"), tmp_path)
+    rows = random_rows(LENGTHS)
+
+    model = load_classifier(FrozenModelConfig(path=path), device=CPU)
+    scores = Scorer(model).final_scores(collate(rows))
+
+    alone = [model.base_model(torch.tensor([row.input_ids]))[0][0, -1] for row in rows]
+    expected = torch.stack(alone) @ model.score.weight[0]
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=2e-5)
+    assert not is_ragged(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_choice_hangs_neither_on_the_number_format_nor_on_the_weights(
+    precision: Precision, tmp_path: Path
+) -> None:
+    """Weights near zero, in a coarse format: packed and alone could not be told apart by them."""
+    for family, (_, reason) in FAMILIES.items():
+        model = tiny(family)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1e-3)
+        path = saved(model, tmp_path / family)
+
+        loaded = load_causal_lm(FrozenModelConfig(path=path, precision=precision), device=CPU)
+
+        assert is_ragged(loaded) == (reason is None), family
+
+
+def test_asking_changes_neither_the_model_nor_the_random_numbers() -> None:
+    model = tiny("llama")
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    config, state = model.config.to_json_string(use_diff=False), torch.get_rng_state()
+    _tried.cache_clear()
+
+    assert how_to_run(model).packed
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.to_json_string(use_diff=False) == config
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize(("stage", "lora"), [(0, False), (3, False), (3, True)])
+def test_two_processes_choose_alike_at_every_stage_and_with_adapters(
+    stage: int, lora: bool, tmp_path: Path
+) -> None:
+    rows = random_rows(LENGTHS)
+    path = saved(tiny("phimoe", vocab_size=len(build_tokenizer())), tmp_path)
+    alone = logprobs_alone(AutoModelForCausalLM.from_pretrained(path), rows)
+
+    answers = run_ranks(logprobs_of_stage, path, stage, lora, rows)
+
+    for packed, logprobs in answers:
+        assert not packed
+        torch.testing.assert_close(logprobs, alone, rtol=1e-4, atol=2e-5)
+
+
+def logprobs_of_stage(
+    path: str, stage: int, lora: bool, rows: list[Encoded]
+) -> tuple[bool, torch.Tensor]:
+    config = TrainedModelConfig(
+        path=path,
+        precision="fp32",
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        lora=LoraConfig(rank=2, targets=("q_proj",)) if lora else None,
+        gradient_checkpointing=False,
+    )
+    model = trained_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
+    engine = Engine(Policy(model), config, total_steps=1)
+    engine.model.eval()
+    with torch.no_grad():
+        return is_ragged(model), engine(collate(rows)).logprobs
+
+
+def test_a_window_that_the_context_has_no_room_for_does_not_keep_a_family_from_packing() -> None:
+    assert how_to_run(tiny("phimoe", sliding_window=64)).packed
+    assert not how_to_run(tiny("phimoe", sliding_window=63)).packed
+
+
+def test_a_model_whose_tokens_see_later_ones_is_no_language_model(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **sizes))
+    path = saved(model, tmp_path)
+
+    with pytest.raises(ModelError, match="is no causal language model: tokens of bert see those"):
+        load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"is_decoder": True}))
+    loaded = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
+
+    rows = random_rows(LENGTHS)
+    with torch.no_grad():
+        said = Policy(loaded)(collate(rows)).logprobs
+        alone = logprobs_alone(AutoModelForCausalLM.from_pretrained(path), rows)
+    torch.testing.assert_close(said, alone, rtol=1e-4, atol=2e-5)
