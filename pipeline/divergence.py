@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from pipeline.config import TrainedModelConfig
 from pipeline.engine.best import BestWeights
 from pipeline.errors import DivergedError, ModelError
 from pipeline.run import Run
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def keeping_best(
-    run: Run, best: BestWeights, export: Callable[[], object], *, rate: str
+    run: Run, best: BestWeights, export: Callable[[], object], **trained: TrainedModelConfig
 ) -> Iterator[None]:
     """Around a step's loop: where it diverges, export the best weights before the run ends.
 
@@ -22,7 +23,7 @@ def keeping_best(
         run: of the step; it notes that it diverged.
         best: the weights to keep.
         export: writes the model to its place; all processes call it.
-        rate: the setting of the learning rate and its value, for the sentence.
+        trained: settings of the model by their name, for the sentence, which says the rate.
 
     Raises:
         DivergedError: what went wrong and when, what is kept, what to do.
@@ -34,6 +35,10 @@ def keeping_best(
         if best.restore():
             export()
             kept = f"the weights after step {best.step}, the best evaluated, are exported"
+        ((name, model),) = trained.items()
+        rate = f"{name}.optim.lr is {model.optim.lr:g}"
+        if model.lora is not None:
+            rate = f"adapters train at a rate of {model.lora_lr:g}, see {name}.lora.lr"
         sentence = f"{run.name} diverged after step {run.step}: {error} ({rate}); {kept}"
         run.note_divergence(sentence)
         raise DivergedError(sentence) from None

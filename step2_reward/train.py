@@ -124,8 +124,7 @@ def train(config: RewardConfig) -> Path:
         def write() -> None:
             export(model, tokenizer, config.output_dir, weights=engine)
 
-        rate = f"model.optim.lr is {config.model.optim.lr:g}"
-        with keeping_best(run, best, write, rate=rate):
+        with keeping_best(run, best, write, model=config.model):
             for step in checkpoints.steps():
                 pairs = encode([data.train[row] for row in next(stream)], chat, config)
                 learn(engine, pairs, run, step=step, config=config)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,17 +15,7 @@ from pipeline.distributed import gather_objects, local_device, local_world_size
 from pipeline.errors import ModelError
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
-from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import (
-    Answer,
-    HeldOut,
-    comparison,
-    mean_length,
-    mean_score,
-    stop_rate,
-    win_rate,
-)
-from step3_ppo.prompts import Prompt
+from step3_ppo.evaluate import Answer, HeldOut, comparison, mean_length, mean_score, stop_rate
 
 logger = logging.getLogger(__name__)
 
@@ -64,47 +54,6 @@ def answer_all(held_out: HeldOut) -> Answers:
         sampled=held_out.answers(sampled),
         kl=held_out.kl(sampled),
     )
-
-
-def watched_prompts(prompts: Sequence[Prompt], config: PPOConfig) -> Sequence[Prompt]:
-    """The held-out prompts of evaluations during training: as many as a rollout has, at most."""
-    return prompts[: config.rollout_size]
-
-
-def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
-    """Work of an evaluation during training in iterations, by passes over a token.
-
-    Generation counts four, scoring four, and learning three for actor and critic in each epoch.
-    """
-    scored = 4 + 4
-    learned = 3 * 2 * config.ppo_epochs
-    return num_prompts / config.rollout_size * scored / (scored + learned)
-
-
-def watch(held_out: HeldOut, before: Answers) -> dict[str, float]:
-    """Figures of the actor as it is now, by sampled answers to the watched prompts.
-
-    `objective` is what the best actor has most of; `sampled_win_rate` is against step 1's answers.
-    """
-    with held_out.models.hybrid_engine.generating() as actor:
-        responses = held_out.respond(actor, temperature=held_out.config.temperature)
-    answers = held_out.answers(responses)
-    return watched_figures(held_out, answers, before, kl=held_out.kl(responses))
-
-
-def watched_figures(
-    held_out: HeldOut, answers: Sequence[Answer], before: Answers, *, kl: float
-) -> dict[str, float]:
-    """Of sampled answers to the watched prompts, the first of all."""
-    old = before.sampled[: len(answers)]
-    return {
-        "objective": held_out.objective(answers, kl=kl),
-        "sampled_score": mean_score(answers),
-        "kl": kl,
-        "sampled_length": mean_length(answers),
-        "sampled_stop_rate": stop_rate(answers),
-        "sampled_win_rate": win_rate(answers, old),
-    }
 
 
 def answers_of_base(held_out: HeldOut, base: FrozenModelConfig) -> list[Answer] | None:

@@ -13,7 +13,6 @@ if __name__ == "__main__":
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,30 +24,17 @@ from pipeline.cli import parse_step, run_main
 from pipeline.clock import Clock
 from pipeline.data.batches import RowStream, num_steps
 from pipeline.distributed import is_main, process_group, rank, share_of_rank, world_size
-from pipeline.divergence import check_finite, check_start, keeping_best
+from pipeline.divergence import check_finite, keeping_best
 from pipeline.engine.best import BestWeights
 from pipeline.errors import ConfigError
-from pipeline.evaluations import evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.models.trained import within_context
 from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step3_ppo.alarms import Alarms, check_reward_model
-from step3_ppo.comparison import (
-    Answers,
-    answer_all,
-    answers_of_base,
-    evaluation_cost,
-    judged,
-    summarize,
-    watch,
-    watched_figures,
-    watched_prompts,
-    write_samples,
-)
+from step3_ppo.course import Course
 from step3_ppo.ema import Ema
-from step3_ppo.evaluate import HeldOut, mean_score, stop_rate
 from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import Prompts, load_prompts
@@ -90,17 +76,11 @@ def train(config: PPOConfig) -> Path:
     with Run(config, name="step3_ppo", total_steps=total_steps, is_main=is_main()) as run:
         check_reward_model(config.reward.path)
         models = load_models(config, tokenizer, chat, iterations=total_steps)
-        held_out = HeldOut(models, prompts.held_out, config)
-        watched = HeldOut(models, watched_prompts(prompts.held_out, config), config)
-        every = evaluation_interval(
-            config.eval_every,
-            total_steps=total_steps,
-            cost=evaluation_cost(len(watched.prompts), config),
-        )
+        course = Course(models, prompts.held_out, config, total_steps=total_steps)
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
         ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
-        best, alarms = BestWeights(models.actor, keep=config.keep_best), Alarms()
+        alarms = Alarms()
         checkpoints = Checkpoints(
             run,
             engines={"actor": models.actor, "critic": models.critic},
@@ -109,7 +89,7 @@ def train(config: PPOConfig) -> Path:
                 "controller": controller,
                 "ema": ema,
                 "ptx": ptx,
-                "best": best,
+                "best": course.best,
                 "alarms": alarms,
             },
             tokenizer=tokenizer,
@@ -118,22 +98,12 @@ def train(config: PPOConfig) -> Path:
         with models.hybrid_engine.generating() as actor:
             check_generation(actor, [row.input_ids for row in prompts.train[:2]])
         set_moments(models, prompts, config, checkpoints)
-        before = Answers.read(checkpoints.once("before", lambda: asdict(answer_all(held_out))))
-        start = watched_figures(
-            watched, before.sampled[: len(watched.prompts)], before, kl=before.kl
-        )
-        check_start(config.actor.path, start)
-        if checkpoints.done == 0:
-            best.update(-start["objective"], step=0)
-            run.evaluated(
-                0, score=mean_score(before.greedy), stop_rate=stop_rate(before.greedy), **start
-            )
+        course.begin(checkpoints, run)
 
         def write_actor() -> None:
             export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
 
-        rate = f"actor.optim.lr is {config.actor.optim.lr:g}"
-        with keeping_best(run, best, write_actor, rate=rate):
+        with keeping_best(run, course.best, write_actor, actor=config.actor):
             for step in checkpoints.steps():
                 metrics = iterate(
                     models,
@@ -148,36 +118,12 @@ def train(config: PPOConfig) -> Path:
                 )
                 alarms.look(step, metrics)
                 if step % config.samples_every == 0:
-                    held_out.print_samples(step)
-                if step == total_steps or step % every == 0:
-                    figures = watch(watched, before)
-                    best.update(-figures["objective"], step=step)
-                    run.evaluated(step, **figures)
-                    check_finite(f"of held-out prompts after iteration {step}", figures)
+                    course.held_out.print_samples(step)
+                course.look(step, run)
 
-        export_models(models, ema, run, best=best)
-        say_where_it_ended(best, start["objective"])
-        compare(held_out, before, best, run, config)
+        export_models(models, ema, run, best=course.best)
+        course.end(run)
     return config.output_dir
-
-
-def compare(
-    held_out: HeldOut, before: Answers, best: BestWeights, run: Run, config: PPOConfig
-) -> None:
-    """Let the exported actor and the base answer the held-out prompts; write the result."""
-    after = answer_all(held_out)
-    evaluation = {
-        **summarize(before, after),
-        "best_step": best.step if config.keep_best else best.last_step,
-    }
-    run.evaluated(run.total_steps, **evaluation)
-    sampled = {"step1_sft": before.sampled, "step3_ppo": after.sampled}
-    base = answers_of_base(held_out, config.base)
-    if base is not None:
-        sampled = {"base": base, **sampled}
-    if is_main():
-        write_samples(held_out, sampled, run.path("samples.json"))
-    run.finish(eval={**evaluation, **judged(held_out, sampled)})
 
 
 def set_moments(
@@ -255,32 +201,6 @@ def iterate(
     )
     controller.update(statistics["kl"], responses=config.rollout_size)
     return metrics
-
-
-def say_where_it_ended(best: BestWeights, start: float) -> None:
-    """Warn where the actor did not get better than step 1's model, or got worse again.
-
-    Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
-    """
-    now = -best.last
-    if best.step == 0:
-        logger.warning(
-            "PPO made the actor no better than step 1's model on held-out prompts (%.3g, at first"
-            " %.3g)%s: lower ppo.actor.optim.lr, or look at the reward model",
-            now,
-            start,
-            ", and step 1's weights are exported" if best.keep else "",
-        )
-    elif now < start:
-        logger.warning(
-            "PPO made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
-            " first %.3g)%s: lower ppo.actor.optim.lr",
-            now,
-            start,
-            f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
-            if best.keep
-            else "",
-        )
 
 
 def learn(

@@ -185,7 +185,7 @@ class ChatFormat:
             self._start(messages[:-1], text)  # raises: no cut is right
             raise AssertionError
         closed = turn if turn.endswith(self._end_of_turn) else turn + self._end_of_turn
-        return [*segments, Segment(closed, by_assistant=True)]
+        return [*segments, Segment(closed, by_assistant=True, trained=messages[-1].trained)]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Token ids of a dialogue that the assistant is to continue, generation prompt included."""

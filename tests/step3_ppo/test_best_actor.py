@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.engine.best import BestWeights
 from step3_ppo.config import PPOConfig
-from step3_ppo.train import say_where_it_ended, train
+from step3_ppo.course import say_where_it_ended
+from step3_ppo.train import train
 from tests.step3_ppo.toy import toy_config, toy_models
 
 

@@ -1,0 +1,147 @@
+"""How the actor does on held-out prompts over a run, and which actor was the best."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from pipeline.checkpoints import Checkpoints
+from pipeline.distributed import is_main
+from pipeline.divergence import check_finite, check_start
+from pipeline.engine.best import BestWeights
+from pipeline.evaluations import evaluation_interval
+from pipeline.run import Run
+from step3_ppo.comparison import (
+    Answers,
+    answer_all,
+    answers_of_base,
+    judged,
+    summarize,
+    write_samples,
+)
+from step3_ppo.config import PPOConfig
+from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
+from step3_ppo.models import Models
+from step3_ppo.prompts import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class Course:
+    """Evaluates the actor at the start, now and then, and at the end.
+
+    In between, sampled answers to the first held-out prompts, as many as a rollout has, are enough:
+    the best actor is that of the highest objective, mean reward less kl_coef times the KL.
+    """
+
+    def __init__(
+        self, models: Models, prompts: Sequence[Prompt], config: PPOConfig, *, total_steps: int
+    ) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.held_out = HeldOut(models, prompts, config)
+        self.watched = HeldOut(models, prompts[: config.rollout_size], config)
+        self.every = evaluation_interval(
+            config.eval_every,
+            total_steps=total_steps,
+            cost=evaluation_cost(len(self.watched.prompts), config),
+        )
+        self.best = BestWeights(models.actor, keep=config.keep_best)
+        self.start = 0.0
+        """The objective of step 1's model."""
+
+    def begin(self, checkpoints: Checkpoints, run: Run) -> None:
+        """Let step 1's model answer all held-out prompts; it is the first candidate.
+
+        Raises:
+            ModelError: its figures are not finite.
+        """
+        plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out)))
+        self.before = Answers.read(plain)
+        answers = self.before.sampled[: len(self.watched.prompts)]
+        figures = self._figures(answers, kl=self.before.kl)
+        check_start(self.config.actor.path, figures)
+        self.start = figures["objective"]
+        if checkpoints.done == 0:
+            greedy = self.before.greedy
+            self.best.update(-self.start, step=0)
+            run.evaluated(0, score=mean_score(greedy), stop_rate=stop_rate(greedy), **figures)
+
+    def look(self, step: int, run: Run) -> None:
+        """Evaluate the actor after iteration `step`, where that is due.
+
+        Raises:
+            DivergedError: its figures are not finite.
+        """
+        if step % self.every and step != self.total_steps:
+            return
+        with self.watched.models.hybrid_engine.generating() as actor:
+            responses = self.watched.respond(actor, temperature=self.config.temperature)
+        answers = self.watched.answers(responses)
+        figures = self._figures(answers, kl=self.watched.kl(responses))
+        self.best.update(-figures["objective"], step=step)
+        run.evaluated(step, **figures)
+        check_finite(f"of held-out prompts after iteration {step}", figures)
+
+    def end(self, run: Run) -> None:
+        """Let the exported actor and the base answer all prompts; write samples and the result."""
+        say_where_it_ended(self.best, self.start)
+        after = answer_all(self.held_out)
+        evaluation = {
+            **summarize(self.before, after),
+            "best_step": self.best.step if self.config.keep_best else self.best.last_step,
+        }
+        run.evaluated(self.total_steps, **evaluation)
+        sampled = {"step1_sft": self.before.sampled, "step3_ppo": after.sampled}
+        base = answers_of_base(self.held_out, self.config.base)
+        if base is not None:
+            sampled = {"base": base, **sampled}
+        if is_main():
+            write_samples(self.held_out, sampled, run.path("samples.json"))
+        run.finish(eval={**evaluation, **judged(self.held_out, sampled)})
+
+    def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
+        """Of sampled answers to the watched prompts; the win rate is against step 1's."""
+        return {
+            "objective": self.watched.objective(answers, kl=kl),
+            "sampled_score": mean_score(answers),
+            "kl": kl,
+            "sampled_length": mean_length(answers),
+            "sampled_stop_rate": stop_rate(answers),
+            "sampled_win_rate": win_rate(answers, self.before.sampled[: len(answers)]),
+        }
+
+
+def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
+    """Work of an evaluation during training in iterations, by passes over a token.
+
+    Generation counts four, scoring four, and learning three for actor and critic in each epoch.
+    """
+    scored = 4 + 4
+    learned = 3 * 2 * config.ppo_epochs
+    return num_prompts / config.rollout_size * scored / (scored + learned)
+
+
+def say_where_it_ended(best: BestWeights, start: float) -> None:
+    """Warn where the actor did not get better than step 1's model, or got worse again.
+
+    Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
+    """
+    now = -best.last
+    if best.step == 0:
+        logger.warning(
+            "PPO made the actor no better than step 1's model on held-out prompts (%.3g, at first"
+            " %.3g)%s: lower ppo.actor.optim.lr, or look at the reward model",
+            now,
+            start,
+            ", and step 1's weights are exported" if best.keep else "",
+        )
+    elif now < start:
+        logger.warning(
+            "PPO made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
+            " first %.3g)%s: lower ppo.actor.optim.lr",
+            now,
+            start,
+            f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
+            if best.keep
+            else "",
+        )
