@@ -64,11 +64,7 @@ class Conversation:
             DataError: `text` alone does not fit the model's context; the dialogue is as before.
         """
         asked = [*self.messages, Message("user", text)]
-        limit = context_length(self.model)
-        max_new_tokens = self.sampling.max_new_tokens
-        # No more than half of the context is kept free for the answer, so that some dialogue stays.
-        room = limit - min(max_new_tokens, limit // 2)
-        token_ids, num_left_out = fit_turns(asked, self.chat_format.encode_prompt, room)
+        num_left_out = 0
         stream = TextStream(self.tokenizer)
         pieces: list[str] = []
 
@@ -84,13 +80,14 @@ class Conversation:
 
         interrupted = False
         try:
+            token_ids, num_left_out = self._encode(asked)
             sampling = replace(self.sampling, seed=self.sampling.seed + self._num_answers)
             list(
                 answer_each(
                     self.model,
                     [token_ids],
                     sampler_of(sampling, self.chat_format.stop_ids),
-                    max_new_tokens=max_new_tokens,
+                    max_new_tokens=self.sampling.max_new_tokens,
                     stop_ids=self.chat_format.stop_ids,
                     on_token=on_token,
                 )
@@ -102,3 +99,10 @@ class Conversation:
         answer = "".join(pieces).strip()
         self.messages = [*asked, Message("assistant", answer)]
         return Answer(answer, num_left_out, interrupted)
+
+    def _encode(self, asked: list[Message]) -> tuple[list[int], int]:
+        """Token ids of the turns that fit the context, and how many messages do not."""
+        limit = context_length(self.model)
+        # No more than half of the context is kept free for the answer, so that some dialogue stays.
+        room = limit - min(self.sampling.max_new_tokens, limit // 2)
+        return fit_turns(asked, self.chat_format.encode_prompt, room)

@@ -1,14 +1,20 @@
-"""The chat's terminal: reads lines, runs commands, prints answers as they come."""
+"""The chat's terminal: reads messages, runs commands, prints answers as they come."""
 
 import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inference.conversation import Conversation
+from inference.held_logs import held_logs
 from inference.streaming import printable
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from inference.keyboard import Keyboard
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
@@ -18,7 +24,9 @@ HELP = """\
 /save FILE       write the dialogue as a JSON list of messages
 /help            this list
 /quit            leave (also: quit, Ctrl-D)
-Ctrl-C           stop the answer"""
+Ctrl-C           stop the answer
+
+Pasted lines are one message. What is typed during an answer waits for the next prompt."""
 
 ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
 """Words that are commands when they are the whole line, as in DeepSpeed-Chat."""
@@ -27,9 +35,12 @@ ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
 class Terminal:
     """Reads from standard input, a terminal or a pipe, until it ends or says /quit."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, *, greeting: str = "") -> None:
+        """`greeting` is shown to a person before the first prompt."""
         self.conversation = conversation
+        self.greeting = greeting
         self.interactive = sys.stdin.isatty()
+        self._keyboard: Keyboard | None = None
         self._saved: set[Path] = set()
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
@@ -43,50 +54,79 @@ class Terminal:
     def run(self) -> None:
         """Chat until the end."""
         if self.interactive:
-            import readline  # noqa: F401 - gives input() a history and line editing
+            # Needs a terminal, which not every system has.
+            from inference.keyboard import Keyboard
 
+            keyboard = Keyboard()
+            self._keyboard = keyboard
+            if self.greeting:
+                self.say(self.greeting)
             self.say("Type a message, or /help. Ctrl-D leaves.")
-        while (line := self.read()) is not None:
-            word, _, rest = line.partition(" ")
-            word = ALIASES.get(line.lower(), word)
-            if word == "/quit":
-                return
-            if word in self._commands:
-                self._commands[word](rest.strip())
-            elif word.startswith("/"):
-                self.say(f"There is no command {word}; /help lists them.")
-            elif line:
-                self.answer(line)
+        else:
+            keyboard = nullcontext()
+        with keyboard:
+            while self.turn():
+                pass
 
-    def read(self) -> str | None:
-        """The next line; None at the end of input, or at Ctrl-C on an empty line."""
+    def turn(self) -> bool:
+        """Read a message and do what it asks; False at the chat's end."""
         try:
-            return input("\nYou: " if self.interactive else "").strip()
-        except EOFError:
-            if self.interactive:
-                self.say("")
-            return None
-        except KeyboardInterrupt:
+            text = self.read()
+            return text is not None and self.take(text)
+        except KeyboardInterrupt:  # in the middle of anything but reading
             if not self.interactive:
                 raise
-            self.say("")
-            return None
+            self.say(" [stopped]")
+            return True
+
+    def take(self, text: str) -> bool:
+        """Run the command that `text` is, or answer it; False where the chat is to end."""
+        word, _, rest = text.partition(" ")
+        word = ALIASES.get(text.lower(), word)
+        if "\n" in text:  # was pasted: whatever it begins with, it is a message
+            word = ""
+        if word == "/quit":
+            return False
+        if word in self._commands:
+            self._commands[word](rest.strip())
+        elif word.startswith("/"):
+            self.say(f"There is no command {word}; /help lists them.")
+        elif text:
+            self.answer(text)
+        return True
+
+    def read(self) -> str | None:
+        """The next message; None at the end of input."""
+        while True:
+            try:
+                if self._keyboard is None:
+                    return input().strip()
+                return self._keyboard.message("\nYou: ")
+            except EOFError:
+                if self.interactive:
+                    self.say("")
+                return None
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                self.say("\n(Ctrl-D or /quit leaves; the dialogue is still there)")
 
     def answer(self, text: str) -> None:
-        """Print the model's answer as it comes."""
-        if self.interactive:
-            self.write("Model: ")
-        try:
-            answer = self.conversation.answer(text, self.write)
-        except UserError as error:
-            self.say(f"({error})")
-            return
-        self.say(" [stopped]" if answer.interrupted else "")
-        if answer.num_left_out:
-            self.say(
-                f"(the {answer.num_left_out} oldest messages no longer fit the model's context"
-                " and were left out)"
-            )
+        """Print the model's answer as it comes; log lines wait for its end."""
+        with held_logs():
+            if self.interactive:
+                self.write("Model: ")
+            try:
+                answer = self.conversation.answer(text, self.write)
+            except UserError as error:
+                self.say(f"({error})")
+                return
+            self.say(" [stopped]" if answer.interrupted else "")
+            if answer.num_left_out:
+                self.say(
+                    f"(the {answer.num_left_out} oldest messages no longer fit the model's context"
+                    " and were left out)"
+                )
 
     def reset(self, _: str) -> None:
         """Forget the dialogue, keep the system message."""

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
-from pipeline.config import TrainedModelConfig
+from pipeline.config import EMBEDDED, TrainedModelConfig
+from pipeline.data.embedded_talk import to_try
 from pipeline.engine.deepspeed.read import notice_of
 from pipeline.errors import EXIT_DIVERGED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.installation import CHAT
@@ -225,6 +226,8 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     actors = (out / "step3_ppo" / "actor", out / "step1_sft")
     for model in [path for path in actors if (path / "config.json").is_file()][:1]:
         yield f"chat     {CHAT} --path {model}"
+        if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):
+            yield from (f"try      {prompt}" for prompt in to_try())
 
 
 def _numbers(values: Mapping[str, object]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,8 +148,14 @@ def judged(held_out: HeldOut, sampled: Mapping[str, list[Answer]]) -> dict[str, 
     }
 
 
-def write_samples(held_out: HeldOut, sampled: dict[str, list[Answer]], path: Path) -> None:
-    """Write the first answers of each model, side by side, for the report."""
+def write_samples(
+    held_out: HeldOut,
+    sampled: Mapping[str, list[Answer]],
+    path: Path,
+    *,
+    talk: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Write the first answers of each model, side by side, for the report; and those of a talk."""
     rows = [
         {
             "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
@@ -160,7 +166,7 @@ def write_samples(held_out: HeldOut, sampled: dict[str, list[Answer]], path: Pat
         }
         for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
     ]
-    document = {"models": list(sampled), "rows": rows}
+    document = {"models": list(sampled), "rows": rows, "talk": list(talk)}
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 

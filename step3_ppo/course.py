@@ -5,21 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from pipeline.checkpoints import Checkpoints
-from pipeline.distributed import is_main
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
 from pipeline.evaluations import evaluation_interval
 from pipeline.run import Run
-from step3_ppo.comparison import (
-    Answers,
-    answer_all,
-    answers_of_base,
-    judged,
-    summarize,
-    write_samples,
-)
+from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
+from step3_ppo.judged import conclude
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 
@@ -95,9 +88,8 @@ class Course:
         base = answers_of_base(self.held_out, self.config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
-        if is_main():
-            write_samples(self.held_out, sampled, run.path("samples.json"))
-        run.finish(eval={**evaluation, **judged(self.held_out, sampled)})
+        judged = conclude(self.held_out, sampled, run.path("samples.json"))
+        run.finish(eval={**evaluation, **judged})
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
         """Of sampled answers to the watched prompts; the win rate is against step 1's."""

@@ -94,6 +94,14 @@ class HeldOut:
         ]
         return [None if verdict is None else verdict.both for verdict in verdicts]
 
+    @property
+    def is_judged(self) -> bool:
+        """Every prompt is one of the embedded task's."""
+        return all(
+            len(prompt.messages) == 1 and judge(prompt.messages[0].content, "") is not None
+            for prompt in self.prompts
+        )
+
     def print_samples(self, iteration: int) -> None:
         """Log the actor's greedy answers to the first prompts."""
         shown = self.prompts[:SHOWN]

@@ -62,12 +62,11 @@ def read_row(row: Row, fields: Mapping[str, str], reading: Reading | None = None
     columns = Columns(
         {name: value for name, value in {**row.columns, **given}.items() if value is not None}
     )
-    named = Row(columns, row.origin)
     shape = next((shape for shape in SHAPES if _fits(shape, columns, given)), None)
     if shape is None:
         raise DataError(_unknown_shape(row, columns))
     try:
-        return _example(shape, named, reading)
+        return _example(shape, columns, row.origin, reading)
     except LeftOut as reason:
         reading.left_out[str(reason)] += 1
         return None
@@ -76,8 +75,9 @@ def read_row(row: Row, fields: Mapping[str, str], reading: Reading | None = None
         reading.used.update(fields[name] if name in given else name for name in columns.read)
 
 
-def _example(shape: Shape, row: Row, reading: Reading) -> Example:
+def _example(shape: Shape, columns: Columns, origin: str, reading: Reading) -> Example:
     """The example of a row of this shape, as its weight and its label have it."""
+    row = Row(columns, origin)
     if "weight" in row.columns and _weight(row) == 0:
         raise LeftOut(ZERO_WEIGHT)
     example = replace(shape.read(row), margin=_margin(row), origin=row.origin)
@@ -87,7 +87,7 @@ def _example(shape: Shape, row: Row, reading: Reading) -> Example:
     example = replace(example, prompt=tuple(map(_unlearned_where_empty, example.prompt)))
     if not example.prompt or not example.chosen or example.rejected:
         return example
-    if _is_labelled_bad(row):
+    if _is_labelled_bad(columns, row.origin):
         reason = BAD_LABEL
     elif example.num_targets == 0:
         reason = NO_TARGETS
@@ -260,21 +260,23 @@ def _weight(row: Row) -> float:
     return weight
 
 
-def _is_labelled_bad(row: Row) -> bool:
+def _is_labelled_bad(columns: Columns, origin: str) -> bool:
     """Whether the column `label` (KTO; `kto_tag` in LLaMA-Factory) says that the response is bad.
 
     A label that is neither true nor false, such as the name of a class, is not read.
     """
-    name = "kto_tag" if "kto_tag" in row.columns else "label"
-    said = str(dict.get(row.columns, name)).strip().lower()
-    if said in ("true", "false"):
-        return str(row.columns[name]).strip().lower() == "false"
+    name = "kto_tag" if "kto_tag" in columns else "label"
+    if name not in columns:
+        return False
+    read, said = set(columns.read), str(columns[name]).strip().lower()
     if said in ("0", "1"):
         raise DataError(
-            f"{row.origin}: {name} is {said}; beside a response it must be true (good) or false"
+            f"{origin}: {name} is {said}; beside a response it must be true (good) or false"
             " (bad), or have another name if it means something else"
         )
-    return False
+    if said not in ("true", "false"):
+        columns.read = read
+    return said == "false"
 
 
 _ALPACA = ("input", "context", "history", "system")

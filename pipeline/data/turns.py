@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -59,20 +59,27 @@ class Reading:
     """Those whose values became part of an example."""
 
 
-class Columns(dict[str, Any]):
+class Columns(Mapping[str, Any]):
     """The columns of one row, which remember which of them were read."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
-        super().__init__(columns)
+        self._columns = columns
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
+        value = self._columns[name]
         self.read.add(name)
-        return super().__getitem__(name)
+        return value
 
-    def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401
-        """The value, None where there is no such column."""
-        return self[name] if name in self else default  # noqa: SIM401 - it notes the name
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a column; asking does not read it."""
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
 
 def names(of: Collection[str]) -> str:

@@ -39,7 +39,7 @@ def findings(results: Results) -> list[Finding]:
     what people would look at next.
     """
     broken = [Finding("worse", each.diverged) for each in results.steps.values() if each.diverged]
-    found = [_by_judge(results), _by_win_rate(results)]
+    found = [_by_judge(results), _by_talk(results), _by_win_rate(results)]
     found += [_by_accuracy(results), _by_perplexity(results)]
     known = broken + [finding for finding in found if finding is not None]
     return known or [Finding(None, _nothing_known(results))]
@@ -60,6 +60,17 @@ def judge_rates(results: Results) -> dict[str, float]:
         return {}
     rates = {model: finite(judge.get(model)) for model in JUDGED}
     return {model: rate for model, rate in rates.items() if rate is not None}
+
+
+def trivial_rates(results: Results) -> dict[str, float]:
+    """The judge's rate of each policy that understands nothing, the best first."""
+    step = results.steps.get("step3_ppo")
+    trivial = step.eval.get("judge_trivial") if step else None
+    if not isinstance(trivial, Mapping):
+        return {}
+    rates = {str(name): finite(rate) for name, rate in trivial.items()}
+    known = [(name, rate) for name, rate in rates.items() if rate is not None]
+    return dict(sorted(known, key=lambda pair: -pair[1]))
 
 
 def before_after(step: StepResult) -> list[tuple[str, str, str]]:
@@ -108,6 +119,15 @@ def _by_judge(results: Results) -> Finding | None:
         f"{count:,} held-out prompts; 95 % interval of the change from step 1: {points(low)} to"
         f" {points(high)} points",
     )
+
+
+def _by_talk(results: Results) -> Finding | None:
+    step = results.steps.get("step3_ppo")
+    rate = step.number("judge_talk") if step else None
+    if rate is None:
+        return None
+    among = f"{len(results.talk)} prompts" if results.talk else "prompts"
+    return Finding(None, f"{percent(rate)} of answers to {among} written by hand are right")
 
 
 _AFTER = {"base": "from the base model", "step1_sft": "after step 1", "step3_ppo": "after PPO"}

@@ -70,12 +70,25 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Said:
+    """The last model's answer to a prompt that was written by hand."""
+
+    prompt: str
+    answer: str
+    right: bool
+    """Correct and polite."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Results:
     """All of an output directory."""
 
     steps: Mapping[str, StepResult]
     seconds: float
     samples: tuple[Sample, ...]
+
+    talk: tuple[Said, ...] = ()
+    """Empty where there is no judge."""
 
 
 def read_results(out: Path) -> Results:
@@ -102,6 +115,7 @@ def read_results(out: Path) -> Results:
         steps=steps,
         seconds=sum(step.seconds for step in steps.values()) if seconds is None else seconds,
         samples=tuple(_samples(out / "step3_ppo" / "samples.json")),
+        talk=tuple(_talk(out / "step3_ppo" / "samples.json")),
     )
 
 
@@ -146,6 +160,16 @@ def _samples(path: Path) -> Iterator[Sample]:
                 )
                 for model, answer in row["answers"].items()
             },
+        )
+
+
+def _talk(path: Path) -> Iterator[Said]:
+    rows = _read_object(path).get("talk", [])
+    for row in rows if isinstance(rows, list) else []:
+        yield Said(
+            prompt=str(row["prompt"]),
+            answer=str(row["text"]),
+            right=row.get("correct") is True and row.get("polite") is True,
         )
 
 

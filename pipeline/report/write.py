@@ -7,7 +7,14 @@ from pathlib import Path
 
 from pipeline.installation import CHAT
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
-from pipeline.report.findings import JUDGED, Finding, before_after, findings, judge_rates
+from pipeline.report.findings import (
+    JUDGED,
+    Finding,
+    before_after,
+    findings,
+    judge_rates,
+    trivial_rates,
+)
 from pipeline.report.pages import templates
 from pipeline.report.results import Results, read_results
 
@@ -49,6 +56,7 @@ def render(results: Results, out: Path) -> str:
             others=[finding.whole for finding in others],
             results=results,
             rates=judge_rates(results),
+            trivial=trivial_rates(results),
             titles=TITLES,
             figures={name: before_after(step) for name, step in results.steps.items()},
             key_charts=key_charts,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.data.embedded_talk import to_try
 from pipeline.orchestrator import main
 from tests.pipeline.stages import TOY_STAGES
 
@@ -30,6 +31,8 @@ def test_the_steps_run_one_after_the_other_and_are_summed_up(
     assert (tmp_path / "out" / "report.html").is_file()
     assert f"report   {tmp_path}/out/report.html" in said
     assert f"chat     python chat.py --path {tmp_path}/out/step1_sft" in said
+    # The embedded task's run ends with something to say to its model: a prompt of each kind.
+    assert said.splitlines()[-9:] == [f"try      {prompt}" for prompt in to_try()]
 
 
 def test_resume_skips_what_is_finished_and_runs_the_rest(

@@ -91,6 +91,31 @@ def test_the_judge_has_the_first_word(tmp_path: Path) -> None:
     ]
 
 
+def test_policies_that_understand_nothing_stand_beside_the_models(tmp_path: Path) -> None:
+    trivial = {"best constant answer": 0.017, "nearest prompt, by all words": 0.097}
+    write_summary(tmp_path, step3_ppo={**PPO_EVAL, "judge": JUDGE, "judge_trivial": trivial})
+
+    text = Page(write_report(tmp_path)).text.replace("\u202f", " ")
+
+    assert "PPO 84.0 % nearest prompt, by all words 9.7 % best constant answer 1.7 %" in text
+
+
+def test_the_prompts_written_by_hand_stand_there_to_try_with_what_was_answered(
+    tmp_path: Path,
+) -> None:
+    write_summary(tmp_path, step3_ppo={**PPO_EVAL, "judge": JUDGE, "judge_talk": 0.75})
+    said = {"prompt": "12 + 6 = ?", "text": "Sure! <b>18", "correct": True, "polite": True}
+    rude = {"prompt": "and 5 + 3?", "text": "Ugh. 8", "correct": True, "polite": False}
+    write(tmp_path / "step3_ppo" / "samples.json", {"rows": [], "talk": [said, rude]})
+    for name in ("step1_sft", "step3_ppo"):
+        write(tmp_path / name / "result.json", SFT)
+
+    text = Page(write_report(tmp_path)).text.replace("\u202f", " ")
+
+    assert "75 % of answers to 2 prompts written by hand are right." in text
+    assert "12 + 6 = ? Sure! <b>18 right and 5 + 3? Ugh. 8 wrong" in text
+
+
 def test_a_run_that_got_worse_is_said_to_have(tmp_path: Path) -> None:
     judge = {"base": 0.1, "step1_sft": 0.5, "step3_ppo": 0.3}
     counts = {"prompts": 100, "gained": 5, "lost": 25}

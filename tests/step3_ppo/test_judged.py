@@ -1,0 +1,57 @@
+"""The judge's part of a run's figures."""
+
+import json
+from pathlib import Path
+
+from pipeline.data.embedded import held_out_questions
+from pipeline.data.embedded_talk import TALK
+from pipeline.data.examples import Message
+from step3_ppo.evaluate import HeldOut
+from step3_ppo.judged import TRIES, conclude
+from step3_ppo.prompts import Prompt
+from tests.step3_ppo.toy import toy_config, toy_models
+
+
+def held_out(toy: Path, texts: list[str]) -> HeldOut:
+    config = toy_config(toy)
+    models = toy_models(config)
+    prompts = [
+        Prompt(messages, models.chat.encode_prompt(messages))
+        for messages in ((Message("user", text),) for text in texts)
+    ]
+    return HeldOut(models, prompts, config)
+
+
+def test_on_the_embedded_task_the_run_is_judged_beside_trivial_policies_and_by_hand(
+    toy: Path, tmp_path: Path
+) -> None:
+    held = held_out(toy, [question.text for question in held_out_questions()[:2]])
+    with held.models.hybrid_engine.generating() as actor:
+        answers = held.answers(held.respond(actor, temperature=1.0))
+
+    figures = conclude(
+        held, {"step1_sft": answers, "step3_ppo": answers}, tmp_path / "samples.json"
+    )
+
+    assert figures["judge"] == {"step1_sft": 0.0, "step3_ppo": 0.0}  # untrained
+    trivial = figures["judge_trivial"]
+    assert isinstance(trivial, dict)
+    assert 0.0 < max(trivial.values()) < 0.3
+    assert figures["judge_talk"] == 0.0
+    said = json.loads((tmp_path / "samples.json").read_text())["talk"]
+    assert [row["prompt"] for row in said] == [prompt.text for prompt in TALK]
+    assert all(row["correct"] is False and isinstance(row["text"], str) for row in said)
+    assert TRIES > 1
+
+
+def test_on_other_data_there_is_no_judge(toy: Path, tmp_path: Path) -> None:
+    held = held_out(toy, ["two and two"])
+    with held.models.hybrid_engine.generating() as actor:
+        answers = held.answers(held.respond(actor, temperature=1.0))
+
+    figures = conclude(
+        held, {"step1_sft": answers, "step3_ppo": answers}, tmp_path / "samples.json"
+    )
+
+    assert figures == {}
+    assert json.loads((tmp_path / "samples.json").read_text())["talk"] == []
