@@ -96,6 +96,8 @@ def train(args: argparse.Namespace, case: Case) -> Path:
         "output_dir": Path(args.output) / "run",
         "data": DataConfig(path=(str(prompts),), max_length=512, split=split, max_eval_rows=2),
         "max_steps": args.steps,
+        "eval_every": 0,
+        "keep_best": False,
         "batch_size": BATCH,
         "micro_batch_size": BATCH,
     }

@@ -44,6 +44,8 @@ def run_ours(directory: Path, iterations: int) -> list[Times]:
             max_prompt_length=PROMPT,
             max_new_tokens=ANSWER,
             samples_every=10**6,
+            eval_every=0,
+            keep_best=False,
             actor=TrainedModelConfig(
                 path=str(directory / "actor"), precision="bf16", optim=OptimConfig(lr=ACTOR_LR)
             ),

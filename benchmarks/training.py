@@ -61,6 +61,8 @@ def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
                 path=(args.data_path,), max_length=args.max_length, split=split, max_eval_rows=8
             ),
             "max_steps": args.steps,
+            "eval_every": 0,
+            "keep_best": False,
             "batch_size": args.batch_size,
             "micro_batch_size": args.batch_size,
             "model": TrainedModelConfig(

@@ -161,7 +161,6 @@ class Checkpoints:
             self._writer.save_base(self._base, chain(*frozen))
         self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
-        self._kept = step
 
     def _prepare(self) -> None:
         """Have the memory for copies made while training goes on."""
@@ -192,6 +191,7 @@ class Checkpoints:
         told = bool(interrupted or ended)
         if (told or due_somewhere) and self._kept != self.done:
             self.save(self.done)
+            self._kept = self.done
         if told:
             self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
 

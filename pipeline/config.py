@@ -414,6 +414,10 @@ class StepConfig:
     """Sequences in one forward pass of one process (per_device_train_batch_size); accumulation
     follows from it. It changes memory and speed, not the result."""
 
+    threads: int | None = None
+    """Processor threads of each process; null takes the variable RLHF_THREADS, else one for each
+    core that is the process's share. Another number may round otherwise."""
+
     timeout_seconds: float = 1800.0
     """A process that keeps the others waiting for so long is named, and the step ends; more
     than the longest time that one process works alone."""
@@ -449,7 +453,7 @@ class StepConfig:
         )
         positive = {
             name: getattr(self, name)
-            for name in ("max_steps", "batch_size", "micro_batch_size", "log_every")
+            for name in ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every")
         }
         for name, value in positive.items():
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
@@ -470,7 +474,7 @@ class StepConfig:
 
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
-    *("timeout_seconds", "micro_batch_size", "generation_batch_size"),
+    *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )

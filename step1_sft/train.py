@@ -18,6 +18,7 @@ from pathlib import Path
 from pipeline.budget.start import check_memory
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
+from pipeline.compute_threads import compute_threads
 from pipeline.data.batches import RowStream, TokenBatch, collate_part, micro_batches, num_steps
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
@@ -208,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(SFTConfig, argv)
     check_memory(config, section="sft")
-    with process_group(config.timeout_seconds):
+    with compute_threads(config.threads), process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)
 

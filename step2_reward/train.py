@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeline.budget.start import check_memory
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
+from pipeline.compute_threads import compute_threads
 from pipeline.data.batches import RowStream, TokenBatch, collate, micro_batches, num_steps
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
@@ -287,7 +288,7 @@ def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(RewardConfig, argv)
     check_memory(config, section="reward")
-    with process_group(config.timeout_seconds):
+    with compute_threads(config.threads), process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)
 

@@ -22,6 +22,7 @@ from pipeline.budget.start import check_memory
 from pipeline.checkpoints import Checkpoints
 from pipeline.cli import parse_step, run_main
 from pipeline.clock import Clock
+from pipeline.compute_threads import compute_threads
 from pipeline.data.batches import RowStream, num_steps
 from pipeline.distributed import is_main, process_group, rank, share_of_rank, world_size
 from pipeline.divergence import check_finite, keeping_best
@@ -268,7 +269,7 @@ def main(argv: Sequence[str]) -> None:
     """Parse the settings and run the step on the processes that torchrun started."""
     config = parse_step(PPOConfig, argv)
     check_memory(config, section="ppo")
-    with process_group(config.timeout_seconds):
+    with compute_threads(config.threads), process_group(config.timeout_seconds):
         configure_logging(is_main=is_main())
         train(config)
 

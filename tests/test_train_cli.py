@@ -70,16 +70,21 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_of_a_model_with_a_configuration_says_nothing_else(tmp_path: Path) -> None:
+def test_a_plan_for_another_machine_needs_no_more_of_a_model_than_its_configuration(
+    tmp_path: Path,
+) -> None:
     model = tmp_path / "model"
     tiny_config("llama", vocab_size=1000).save_pretrained(model)
 
     ended = train(
-        tmp_path, "--dry-run", "--step", "1", "--actor-model", str(model), "--data-path", "embedded"
+        tmp_path,
+        *("--plan-for", "1x24GB", "--step", "1", "--actor-model", str(model)),
+        *("--data-path", "embedded"),
     )
 
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "unknown" not in ended.stdout
+    assert "  rows       48,000 to train on, 256 held out" in ended.stdout
 
 
 def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
 PASSED_ON = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|HF|TRANSFORMERS|TOKENIZERS|WANDB)_\w+"
     r"|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+|CUBLAS_WORKSPACE_CONFIG"
-    r"|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_PLANNED"
+    r"|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
 )
 """Of libraries that training uses. Which devices and paths a machine has is its own affair."""
 

@@ -91,7 +91,7 @@ class Chats:
             config = self.configs[maker.name]
             (_, start), *_ = _models(config)
             return self._with_format(start, config.data)[0]
-        if not self.downloads and not is_here(path):
+        if not self.downloads and not _has_tokenizer(path):
             return None
         return load_tokenizer(model)
 
@@ -104,6 +104,14 @@ class Chats:
 def is_here(path: str) -> bool:
     """Whether a model's small files can be read without the network."""
     return path == EMBEDDED or is_local(path) or _is_cached(path)
+
+
+def _has_tokenizer(path: str) -> bool:
+    """Whether a tokenizer is here; a directory to plan with needs a configuration alone."""
+    directory = Path(path).expanduser()
+    return is_here(path) and (
+        not directory.is_dir() or any(directory.glob("token*")) or any(directory.glob("*.model"))
+    )
 
 
 def _is_cached(name: str) -> bool:

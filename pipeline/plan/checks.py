@@ -95,6 +95,8 @@ def _processes(plan: Plan, stage: Stage) -> None:
 def _model_files(plan: Plan, stage: Stage) -> None:
     """The headers of the model directories that are there already."""
     config = plan.configs[stage.name]
+    if plan.request.plan_for is not None:
+        return  # the weights may be on the machine that this is planned for
     for name, path in model_paths(config):
         model: FrozenModelConfig = getattr(config, name.partition(".")[0])
         to_make = [each for each in plan.stages if each.name not in plan.finished]

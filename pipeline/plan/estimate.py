@@ -5,6 +5,7 @@ scoring - and timed by `pipeline.budget.speed`. What is not known beforehand, su
 answers will be, is taken from the settings.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,7 +132,7 @@ class _Count:
         actor, critic = self.work["actor"], self.work["critic"]
         rows = -(-rows_of_a_step(self.config) // self.machine.world)
         whole = self.row + ANSWERED * settings.max_new_tokens
-        passes = -(-rows // self.config.micro_batch_size)
+        passes = float(-(-rows // self.config.micro_batch_size))
 
         def asked(role: str) -> float:
             model = self.work.get(role, actor)
@@ -174,18 +175,18 @@ class _Count:
             passes=self._passes(tokens, sequences),
         )
 
-    def _passes(self, tokens: float, sequences: int) -> int:
+    def _passes(self, tokens: float, sequences: int) -> float:
         most = self.config.micro_batch_size * self.config.data.max_length * sequences
-        return max(1, -int(-tokens // most))
+        return float(max(1, math.ceil(tokens / most)))
 
     def _generate(self, model: Work, prompts: int, prompt: float) -> float:
         """Prompts are read in passes of their own, then each step adds a token to all of them."""
         slots = max(1, min(self.shape.slots, prompts))
-        rounds = -(-prompts // slots)
+        rounds = float(-(-prompts // slots))
         new = ANSWERED * self.shape.new_tokens
         reading = self.speed.forward(model, tokens=prompts * prompt, length=prompt, passes=rounds)
         decoding = self.speed.forward(
-            model, tokens=rounds * new * slots, length=1, passes=rounds * new
+            model, tokens=rounds * new * slots, length=1.0, passes=rounds * new
         )
         return reading + DECODED * decoding
 

@@ -117,6 +117,10 @@ class Request(Deployment, Autotuning):
     seed: int | None = None
     """Seed of all three steps; without it 1234."""
 
+    threads: int | None = None
+    """Processor threads of each process; without it RLHF_THREADS or OMP_NUM_THREADS of the
+    environment, else one for each core that is the process's share."""
+
     dry_run: bool = False
     """Check the plan and print it: rows, steps, tokens and an estimate of the time of each step,
     the commands that run it by hand, and the memory table; run nothing."""
@@ -155,6 +159,10 @@ class Request(Deployment, Autotuning):
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         if self.data_split is not None:
             check_split("data_split", self.data_split)
+        require(
+            self.threads is None or self.threads > 0,
+            f"--threads must be above 0, got {self.threads}",
+        )
         require(
             not (self.check and (self.dry_run or self.no_check)),
             "--check looks at the machines; leave"

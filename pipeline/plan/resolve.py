@@ -167,7 +167,7 @@ def _options(stage: Stage, request: Request) -> Layer:
             "critic": {"zero_stage": request.reward_zero_stage},
         },
     }[stage.section]
-    own = {"seed": request.seed, "save_every": request.save_every}
+    own = {"seed": request.seed, "save_every": request.save_every, "threads": request.threads}
     return Layer(_given({"data": data, **own, **models}), "the command line")
 
 

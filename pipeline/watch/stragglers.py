@@ -79,6 +79,6 @@ def slow_ranks(seconds: Sequence[Sequence[float]]) -> dict[int, float]:
             mine / max(statistics.median(theirs), 1e-9)
             for mine, theirs in zip(own, zip(*others, strict=True), strict=True)
         )
-        if factors[min(EXCEPTIONS, len(factors) - 1)] > FACTOR:
+        if factors[min(EXCEPTIONS, len(factors) - 1)] >= FACTOR:
             slow[each] = statistics.median(factors)
     return slow

@@ -96,7 +96,7 @@ def test_a_run_goes_on_when_a_node_is_lost_and_when_it_comes_back(
         max_steps=steps,
         batch_size=32,
         micro_batch_size=1,
-        eval_every=None,
+        eval_every=0,
     )
     whole = replace(config, output_dir=tmp_path / "whole")
     out = config.output_dir

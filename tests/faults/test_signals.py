@@ -6,12 +6,14 @@ The exit code is 130 after Ctrl-C, 75 after a scheduler's signal.
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import StepConfig
+from pipeline.engine.checkpoint.find import newest
 from pipeline.run import changed_settings
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
 from tests.faults.jobs import (
@@ -46,11 +48,15 @@ def lines(out: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def wait_for_lines(out: Path, count: int, job: Forked | Command) -> None:
+def wait_for(condition: Callable[[], object], job: Forked | Command) -> None:
     end = time.monotonic() + 60
-    while lines(out) < count:
+    while not condition():
         assert time.monotonic() < end, job.said()
         time.sleep(0.005)
+
+
+def wait_for_lines(out: Path, count: int, job: Forked | Command) -> None:
+    wait_for(lambda: lines(out) >= count, job)
 
 
 def exit_code(number: signal.Signals) -> int:
@@ -95,59 +101,32 @@ def model(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
-def wait_for_words(words: str, job: Forked | Command) -> float:
-    """Until the job has said them; the time then."""
-    end = time.monotonic() + 60
-    while words not in job.said():
-        assert time.monotonic() < end, job.said()
-        time.sleep(0.01)
-    return time.monotonic()
-
-
-def interrupt(job: Forked | Command, *, times: int = 1) -> None:
-    for count in range(times):
-        if count:
-            time.sleep(SAME_SECONDS + 0.2)
-        if isinstance(job, Forked):
-            job.signal(signal.SIGINT)
-        else:
-            job.process.send_signal(signal.SIGINT)
-
-
 def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
     start: Path, tmp_path: Path
 ) -> None:
     """One process sleeps in its third step, the other waits for it in a collective."""
     with Forked(job_of(start, tmp_path), fault="engine.step:1:3:hang") as job:
         wait_for_lines(tmp_path, 3, job)  # the evaluation before step 1, and two steps
-        interrupt(job)
-        wait_for_words("finishes the step at hand, saves its state and leaves", job)
+        job.signal(signal.SIGINT)
+        wait_for(lambda: "finishes the step at hand, saves its state" in job.said(), job)
         assert all(process.is_alive() for process in job.processes)
-        time.sleep(SAME_SECONDS)
-        interrupt(job)
+        time.sleep(SAME_SECONDS + 0.2)
+        job.signal(signal.SIGINT)
 
-        assert job.wait(5) == [EXIT_INTERRUPTED] * 2
+        assert job.wait(10) == [EXIT_INTERRUPTED] * 2
         assert "step1_sft is aborted; --resume begins at step 1\n" in job.said()
         assert "Traceback" not in job.said()
 
 
 def test_ctrl_c_before_the_first_step_leaves_at_once(start: Path, tmp_path: Path) -> None:
     with Forked(job_of(start, tmp_path), fault="engine.forward:*:1:hang") as job:
-        wait_for_evaluation(tmp_path, job)
-        interrupt(job)
+        wait_for((tmp_path / "checkpoints" / "tokenizer").exists, job)
+        time.sleep(1)  # the evaluation has begun, and hangs
+        job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * 2
         assert "step1_sft stopped after step 0 of 30; --resume begins at step 1\n" in job.said()
         assert "Traceback" not in job.said()
-
-
-def wait_for_evaluation(out: Path, job: Forked) -> None:
-    """Until the job is about to evaluate its model, or soon will be."""
-    end = time.monotonic() + 60
-    while not (out / "checkpoints" / "tokenizer").exists():
-        assert time.monotonic() < end, job.said()
-        time.sleep(0.01)
-    time.sleep(1)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -159,9 +138,9 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
     assert set(run_forked(config, world_size=processes)) == {0}
     config = replace(config, output_dir=tmp_path / "run")
     with Forked(config, world_size=processes, fault="export.before_replace:0:1:hang") as job:
-        wait_for_words("the state after step 8 is saved", job)
-        time.sleep(2)
-        interrupt(job)
+        wait_for(lambda: newest(config.output_dir / "checkpoints", verify=False)[0], job)
+        time.sleep(2)  # the export has begun, and hangs
+        job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * processes
         assert "step1_sft stopped after step 8 of 8; --resume goes on after step 8" in job.said()

@@ -128,7 +128,9 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     said = capsys.readouterr().out
     assert not out.exists()
     assert said.startswith(f"The plan: 3 steps, 1 process each, into {out}. Nothing is run.")
-    assert f"-m tests.pipeline.toy_step --output_dir {out}/step2_reward" in " ".join(said.split())
+    assert f"-m tests.pipeline.toy_step --output_dir {out}/step2_reward" in " ".join(
+        said.replace("\\\n", " ").split()
+    )
     assert "  model      embedded, ZeRO stage 0\n" in said
     assert "Memory of each process" in said
     assert "model              0.9M parameters" in said

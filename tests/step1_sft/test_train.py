@@ -146,6 +146,8 @@ def test_the_exported_weights_are_the_best_ones_and_patience_stops(tmp_path: Pat
     assert report["perplexity_after"] == best
     assert report["best_step"] == measured.index(best) + 1
     assert len(measured) == report["best_step"] + 2 < 9
+    last = (config.output_dir / "checkpoints" / "latest").read_text()
+    assert last == f"step_{len(measured):08d}\n"  # saved before the export, as after a last step
     _, chat = load_chat(config.model, DataConfig())
     held_out = load_examples(config.data, step=1, seed=config.seed).eval
     model = load_causal_lm(FrozenModelConfig(path=str(config.output_dir)), device=CPU)

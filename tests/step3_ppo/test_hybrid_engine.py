@@ -61,6 +61,12 @@ class Actor:
             self.engine.backward(self.engine(BATCH).logprobs.square().mean())
             self.engine.step()
 
+    def relearn(self, steps: int = 1) -> None:
+        """Learn after a generation: what generated before is no longer what trains."""
+        before = self.replica_logits()
+        self.learn(steps)
+        assert not torch.allclose(before, self.logits(), rtol=1e-3, atol=1e-3)
+
     @torch.no_grad()
     def logits(self) -> Tensor:
         """What the trained model says, adapters and all."""
@@ -101,7 +107,7 @@ def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:
     compared: list[tuple[str, Tensor, Tensor]] = []
     for stage, tp_size, lora in itertools.product(range(4), (1, 2, 4), (None, LORA)):
         actor = Actor(path, zero_stage=stage, tp_size=tp_size, lora=lora)
-        actor.learn()
+        actor.relearn()
         name = f"stage {stage}, tp {tp_size}, {'LoRA' if lora else 'all weights'}"
         compared.append((name, actor.replica_logits(), actor.logits()))
     return compared
@@ -120,7 +126,8 @@ def test_the_replica_says_what_the_trained_model_says_at_every_stage_and_divisio
 @torch.no_grad()
 def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
     actor = Actor(llama, lora=LORA)
-    actor.learn(3)
+    with torch.enable_grad():
+        actor.relearn(3)
     exported = {name.replace(".base_layer", "") for name in actor.weights() if "lora_" not in name}
 
     with actor.hybrid.generating() as replica:
@@ -138,7 +145,8 @@ def test_adapters_are_merged_as_the_export_merges_them(llama: str) -> None:
 def test_an_adapter_on_bf16_weights_is_rounded_once(tmp_path: Path) -> None:
     path = saved(tiny_causal_lm("llama"), tmp_path)
     actor = Actor(path, lora=LORA, precision="bf16")
-    actor.learn()
+    with torch.enable_grad():
+        actor.relearn()
     layer = base_model(actor.model).model.layers[0].mlp.up_proj
     update = 4.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
 
@@ -150,7 +158,10 @@ def test_an_adapter_on_bf16_weights_is_rounded_once(tmp_path: Path) -> None:
 
 
 def flip_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
-    """Whether 100 flips with learning between them leave the frozen weights, and bytes more."""
+    """Whether 100 flips with learning between them leave the frozen weights, and bytes more.
+
+    After all of them the replica still says what the trained model says.
+    """
     actor = Actor(path, **changes)
     actor.learn()
     frozen = {
@@ -169,6 +180,7 @@ def flip_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
             pass
     gc.collect()
     after = live_bytes()
+    torch.testing.assert_close(actor.replica_logits(), actor.logits(), rtol=1e-5, atol=1e-5)
     weights = actor.weights()
     return all(torch.equal(weights[name], old) for name, old in frozen.items()), after - before
 
@@ -196,6 +208,7 @@ def train_with_flips(path: str, changes: dict[str, Any], flips: list[bool]) -> d
     for flip in flips:
         if flip:
             actor.sample([[5, 6, 7], [8, 9]], keys=[2 * rank(), 2 * rank() + 1])
+            torch.testing.assert_close(actor.replica_logits(), actor.logits(), rtol=1e-5, atol=1e-5)
         actor.learn()
     return actor.weights()
 
@@ -225,11 +238,18 @@ PROMPTS: dict[str, list[list[list[int]]]] = {
 """By rank."""
 
 
+def double_weights(actor: Actor) -> None:
+    """After a generation, so that the replica has to follow; alike on any number of processes."""
+    actor.replica_logits()
+    actor.engine.load_masters([2 * each for each in actor.engine.masters()])
+
+
 def answer_own(
     path: str, tp_size: int, stage: int, cases: dict[str, list[list[list[int]]]]
 ) -> dict[str, list[list[int]]]:
     actor = Actor(path, tp_size=tp_size, zero_stage=stage)
     answers: dict[str, list[list[int]]] = {}
+    double_weights(actor)
     for name, prompts in cases.items():
         own = prompts[rank()]
         answers[name] = actor.sample(own, keys=[100 * rank() + row for row in range(len(own))])
@@ -238,6 +258,9 @@ def answer_own(
 
 def test_processes_answer_prompts_of_their_own_in_their_own_time(llama: str) -> None:
     alone = Actor(llama)
+    unchanged = alone.logits()
+    double_weights(alone)
+    assert not torch.allclose(alone.logits(), unchanged, rtol=0.01, atol=0.01)
     expected = {
         name: [
             alone.sample(own, keys=[100 * of + row for row in range(len(own))])
@@ -292,7 +315,7 @@ def test_the_hash_is_that_of_the_model_as_it_is_exported(
     llama: str, precision: Precision, lora: LoraConfig | None, tmp_path: Path
 ) -> None:
     actor = Actor(llama, lora=lora, precision=precision)
-    actor.learn()
+    actor.relearn()
     with actor.hybrid.generating():
         pass
     export(actor.model, build_tokenizer(), tmp_path, weights=actor.engine)
@@ -333,6 +356,7 @@ def test_parts_of_odd_width_add_up_to_the_hash_of_the_whole() -> None:
 
 def test_generation_inside_of_generation_leaves_the_outer_one_its_weights(llama: str) -> None:
     actor = Actor(llama, zero_stage=3)
+    actor.relearn()
     expected = actor.logits()
 
     with actor.hybrid.generating() as replica, torch.no_grad():
@@ -361,6 +385,10 @@ def test_a_released_replica_reads_as_nan_and_a_resident_one_keeps_its_memory(lla
 
     assert released.hybrid.replica.model(input_ids=IDS).logits.isnan().all()
     assert torch.equal(resident.hybrid.replica.model(input_ids=IDS).logits, resident.logits())
+    for actor in (released, resident):
+        with torch.enable_grad():
+            actor.relearn()
+        assert torch.equal(actor.replica_logits(), actor.logits())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -377,7 +405,7 @@ def test_what_training_keeps_is_off_the_device_while_answers_are_generated(
     moments = sum(each.nbytes for group in napping.engine.groups for each in group.moments())
 
     for _ in range(2):
-        expected = plain.replica_logits()
+        expected = plain.logits()
         with hybrid.generating() as replica, torch.no_grad():
             moved = napping.engine.sleep.num_bytes
             assert torch.equal(replica(input_ids=IDS).logits, expected)
@@ -394,7 +422,8 @@ def test_averaged_weights_generate_as_soon_as_they_are_set(llama: str) -> None:
         actor = Actor(llama, zero_stage=stage, resident=True)
         actor.learn()
         old, masters = actor.replica_logits(), [each.clone() for each in actor.engine.masters()]
-        actor.learn()
+        actor.relearn()
+        assert not torch.equal(actor.replica_logits(), old)
         actor.engine.load_masters(masters)
 
         assert torch.equal(actor.replica_logits(), old)

@@ -87,6 +87,7 @@ def compared(
         max_new_tokens=ANSWER,
         micro_batch_size=micro_batch_size,
         reuse_forward=reuse,
+        keep_best=False,  # whose copy is made between iterations
     )
     actor, critic = (
         replace(model, gradient_checkpointing=checkpointing)

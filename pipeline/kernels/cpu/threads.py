@@ -11,12 +11,18 @@ LOADED = Path("/proc/self/maps")
 RUNTIMES = ("libgomp", "libiomp", "libomp")
 
 
-@functools.cache
 def parallel() -> ctypes.c_void_p | None:
     """`GOMP_parallel(function, argument, threads, flags)`; None where PyTorch has none.
 
     OpenMP's runtimes of GNU, Intel and LLVM all have it.
     """
+    runtime = openmp_runtime()
+    return None if runtime is None else _pointer(str(runtime))
+
+
+@functools.cache
+def openmp_runtime() -> Path | None:
+    """The library in this process that has `GOMP_parallel`, PyTorch's own first."""
     try:
         lines = LOADED.read_text().splitlines()
     except OSError:
@@ -27,11 +33,13 @@ def parallel() -> ctypes.c_void_p | None:
         (path for path in paths if Path(path).name.startswith(RUNTIMES)),
         key=lambda path: ("/torch/" not in path and "/torch.libs/" not in path, path),
     )
-    for path in found:
-        try:
-            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        except OSError:
-            continue  # deleted since it was loaded
-        if function is not None:
-            return ctypes.cast(function, ctypes.c_void_p)
-    return None
+    return next((Path(path) for path in found if _pointer(path) is not None), None)
+
+
+@functools.cache
+def _pointer(path: str) -> ctypes.c_void_p | None:
+    try:
+        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+    except OSError:
+        return None  # deleted since it was loaded
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p)

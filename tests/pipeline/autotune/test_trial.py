@@ -121,7 +121,7 @@ def test_a_trial_has_the_steps_of_the_run_and_little_else() -> None:
     tried = trial_settings(sft, out, steps=4, world=2)
 
     assert tried == replace(
-        SFTConfig(output_dir=out, max_steps=6, save_every=None),
+        SFTConfig(output_dir=out, max_steps=6, save_every=None, eval_every=0, keep_best=False),
         data=DataConfig(max_eval_rows=2),
     )
     assert trial_settings(reward, out, steps=4, world=1) == replace(
@@ -129,6 +129,8 @@ def test_a_trial_has_the_steps_of_the_run_and_little_else() -> None:
         output_dir=out,
         max_steps=6,
         save_every=None,
+        eval_every=0,
+        keep_best=False,
         normalization_prompts=2,
         data=DataConfig(max_eval_rows=1),
     )

@@ -92,6 +92,20 @@ PLACES: dict[str, dict[str, Any]] = {
     "split, by a kernel or PyTorch": {},
     "whole": {"kernels": "off"},
     "another optimizer": {"optim": OptimConfig(name="SGD")},
+    "another optimizer, weights on a disk": {
+        "optim": OptimConfig(name="SGD"),
+        "offload": {"params": "nvme"},
+    },
+    "everything in main memory": {
+        "offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}
+    },
+    "optimizer in main memory, whole": {"offload": {"optimizer": "cpu"}, "kernels": "off"},
+    "masters on a disk, whole": {"offload": {"optimizer": "nvme"}, "kernels": "off"},
+    "everything on a disk": {"offload": {"optimizer": "nvme", "params": "nvme"}},
+    "everything on a disk, whole": {
+        "offload": {"optimizer": "nvme", "params": "nvme"},
+        "kernels": "off",
+    },
     "masters on a disk": {"offload": {"optimizer": "nvme"}},
     "weights on a disk": {"offload": {"params": "nvme"}},
     "weights on a disk, whole": {"offload": {"params": "nvme"}, "kernels": "off"},

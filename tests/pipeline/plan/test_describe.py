@@ -98,24 +98,24 @@ def test_on_a_gpu_time_is_operations_by_a_share_of_the_peak() -> None:
     # 6 operations for each weight and token and 12 * layers * width * length for attention, of
     # 35 % of 989e12 a second.
     of_token = 6 * 7_000_000 + 12 * 2 * 1024 * 512
-    seconds = speed.train(work(), tokens=1e9, length=512, passes=1)
+    seconds = speed.train(work(), tokens=1e9, length=512.0, passes=1.0)
     assert seconds == pytest.approx(1e9 * of_token / (0.35 * 989e12))
     assert gpu_speed("8xH20-96GB") != gpu_speed("8xH200-141GB")
 
 
 def test_on_a_processor_time_grows_with_tokens_layers_and_crowd() -> None:
     speed, crowded = CpuSpeed(1), CpuSpeed(1, crowd=3.0)
-    once = speed.train(work(), tokens=256, length=64, passes=1)
+    once = speed.train(work(), tokens=256.0, length=64.0, passes=1.0)
 
-    assert speed.train(work(), tokens=2560, length=64, passes=10) == pytest.approx(10 * once)
-    assert crowded.train(work(), tokens=256, length=64, passes=1) == pytest.approx(3 * once)
-    assert 0 < speed.forward(work(), tokens=256, length=64, passes=1) < once
-    assert speed.forward(work(), tokens=0, length=64, passes=1) == 0
+    assert speed.train(work(), tokens=2560.0, length=64.0, passes=10.0) == pytest.approx(10 * once)
+    assert crowded.train(work(), tokens=256.0, length=64.0, passes=1.0) == pytest.approx(3 * once)
+    assert 0 < speed.forward(work(), tokens=256.0, length=64.0, passes=1.0) < once
+    assert speed.forward(work(), tokens=0.0, length=64.0, passes=1.0) == 0
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.4, "0 s"), (89, "89 s"), (90, "1.5 min"), (5000, "83 min"), (9000, "2.5 h")],
+    [(0.4, "0 s"), (89.0, "89 s"), (90.0, "1.5 min"), (5e3, "83 min"), (9e3, "2.5 h")],
 )
 def test_times_are_said_in_the_unit_that_suits_them(seconds: float, words: str) -> None:
     assert in_words(seconds) == words

@@ -12,12 +12,23 @@ from tests.jobs import run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
-def test_a_rank_is_slow_that_takes_longer_in_the_whole_window() -> None:
-    usual = [1.0] * WINDOW
+def test_a_rank_is_slow_that_takes_half_as_long_again_in_18_of_20_steps() -> None:
+    usual = [1.0] * 20
+    cases: list[tuple[list[float], dict[int, float]]] = [
+        ([1.8] * 20, {1: 1.8}),
+        ([1.5] * 20, {1: 1.5}),
+        ([1.4999] * 20, {}),
+        ([1.2] * 20, {}),
+        ([1.0] * 2 + [1.5] * 18, {1: 1.5}),
+        ([1.0] * 3 + [9.0] * 17, {}),
+    ]
 
-    assert slow_ranks([usual, [1.8] * WINDOW, usual]) == {1: 1.8}
-    assert slow_ranks([usual, [1.2] * WINDOW, usual]) == {}
-    assert slow_ranks([usual, [1.0] * 3 + [9.0] * (WINDOW - 3), usual]) == {}
+    assert WINDOW == 20
+    for own, expected in cases:
+        assert slow_ranks([usual, own]) == expected, own
+        assert slow_ranks([usual, own, usual]) == expected, own
+    # The median of the others counts: what a slower one takes excuses nobody.
+    assert slow_ranks([usual, [1.5] * 20, usual, [9.0] * 20]) == {1: 1.5, 3: 9.0}
 
 
 def test_a_pause_of_one_step_is_no_straggler() -> None:

@@ -1,0 +1,199 @@
+"""How many threads compute, and how they wait for one another.
+
+A thread of an operator that has done its share waits for the others. GNU's OpenMP, which PyTorch's
+Linux packages bring, has it spin for some milliseconds, so that the next operator finds it awake.
+Where another program wants the core, it spins while the thread that all wait for has no core to
+run on: a step of a small model then takes up to thirty times as long. So the threads of a step
+spin only while no other program needs their cores, and sleep else.
+
+How threads wait changes no bit of a result; how many there are may.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.kernels.cpu.threads import openmp_runtime
+
+logger = logging.getLogger(__name__)
+
+THREADS = "RLHF_THREADS"
+"""Variable of the environment: threads of each process, where the setting `threads` is null."""
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Variables by which a user decides how threads wait; then nothing is done here."""
+
+POLL_SECONDS = 0.5
+
+QUIET_POLLS = 3
+"""Looks in a row that found enough free cores, after which threads spin again."""
+
+SLACK_CORES = 0.25
+"""What others may use without harm: daemons, and the resolution of the system's clocks."""
+
+
+@contextmanager
+def compute_threads(number: int | None, *, tell: bool = True) -> Iterator[None]:
+    """Compute with so many threads, which leave their cores to other programs while they wait.
+
+    Args:
+        number: of threads; None takes RLHF_THREADS, and without it as many as PyTorch does: those
+            of OMP_NUM_THREADS, or one for each core.
+        tell: log, once, that other programs need the cores.
+
+    Raises:
+        ConfigError: RLHF_THREADS is no number above 0.
+    """
+    number = number or _from_environment()
+    if number is not None:
+        torch.set_num_threads(number)
+    by_user = any(name in os.environ for name in WAITING)
+    team = None if by_user or torch.get_num_threads() == 1 else SleepyTeam.find()
+    if team is None:
+        yield
+        return
+    with _Watch(team, tell=tell):
+        yield
+
+
+def _from_environment() -> int | None:
+    text = os.environ.get(THREADS)
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"{THREADS} must be a number of threads above 0, got {text!r}")
+    return int(text)
+
+
+class SleepyTeam:
+    """Has all threads of GNU's OpenMP sleep, not spin, while they wait, as long as it is held.
+
+    The runtime gives up spinning where it has more threads than the process has cores (see
+    GOMP_SPINCOUNT in its manual). This is a second team of threads, which sleep for good and make
+    it so. There is no call that says it, and the variable is read when the library is loaded only.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._thread: threading.Thread | None = None
+        self._release = threading.Event()
+
+    @classmethod
+    def find(cls) -> "SleepyTeam | None":
+        """Of PyTorch's runtime; None where that is another than GNU's."""
+        runtime = openmp_runtime()
+        if runtime is None or not Path(runtime).name.startswith("libgomp"):
+            return None
+        return cls(ctypes.CDLL(str(runtime)))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether threads sleep."""
+        return self._thread is not None
+
+    def hold(self) -> None:
+        """From now on threads sleep."""
+        if self._thread is None:
+            held = threading.Event()
+            self._release.clear()
+            self._thread = threading.Thread(
+                target=self._hold, args=(held,), name="sleepy-team", daemon=True
+            )
+            self._thread.start()
+            held.wait()
+
+    def release(self) -> None:
+        """From now on threads spin."""
+        if self._thread is not None:
+            self._release.set()
+            self._thread.join()
+            self._thread = None
+
+    def _hold(self, held: threading.Event) -> None:
+        # One more, with those that compute, than there are cores.
+        size = max(2, self._library.omp_get_num_procs() - torch.get_num_threads() + 2)
+        nothing = ctypes.cast(self._library.omp_get_thread_num, ctypes.c_void_p)
+        self._library.GOMP_parallel(nothing, None, ctypes.c_uint(size), ctypes.c_uint(0))
+        held.set()
+        self._release.wait()  # the team lives as long as the thread that has called it
+
+
+class _Watch:
+    """A thread that holds a `SleepyTeam` while other programs need the cores, and at the start."""
+
+    def __init__(self, team: SleepyTeam, *, tell: bool) -> None:
+        self._team, self._tell = team, tell
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="compute-threads", daemon=True)
+
+    def __enter__(self) -> None:
+        self._team.hold()
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._team.release()
+
+    def _run(self) -> None:
+        cores, quiet, usage = _cores(), 0, OthersUsage()
+        while not self._over.wait(POLL_SECONDS):
+            others, computing = usage.cores(), torch.get_num_threads()
+            if computing + others <= len(cores) + SLACK_CORES:
+                quiet += 1
+                if quiet == QUIET_POLLS:
+                    self._team.release()
+                continue
+            quiet = 0
+            self._team.hold()
+            if self._tell:
+                self._tell = False
+                logger.info(
+                    "other programs use %.1f of the %d cores: %d threads share the rest, and sleep"
+                    " while they wait",
+                    others,
+                    len(cores),
+                    computing,
+                )
+
+
+class OthersUsage:
+    """Cores that other programs have used since the last look, of those this process may use."""
+
+    def __init__(self) -> None:
+        self._cores = _cores()
+        self._before = self._look()
+
+    def cores(self) -> float:
+        """Mean number of busy cores, without what this process has used itself."""
+        now, before = self._look(), self._before
+        self._before = now
+        seconds, busy, own = (new - old for new, old in zip(now, before, strict=True))
+        return max(0.0, busy - own) / max(seconds, 1e-9)
+
+    def _look(self) -> tuple[float, float, float]:
+        """Clock, processor time of the cores, processor time of this process, in seconds."""
+        each = psutil.cpu_times(percpu=True)
+        busy = sum(_busy(each[core]) for core in self._cores if core < len(each))
+        return time.perf_counter(), busy, time.process_time()
+
+
+def _busy(times: object) -> float:
+    # `user` has what guests used; `steal` is what other virtual machines took.
+    kinds = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(times, kind, 0.0) for kind in kinds)
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

@@ -1,0 +1,169 @@
+"""How many threads compute, and how they wait: in processes of their own, as OpenMP starts once."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.compute_threads import SleepyTeam, compute_threads
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2 or SleepyTeam.find() is None,
+    reason="needs two cores and GNU's OpenMP under PyTorch",
+)
+
+NAMES = ("OMP_NUM_THREADS", "RLHF_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+PROGRAM = """
+import hashlib, os, sys, threading, time
+os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:2]))
+import torch
+from pipeline.compute_threads import SleepyTeam, compute_threads
+values = torch.randn(99_999, generator=torch.Generator().manual_seed(0))
+def step(count=20):
+    started = time.perf_counter()
+    for _ in range(count):
+        result = torch.nn.functional.silu(values)
+    return time.perf_counter() - started
+def result():
+    # Two threads meet within a vector of the processor, whose last elements are rounded otherwise.
+    several = [torch.nn.functional.silu(values[:-n]) for n in range(1, 60, 2)]
+    return hashlib.sha256(torch.cat(several).numpy().tobytes()).hexdigest()
+step(1)
+"""
+
+
+def run(program: str, *words: str, **environment: str) -> list[str]:
+    """What the program prints, word by word, with these variables and none of NAMES beside."""
+    kept = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + program, *words],
+        cwd=ROOT,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """Other programs, each of which wants a core for itself."""
+    loop = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(loop) for _ in range(number)]
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def numbers(words: Sequence[str]) -> list[float]:
+    return [float(word) for word in words]
+
+
+def test_waiting_asleep_makes_steps_several_times_as_fast_on_a_busy_machine() -> None:
+    program = """
+team, spinning, asleep = SleepyTeam.find(), [], []
+for _ in range(5):
+    spinning.append(step())
+    team.hold()
+    asleep.append(step())
+    team.release()
+print(*spinning, *asleep)
+"""
+    with busy_processes(4):
+        seconds = numbers(run(program))
+
+    spinning, asleep = sorted(seconds[:5]), sorted(seconds[5:])
+    assert asleep[2] < spinning[2] / 2
+
+
+def test_a_step_waits_asleep_from_its_start_and_while_others_want_the_cores() -> None:
+    program = """
+with compute_threads(None):
+    for _ in range(6):
+        names = [each.name for each in threading.enumerate()]
+        print(int("sleepy-team" in names))
+        time.sleep(0.4)
+print(sum(each.name in ("sleepy-team", "compute-threads") for each in threading.enumerate()))
+"""
+    with busy_processes(4):
+        assert run(program) == ["1"] * 6 + ["0"]
+
+
+def test_how_threads_wait_changes_no_bit() -> None:
+    program = """
+team = SleepyTeam.find()
+print(result()); team.hold(); print(result()); team.release(); print(result())
+torch.set_num_threads(1); print(result())
+"""
+    spinning, asleep, again, alone = run(program)
+
+    assert spinning == asleep == again
+    assert alone != spinning  # so that a changed number would have been seen
+
+
+@pytest.fixture
+def _same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_same_threads")
+def test_a_user_who_decides_how_threads_wait_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watches() -> bool:
+        return any(each.name == "compute-threads" for each in threading.enumerate())
+
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    with compute_threads(2):
+        assert watches()
+    for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "1000")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with compute_threads(2):
+                assert not watches()
+    with compute_threads(1):
+        assert not watches()
+
+
+@pytest.mark.usefixtures("_same_threads")
+def test_the_setting_wins_over_the_variable_and_that_over_pytorchs_own_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(2)
+    monkeypatch.delenv("RLHF_THREADS", raising=False)
+    with compute_threads(None):
+        assert torch.get_num_threads() == 2
+    monkeypatch.setenv("RLHF_THREADS", "3")
+    with compute_threads(None):
+        assert torch.get_num_threads() == 3
+    with compute_threads(1):
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1", "1.5"])
+def test_a_number_of_threads_that_is_none_is_a_sentence(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_THREADS", value)
+    sentence = f"RLHF_THREADS must be a number of threads above 0, got '{value}'"
+    with pytest.raises(ConfigError, match=sentence), compute_threads(None):
+        pass
