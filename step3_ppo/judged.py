@@ -54,6 +54,8 @@ def talk(held_out: HeldOut) -> Talk | None:
         for messages in [(Message("user", written.text),)]
         for _ in range(TRIES)
     ]
+    if models.reward.text is not None:
+        models.reward.text.know(prompts)
     by_hand = HeldOut(models, prompts, held_out.config)
     with models.hybrid_engine.generating() as actor:
         responses = by_hand.respond(actor, temperature=CHAT_TEMPERATURE)

@@ -3,6 +3,7 @@
 Dimension names: N tokens of a batch, K response tokens (its targets), B responses.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import cast
@@ -28,6 +29,9 @@ from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, lo
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from step3_ppo.config import PPOConfig
 from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.reward_text import RewardText, text_format
+
+logger = logging.getLogger(__name__)
 
 
 class Reference:
@@ -52,8 +56,12 @@ class RewardModel:
     It is sharded as the critic is.
     """
 
-    def __init__(self, model: nn.Module, like: TrainedModelConfig) -> None:
+    def __init__(
+        self, model: nn.Module, like: TrainedModelConfig, text: RewardText | None = None
+    ) -> None:
         self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name="reward model")
+        self.text = text
+        """Where it has a tokenizer or a chat template of its own."""
         self.mean, self.std = stored_normalization(model)
         self.has_moments = has_moments(model)
 
@@ -129,9 +137,10 @@ def load_models(
     """
     device = local_device()
     peers = make_peers(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
-    for model in (config.critic, config.reward, config.reference):
+    for model in (config.critic, config.reference):
         if model.path is not None:
             require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
+    reward_chat = text_format(tokenizer, config.reward)
 
     updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
     actor_iterations = max(1, iterations - config.critic_warmup_steps)
@@ -141,7 +150,16 @@ def load_models(
     reward = load_classifier(
         config.reward, device=device, seed=config.seed, defer=config.critic.zero_stage == 3
     )
-    for role, model in (("actor", actor), ("critic", critic), ("reward", reward)):
+    text = None
+    if reward_chat is not None:
+        limit = context_length(base_model(reward))
+        text = RewardText(tokenizer, reward_chat, max_tokens=limit)
+        logger.info(
+            "%s has a tokenizer or a chat template of its own: it is given the text of answers",
+            config.reward.path,
+        )
+    readers = {"actor": actor, "critic": critic} | ({} if text else {"reward": reward})
+    for role, model in readers.items():
         require_context(base_model(model), role, config)
     engine = Engine(
         Policy(actor, kernels=config.actor.kernels),
@@ -159,7 +177,7 @@ def load_models(
         actor=engine,
         critic=critic_engine,
         reference=load_reference(config, engine, tokenizer, device=device),
-        reward=RewardModel(reward, config.critic),
+        reward=RewardModel(reward, config.critic, text),
         hybrid_engine=HybridEngine(
             engine,
             actor,

@@ -20,7 +20,7 @@ from pipeline.models.trained import evaluating
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import gae, token_rewards, whiten
 from step3_ppo.models import Models
-from step3_ppo.scoring import reward_of
+from step3_ppo.scoring import raw_scores, reward_of
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,8 @@ def gather_experience(
             for row, piece in zip(rows, pieces, strict=True):
                 answers[name][row] = piece
     device = local_device()
+    if models.reward.text:
+        answers["score"] = list(raw_scores(models, prompts, responses, config))
     sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
     return Experience(
         sequences=sequences,
@@ -190,10 +192,8 @@ def gather_experience(
 
 
 def _ask_frozen(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
-    return {
-        "ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature),
-        "score": models.reward.scores(batch),
-    }
+    said = {"ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature)}
+    return said if models.reward.text else said | {"score": models.reward.scores(batch)}
 
 
 def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_actor: bool) -> Forward:

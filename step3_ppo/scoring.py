@@ -28,8 +28,11 @@ def raw_scores(
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
     """The reward model's own score of each sequence; all processes call it."""
+    text = models.reward.text
     rows = [
         Encoded.untrained([*prompt, *response.ids])
+        if text is None
+        else text.encode(prompt, response)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     scores = torch.zeros(len(rows), device=local_device())

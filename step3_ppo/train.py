@@ -77,6 +77,8 @@ def train(config: PPOConfig) -> Path:
     with Run(config, name="step3_ppo", total_steps=total_steps, is_main=is_main()) as run:
         check_reward_model(config.reward.path)
         models = load_models(config, tokenizer, chat, iterations=total_steps)
+        if models.reward.text is not None:
+            models.reward.text.know((*prompts.train, *prompts.held_out))
         course = Course(models, prompts.held_out, config, total_steps=total_steps)
         controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None

@@ -54,6 +54,26 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> s
     return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
+def speaks_alike(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
+) -> bool:
+    """Whether a reward model reads the actor's tokens; if not, it is given text instead.
+
+    Raises:
+        ModelError: it has another tokenizer, and no chat template that says how it reads text.
+    """
+    same_tokens = tokenizer.get_vocab() == other.get_vocab()
+    if other.chat_template is None:
+        if same_tokens:
+            return True
+        raise ModelError(
+            f"the reward model {path} has another tokenizer than the actor and no chat template,"
+            " so it is not known how it reads a dialogue; save its template with it, as"
+            " chat_template.jinja"
+        )
+    return same_tokens and other.chat_template == tokenizer.chat_template
+
+
 def require_same_chat(
     tokenizer: PreTrainedTokenizerBase,
     other: PreTrainedTokenizerBase,

@@ -50,14 +50,18 @@ class Chats:
             UserError: there is no tokenizer or no such format, or a model of the step numbers its
                 tokens differently or was trained in another format.
         """
-        from pipeline.models.chat import require_same_chat
+        from pipeline.models.chat import require_same_chat, speaks_alike
 
         config = self.configs[stage.name]
         (role, own), *others = _models(config)
         tokenizer, chat = self._with_format(own, config.data)
-        for _, model in others:
+        for each, model in others:
             other = self._of(model)
-            if tokenizer is not None and other is not None:
+            if tokenizer is None or other is None:
+                continue
+            if each == "reward":  # it may read text instead of the actor's tokens
+                speaks_alike(tokenizer, other, str(model.path))
+            else:
                 name = "the actor" if role == "actor" else "the reward model"
                 require_same_chat(tokenizer, other, name, model)
         return chat

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.engine.engine import Engine
-from pipeline.errors import ModelError
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, base_model
@@ -106,18 +104,6 @@ def test_without_normalization_the_critic_is_the_raw_reward_model(toy: Path) -> 
     normalized = toy_models(toy_config(toy))
 
     torch.testing.assert_close(raw.critic(BATCH), normalized.critic(BATCH) * 2.0 + 0.5)
-
-
-def test_a_reward_model_with_another_tokenizer_is_refused(toy: Path, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<another>"])
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text((toy / "reward" / "config.json").read_text())
-    config = toy_config(toy)
-    config = replace(config, reward=replace(config.reward, path=str(tmp_path)))
-
-    with pytest.raises(ModelError, match=r"different tokenizers \(1 tokens differ\)"):
-        toy_models(config)
 
 
 def test_a_model_given_in_python_without_an_optimizer_learns_at_ppos_rate() -> None:

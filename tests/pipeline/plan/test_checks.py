@@ -200,7 +200,7 @@ def test_a_model_directory_is_looked_at_wherever_it_is_used(
     assert f"{broken['mute']} holds no tokenizer" in said[2]
 
 
-def test_a_reward_model_with_another_tokenizer_is_refused_before_step_1(
+def test_a_reward_model_to_train_with_another_tokenizer_is_refused_before_step_1(
     tmp_path: Path, model: Path, pairs: Path
 ) -> None:
     other = tmp_path / "other"

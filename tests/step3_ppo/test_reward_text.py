@@ -1,0 +1,117 @@
+"""A reward model of another family: its own tokenizer, its own chat template."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from inference.generation import Response
+from pipeline.config import FrozenModelConfig
+from pipeline.data.examples import Message
+from pipeline.errors import ModelError
+from pipeline.models.chat import decode_response, load_chat
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Models
+from step3_ppo.prompts import Prompt
+from step3_ppo.rollout import gather_experience
+from step3_ppo.scoring import raw_scores
+from step3_ppo.train import train
+from tests.families import tiny_classifier
+from tests.pipeline.data.tokenizers import metaspace
+from tests.step3_ppo.toy import END, toy_config, toy_models
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random reward model with tokens and a template that the actor does not know."""
+    path = tmp_path_factory.mktemp("foreign")
+    tokenizer = metaspace()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    model = tiny_classifier("llama", seed=7, vocab_size=len(tokenizer), bos_token_id=1)
+    model.save_pretrained(path)
+    return path
+
+
+def config_with(toy: Path, reward: Path, **changes: object) -> PPOConfig:
+    config = toy_config(toy, max_prompt_length=40, **changes)
+    return replace(config, reward=FrozenModelConfig(path=str(reward)))
+
+
+def dialogues(models: Models) -> list[Prompt]:
+    texts = [(Message("user", "Hi there."),), (Message("user", "How are you?"),)]
+    return [Prompt(turns, models.chat.encode_prompt(turns)) for turns in texts]
+
+
+def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
+    toy: Path, foreign: Path
+) -> None:
+    config = config_with(toy, foreign)
+    models = toy_models(config)
+    prompts = dialogues(models)
+    assert models.reward.text is not None
+    models.reward.text.know(prompts)
+    inputs = [prompt.input_ids for prompt in prompts]
+    whole = Response([30, 31, END], [-1.0] * 3, stopped=True)
+    cut_off = Response([40, 41, 42], [-1.0] * 3, stopped=False)
+
+    scores = raw_scores(models, inputs, [whole, cut_off], config)
+    experience = gather_experience(models, inputs, [whole, cut_off], config)
+
+    tokenizer = AutoTokenizer.from_pretrained(foreign)
+    model = AutoModelForSequenceClassification.from_pretrained(foreign, num_labels=1)
+    expected = []
+    for prompt, response in zip(prompts, (whole, cut_off), strict=True):
+        said = decode_response(models.tokenizer, response.ids)
+        text = f"<s>[user] {prompt.messages[0].content}</s>[assistant] {said}"
+        text += "</s>" if response.stopped else ""
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            hidden = model.model(ids).last_hidden_state[0, -1]
+            expected.append(model.score(hidden).item())
+    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
+    assert experience.score.tolist() == scores.tolist()
+
+
+def test_step_3_learns_from_it(toy: Path, foreign: Path, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{word} there, how are you?"}
+        for word in ["Hi", "Hello", "Hey", "You", "He", "She"]
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"max_steps": 1, "rollout_size": 2, "batch_size": 2}
+    config = config_with(toy, foreign, output_dir=tmp_path / "out", **sizes)
+    data = replace(config.data, path=(str(path),), split=(0.0, 0.0, 1.0), eval_fraction=0.3)
+
+    train(replace(config, data=data))
+
+    summary = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert summary["steps"] == 1
+    assert (tmp_path / "out" / "actor" / "config.json").is_file()
+
+
+def test_without_a_chat_template_it_is_refused(toy: Path, foreign: Path, tmp_path: Path) -> None:
+    metaspace().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((foreign / "config.json").read_text())
+
+    with pytest.raises(ModelError, match="has another tokenizer than the actor and no chat temp"):
+        toy_models(config_with(toy, tmp_path))
+
+
+def test_a_critic_must_read_the_actors_tokens(toy: Path, foreign: Path) -> None:
+    config = toy_config(toy)
+    config = replace(config, critic=replace(config.critic, path=str(foreign)))
+    tokenizer, _ = load_chat(config.actor, config.data)
+
+    assert tokenizer.get_vocab() != AutoTokenizer.from_pretrained(foreign).get_vocab()
+    with pytest.raises(ModelError, match="have different tokenizers"):
+        toy_models(config)
