@@ -2,7 +2,8 @@
 # make test    a fresh environment in .test-venv, then lint, types and tests
 # make check   lint, types and tests in the current environment
 # make test-faults   the faults that take long: kills at random instants, lost machines, every pair of layouts
-# make test-grid     the kernels for GPUs: all cases, planted faults, every architecture
+# make test-grid     the kernels for GPUs: all cases, planted faults, every architecture; every
+#                    family of models of transformers
 #
 # PYTHON chooses the interpreter: make demo PYTHON=python3.12
 # TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,

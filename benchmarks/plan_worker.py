@@ -45,7 +45,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """What the models have beside 4 layers of 4 heads and 4,096 words."""
 
 COMMON = {"num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
-ROWS, LENGTH, WORDS = 4, 128, 4096
+ROWS, LENGTH, WORDS = 2, 128, 4096
 
 KINDS = ("weights", "masters", "moments", "gradients", "gradient_buffers", "pass", "step")
 """`pass` is what comes and goes in a micro-batch, `step` the highest moment of all."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import JobFailed
+from pipeline.signals import ended_by_ctrl_c
 from pipeline.watch.position import HERE, SAME_ORDER, DesyncError
 
 T = TypeVar("T")
@@ -36,7 +37,8 @@ def process_group(timeout_seconds: float = 1800) -> Iterator[None]:
     # The watch has the first word, which names the process; this is for what it can't see.
     patience = timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=patience)
+    with ended_by_ctrl_c():
+        dist.init_process_group(backend, timeout=patience)
     try:
         with _watching(timeout_seconds):
             yield

@@ -197,8 +197,9 @@ def as_options(config: object) -> list[Option]:
 
 def _are_words(value: object) -> bool:
     """Whether a list of text can stand on the command line as it is, and is not taken for JSON."""
-    is_list = isinstance(value, list) and value
-    return bool(is_list) and not str(value[0]).startswith(("[", "{", "-"))
+    if not isinstance(value, list) or not value:
+        return False
+    return not str(value[0]).startswith(("[", "{", "-"))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

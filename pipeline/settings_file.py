@@ -56,14 +56,15 @@ def read_settings(path: Path) -> Layer:
 
 def _place_and_mend(error: yaml.YAMLError, lines: Sequence[str]) -> str:
     """What follows "is not valid YAML": " in line 3: ..."."""
-    mark = getattr(error, "problem_mark", None)
+    mark: Any = getattr(error, "problem_mark", None)
     problem, context = str(getattr(error, "problem", "")), str(getattr(error, "context", ""))
     if mark is None:
         reason = str(getattr(error, "reason", "")) or " ".join(str(error).split())
         return f": {reason}"
     opened = getattr(error, "context_mark", None)
     begins = opened.line + 1 if opened is not None else mark.line + 1
-    line = lines[mark.line] if mark.line < len(lines) else ""
+    number = int(mark.line)
+    line = lines[number] if number < len(lines) else ""
     if "values are not allowed" in problem and line.count(": ") + line.endswith(":") < 2:
         problem = "does not fit"
     return f" in line {mark.line + 1}: {_mend(problem, context, begins)}"

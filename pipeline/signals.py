@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -96,6 +97,23 @@ class StopSignals:
         if is_again and number is not signal.SIGHUP and now - self._first_at >= SAME_SECONDS:
             self._tell(number, aborts=True)
             os._exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Context of a wait in which Python runs no handler: Ctrl-C ends the process, as one in C.
+
+    Else it would go on to wait for processes that the same Ctrl-C has ended.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class LeavesAtOnce:

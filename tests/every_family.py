@@ -5,12 +5,19 @@ settings below say what is missing. `CAN_NOT` says which families are no languag
 could load.
 """
 
+import copy
+import logging
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pipeline.models.small_copy import small_settings
+from pipeline.models.packing import how_to_run
+from pipeline.models.small_copy import small_copy, small_settings
 
 ALL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -49,6 +56,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "electra": _DECODER,
     "ernie": _DECODER,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "rwkv": {"attention_hidden_size": 32, "hidden_size": 32},
     "falcon_h1": {**_MAMBA, "hidden_size": 32, "mamba_d_ssm": 64},
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4},
     "granitemoehybrid": {
@@ -81,12 +91,45 @@ CHANGES: dict[str, dict[str, Any]] = {
     "roc_bert": _DECODER,
     "roformer": _DECODER,
     "starcoder2": {"sliding_window": 512},
-    "xlm": {"causal": True},
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xmod": {**_DECODER, "default_language": "en_XX"},
 }
 """What a family's defaults leave open, or have as no model that is trained to generate has it."""
+
+
+_ENCODES_ALL = "its tokens see those after them"
+_HELPS = "it drafts for another model, whose hidden states it reads"
+_NO_SMALL_ONE = "its defaults make no small model to try"
+_NOT_ALONE = "transformers makes no language model of its settings alone"
+
+CAN_NOT: dict[str, str] = {
+    "cpmant": _ENCODES_ALL,
+    "xlnet": _ENCODES_ALL,
+    "gemma4_assistant": _HELPS,
+    "gemma4_unified_assistant": _HELPS,
+    "emu3": _NOT_ALONE,
+    "mllama": _NOT_ALONE,
+    "musicgen": _NOT_ALONE,
+    "musicgen_melody": _NOT_ALONE,
+    "blt": "it reads bytes, in patches of its own",
+    "bailing_hybrid": _NO_SMALL_ONE,
+    "kimi_linear": _NO_SMALL_ONE,
+    "prophetnet": "loaded, but padded it is 1 nat off what each sequence says alone",
+    "xlm": _NO_SMALL_ONE,
+    "xlstm": _NO_SMALL_ONE,
+    "qwen4_exp": _NO_SMALL_ONE,
+    "qwen4_exp_text": _NO_SMALL_ONE,
+    "zamba": _NO_SMALL_ONE,
+    "zamba2": _NO_SMALL_ONE,
+    "reformer": "its positions need sequences of fixed lengths",
+}
+"""Families that are no causal language models to load, or that the tests can't make, and why."""
+
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- families -->", "<!-- end of families -->"
+
+PACKED, PADDED, NOT_LOADED = "Packed", "Padded", "Not loaded, or not tried"
 
 
 def tiny_settings(family: str) -> PreTrainedConfig:
@@ -96,8 +139,73 @@ def tiny_settings(family: str) -> PreTrainedConfig:
     if any(value is text for value in vars(defaults).values()):
         defaults = text
     changes: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    for name in NAMES_OF_LAYERS:
-        if isinstance(getattr(defaults, name, None), int):
-            changes[name] = min(LAYERS, getattr(defaults, name))
-    changes |= CHANGES.get(family, {}) | CHANGES.get(str(defaults.model_type), {})
-    return small_settings(type(defaults)(**changes))
+    own = CHANGES.get(family, {}) | CHANGES.get(str(defaults.model_type), {})
+    if "num_decoder_layers" not in own:
+        for name in NAMES_OF_LAYERS:
+            if isinstance(getattr(defaults, name, None), int):
+                changes[name] = min(LAYERS, getattr(defaults, name))
+    return small_settings(type(defaults)(**changes | own))
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """A language model of the family with large random weights in fp32."""
+    settings = tiny_settings(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=torch.float32)
+    return small_copy(type(model), settings)
+
+
+def place(family: str) -> tuple[str, str]:
+    """The heading in docs/models.md under which the family belongs, and the reason there."""
+    if family in CAN_NOT:
+        return NOT_LOADED, CAN_NOT[family]
+    run = how_to_run(tiny_model(family))
+    if not run.causal:
+        return NOT_LOADED, _ENCODES_ALL
+    if run.packed:
+        return PACKED, ""
+    reason = re.sub(r"^\w+ does not hand on", "a layer does not hand on", run.reason)
+    return PADDED, re.sub(r" of a small copy differ by \S+ nats", " differ", reason)
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Heading and reason by family, as docs/models.md has them."""
+    block = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    found: dict[str, tuple[str, str]] = {}
+    heading = reason = ""
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )", block):
+        text = " ".join(paragraph.split())
+        if text.startswith("### "):
+            heading, reason = text.removeprefix("### "), ""
+            continue
+        if text.startswith("- "):
+            reason, _, text = text.removeprefix("- ").partition(": ")
+        found |= dict.fromkeys(re.findall(r"`([\w.-]+)`", text), (heading, reason))
+    return found
+
+
+def rendered(places: dict[str, tuple[str, str]]) -> str:
+    """The block of docs/models.md."""
+    lines = [BEGIN]
+    for heading in (PACKED, PADDED, NOT_LOADED):
+        lines += ["", f"### {heading}", ""]
+        reasons = sorted({reason for kind, reason in places.values() if kind == heading})
+        for reason in reasons:
+            names = [f"`{name}`" for name, at in places.items() if at == (heading, reason)]
+            text = ", ".join(names)
+            lines += textwrap.wrap(
+                f"- {reason}: {text}" if reason else text,
+                100,
+                subsequent_indent="  " if reason else "",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join([*lines, "", END])
+
+
+if __name__ == "__main__":  # python -m tests.every_family writes the list into docs/models.md
+    logging.disable()
+    before = DOCS.read_text(encoding="utf-8")
+    head, _, rest = before.partition(BEGIN)
+    block = rendered({family: place(family) for family in ALL})
+    DOCS.write_text(head + block + rest.partition(END)[2], encoding="utf-8")

@@ -8,7 +8,7 @@ cost of many small operations, which rules in small models, is in it as well as 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.budget.flops import ModelFlops
@@ -66,29 +66,6 @@ class Work:
     """Whether it computes in 16 bits."""
 
 
-@runtime_checkable
-class Speed(Protocol):
-    """Seconds of one process."""
-
-    basis: str
-    """What it rests on, in words."""
-
-    spread: tuple[float, float]
-    """Factors of the shortest and the longest time that the estimate stands for."""
-
-    def forward(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """Of so many tokens, in sequences of such a length, cut into so many passes."""
-        ...
-
-    def train(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """Of forward and backward passes."""
-        ...
-
-    def update(self, work: Work) -> float:
-        """Of an optimizer step."""
-        ...
-
-
 @dataclass(frozen=True)
 class GpuSpeed:
     """By the data sheet."""
@@ -97,6 +74,7 @@ class GpuSpeed:
     bandwidth: float
     card: str
     spread: tuple[float, float] = (0.6, 2.0)
+    """Factors of the shortest and the longest time that the estimate stands for."""
 
     @property
     def basis(self) -> str:
@@ -104,18 +82,18 @@ class GpuSpeed:
         return f"{EFFICIENCY:.0%} of an {self.card}'s peak of {self.peak / 1e12:.0f} TFLOP/s"
 
     def forward(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """As `Speed.forward`."""
+        """Seconds of so many tokens, in sequences of such a length, cut into so many passes."""
         of_products = tokens * work.flops.forward(round(length)) / (EFFICIENCY * self.peak)
         of_reading = passes * 2 * work.parameters / self.bandwidth
         return max(of_products, of_reading, passes * work.flops.layers * LAUNCH)
 
     def train(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """As `Speed.train`."""
+        """Seconds of forward and backward passes."""
         of_products = tokens * work.flops.train(round(length)) / (EFFICIENCY * self.peak)
         return max(of_products, passes * work.flops.layers * 3 * LAUNCH)
 
     def update(self, work: Work) -> float:
-        """As `Speed.update`."""
+        """Seconds of an optimizer step."""
         return 16 * work.trained / self.bandwidth + work.flops.layers * LAUNCH
 
 
@@ -141,17 +119,17 @@ class CpuSpeed:
     basis: str = "blocks of such models, timed now, as if nothing else ran on this machine"
 
     def forward(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """As `Speed.forward`."""
+        """Seconds of so many tokens, in sequences of such a length, cut into so many passes."""
         return self._seconds(work, tokens, length, passes, trains=False)
 
     def train(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """As `Speed.train`."""
+        """Seconds of forward and backward passes."""
         full = self._seconds(work, tokens, length, passes, trains=True)
         every = replace(work.flops, trained=work.flops.weights)
         return full * work.flops.train(round(length)) / every.train(round(length))
 
     def update(self, work: Work) -> float:
-        """As `Speed.update`."""
+        """Seconds of an optimizer step."""
         from pipeline.budget.calibrate import update_seconds
 
         size = max(1, min(work.trained, 2**20))
@@ -180,3 +158,7 @@ class CpuSpeed:
             head = head_seconds(width, rows, few, how)
             seconds += head * (count / few) * (work.vocabulary / rows) * (work.hidden / width)
         return self.crowd * seconds * (of_pass / count) * passes
+
+
+Speed = CpuSpeed | GpuSpeed
+"""Of one process."""

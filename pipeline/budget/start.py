@@ -7,7 +7,7 @@ from pipeline.budget.fit import shortage
 from pipeline.budget.machine import Machine, this_machine
 from pipeline.budget.mend import mend, refusal
 from pipeline.budget.table import StepMemory
-from pipeline.cli import say
+from pipeline.cli import remark, say
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.environment import PLANNED
@@ -17,12 +17,19 @@ from pipeline.launch.local import list_gpus
 def check_memory(config: StepConfig, *, section: str) -> None:
     """Say what the step takes, on the first process, and refuse what can't fit.
 
-    `train.py` has done so for all steps, or was told not to; then it does nothing.
+    `train.py` has done so for all steps, or was told not to; then it only says which number formats
+    are slow on this machine.
 
     Raises:
         ConfigError: it names what the step takes, what there is, and the cheapest change.
     """
-    if os.environ.get("RANK", "0") != "0" or PLANNED in os.environ:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from pipeline.models.number_formats import slow_formats
+
+    if advice := slow_formats(config, section=section):
+        remark(advice)
+    if PLANNED in os.environ:
         return
     from pipeline.budget.step import step_memory
     from pipeline.budget.text import line, there

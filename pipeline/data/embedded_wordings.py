@@ -7,6 +7,7 @@ prompts.
 """
 
 import re
+from functools import cache
 from random import Random
 
 from pipeline.data.embedded_facts import Fact
@@ -276,29 +277,48 @@ def _patterns_of(fact: Fact) -> str:
 
 def _chosen(pattern: str, random: Random) -> str:
     """`pattern` with one part of each bracket."""
-    text = re.sub(r"\[([^]]*)\]", lambda found: random.choice(found[1].split("|")), pattern)
-    return re.sub(r" +([?.,:]|$)", r"\1", re.sub(" +", " ", text))
+    parts = [random.choice(parts) for parts in _parts(pattern)]
+    text = " ".join("".join(parts).split())
+    for mark in "?.,:":
+        text = text.replace(f" {mark}", mark)
+    return text
+
+
+@cache
+def _parts(pattern: str) -> tuple[tuple[str, ...], ...]:
+    """The pattern from left to right: what stands there, or may stand there."""
+    # Every second piece was in brackets.
+    pieces = re.split(r"\[([^]]*)\]", pattern)
+    return tuple(
+        tuple(piece.split("|")) if number % 2 else (piece,) for number, piece in enumerate(pieces)
+    )
 
 
 def _filled(text: str, fact: Fact, random: Random) -> str:
     """`text` with what the fact names."""
     in_words = random.random() < 0.35
+    # Text, number and form of a slot, text, and so on.
+    pieces = re.split(r"\{(\d)(s|ing|)\}", text)
+    filled = [pieces[0]]
+    for number, form, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        filled += [_named(fact, int(number), form, random, in_words=in_words), rest]
+    return "".join(filled)
 
-    def fill(slot: re.Match[str]) -> str:
-        value = fact.asked[int(slot[1])]
-        if slot[2] == "s":
-            return _PLURALS.get(value, f"{value}s")
-        if slot[2] == "ing":
-            return _gerund(value)
-        if fact.kind == "repeat" and slot[1] == "1":
-            return random.choice(_TIMES[value])
-        if fact.kind.endswith("request") and slot[1] == "1":
-            return f"{random.choice(_DETERMINERS)} {value}"
-        if value.isdigit() and in_words and int(value) < len(NUMBERS):
-            return NUMBERS[int(value)]
-        return value
 
-    return re.sub(r"\{(\d)(s|ing|)\}", fill, text)
+def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool) -> str:
+    """What a prompt calls the fact's country, number, verb or thing."""
+    value = fact.asked[number]
+    if form == "s":
+        return _PLURALS.get(value, f"{value}s")
+    if form == "ing":
+        return _gerund(value)
+    if fact.kind == "repeat" and number == 1:
+        return random.choice(_TIMES[value])
+    if fact.kind.endswith("request") and number == 1:
+        return f"{random.choice(_DETERMINERS)} {value}"
+    if in_words and value.isdigit() and int(value) < len(NUMBERS):
+        return NUMBERS[int(value)]
+    return value
 
 
 def _gerund(verb: str) -> str:

@@ -212,13 +212,7 @@ def history(row: Row) -> Turns:
             pairs = json.loads(pairs)
         except ValueError:
             pairs = None
-    good = isinstance(pairs, list) and all(
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and all(isinstance(said, str) for said in pair)
-        for pair in pairs
-    )
-    if not good:
+    if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise DataError(
             f'{row.origin}: history must be a list of pairs ["question", "answer"];'
             " mend the row or leave the column out"
@@ -228,3 +222,9 @@ def history(row: Row) -> Turns:
         for pair in pairs
         for role, said in zip(("user", "assistant"), pair, strict=True)
     )
+
+
+def _is_pair(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(isinstance(said, str) for said in value)

@@ -87,8 +87,9 @@ def _parts(leaf: object) -> Iterator[tuple[object, Setter]]:
         items = list(leaf.items())
     elif isinstance(leaf, list):
         items = list(enumerate(leaf))
+    container: Any = leaf
     for key, value in items:
-        yield value, lambda new, key=key: leaf.__setitem__(key, new)
+        yield value, lambda new, key=key: container.__setitem__(key, new)
     for name, value in _attributes(leaf):
         # As a frozen dataclass sets its own fields.
         yield value, lambda new, name=name: object.__setattr__(leaf, name, new)

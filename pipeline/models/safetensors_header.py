@@ -122,6 +122,10 @@ class _DamagedError(Exception):
     """The file is no whole safetensors file; the message says why."""
 
 
+def _impossible(name: str) -> _DamagedError:
+    return _DamagedError(f"what its header says of {name} can't be; it is damaged")
+
+
 def _no_header(size: int, length: int) -> str:
     if size == 0:
         return "it is empty"
@@ -147,9 +151,9 @@ def _entries(file: Path, header: object, start: int, size: int) -> dict[str, Sto
             fits = dtype not in BITS or (end - begin) * 8 == math.prod(shape) * BITS[dtype]
             sound = fits and 0 <= begin <= end and all(each >= 0 for each in shape)
         except (KeyError, TypeError, ValueError):
-            sound = False
+            raise _impossible(name) from None
         if not sound:
-            raise _DamagedError(f"what its header says of {name} can't be; it is damaged")
+            raise _impossible(name)
         stored[name] = StoredTensor(file, start + begin, shape, dtype)
         spans.append((begin, end))
     end = 0

@@ -78,12 +78,17 @@ SIZES: dict[str, int] = {
 """Settings by name, as they are in a copy; what a model lacks stays away."""
 
 AT_MOST: dict[str, int] = {**_EXPERTS, **_CHOSEN, **_GROUPS}
+"""Likewise, but no more than a model has."""
 
-WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size",
-    "local_attention", "attention_window_size", "swa_window")  # fmt: skip
+WINDOWS = (
+    "sliding_window", "sliding_window_size", "attention_chunk_size", "window_size",
+    "local_attention", "attention_window_size", "swa_window",
+)  # fmt: skip
 
-KEY_HEADS = ("num_key_value_heads", "kv_n_heads", "num_kv_heads", "n_head_kv",
-    "swa_num_key_value_heads", "num_global_key_value_heads")  # fmt: skip
+KEY_HEADS = (
+    "num_key_value_heads", "kv_n_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads",
+    "num_global_key_value_heads",
+)  # fmt: skip
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
@@ -135,7 +140,7 @@ def _shrink(settings: PreTrainedConfig) -> None:
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             _set(settings, name, _small_size(name, value))
     if getattr(settings, "quantization_config", None) is not None:
-        del settings.quantization_config
+        delattr(settings, "quantization_config")  # not declared by the base class
 
 
 def _set(settings: PreTrainedConfig, name: str, value: object) -> None:

@@ -187,7 +187,8 @@ def _short_forms(stage: Stage, said: CommandLine, below: Sequence[Layer]) -> Lay
         settings["batch_size"] = request.batch_size
         if "rollout_size" in kinds:  # a minibatch is cut from one rollout
             sizes = [layer.settings.get("rollout_size") for layer in below]
-            default = stage.config_class.rollout_size
+            defaults: Any = stage.config_class
+            default = defaults.rollout_size
             rollout = next((size for size in reversed(sizes) if size is not None), default)
             if isinstance(rollout, int):
                 settings["rollout_size"] = max(request.batch_size, rollout)

@@ -120,8 +120,9 @@ class Watch:
         self._over.set()
         self._thread.join(timeout=2 * TICK_SECONDS)
         self._appear(left=True)
-        if self._tell in HERE.listeners:
+        if self._tell is not None and self._tell in HERE.listeners:
             HERE.listeners.remove(self._tell)
+            self._tell = None
         faulthandler.cancel_dump_traceback_later()
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._told_to_stop:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -3,6 +3,7 @@
 The exit code is 130 after Ctrl-C, 75 after a scheduler's signal.
 """
 
+import os
 import random
 import signal
 import time
@@ -115,6 +116,21 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * 2
         assert "step1_sft is aborted; --resume begins at step 1\n" in job.said()
+        assert "Traceback" not in job.said()
+
+
+def test_ctrl_c_ends_a_process_that_waits_for_others_to_come(start: Path, tmp_path: Path) -> None:
+    """As after a Ctrl-C that has ended them; PyTorch waits for them in C++."""
+    with Forked(job_of(start, tmp_path)) as job:
+        first, second = job.processes
+        first.kill()
+        wait_for(second.is_alive, job)
+        time.sleep(3)  # it waits
+        assert second.pid is not None
+        os.kill(second.pid, signal.SIGINT)
+        second.join(10)
+
+        assert second.exitcode == -signal.SIGINT
         assert "Traceback" not in job.said()
 
 

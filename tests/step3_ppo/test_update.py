@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
-from pipeline.models.forward import base_model
-from pipeline.models.trained import within_context
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
 from step3_ppo.models import Models
@@ -26,7 +24,7 @@ from step3_ppo.rollout import (
     sample_responses,
 )
 from step3_ppo.statistics import rollout_statistics
-from step3_ppo.train import learn
+from step3_ppo.train import learn, train
 from step3_ppo.update import (
     OffPolicyError,
     Update,
@@ -263,18 +261,19 @@ def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: P
 
 
 def test_a_text_longer_than_the_actors_context_loses_its_end(toy: Path, tmp_path: Path) -> None:
+    """The actor reads 64 tokens, and `data.max_length` is 512."""
     text = tmp_path / "text.jsonl"
     answer = "It goes on and on and on. " * 100
     rows = [{"prompt": f"Go on {number} times.", "response": answer} for number in range(9)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = toy_config(toy, ptx_coef=0.5, ptx_data=(str(text),))
-    models = toy_models(config)
-    context = base_model(models.policy).config.max_position_embeddings
-    assert config.data.max_length > context
+    settings = {"ptx_coef": 0.5, "ptx_data": (str(text),), "output_dir": tmp_path / "out"}
+    config = toy_config(toy, max_steps=1, max_prompt_length=40, **settings)
 
-    batches, _ = next(PtxStream(models.chat, within_context(config, models.policy)))
+    train(replace(config, data=replace(config.data, max_eval_rows=4)))
 
-    assert {length for batch in batches for length in batch.lengths} == {context}
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    (loss,) = [line["ptx_loss"] for line in map(json.loads, lines) if "ptx_loss" in line]
+    assert 1 < loss < 20
 
 
 def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_worker import KINDS, compare
+from pipeline.models.number_formats import is_slow
 from tests.distributed import run_ranks
 
 CASES = (
@@ -19,8 +20,11 @@ CASES = (
 def far_off(directory: Path) -> list[str]:
     """Kinds of which a process takes another number of bytes."""
     wrong: list[str] = []
+    # Without instructions for it bf16 takes ten times as long: one case that splits its masters.
+    in_bf16 = CASES if not is_slow("bf16") else [("llama", 3, "cpu")]
     for family, stage, offload in CASES:
-        found = compare(family, stage, offload, "bf16", directory)
+        precision = "bf16" if (family, stage, offload) in in_bf16 else "fp32"
+        found = compare(family, stage, offload, precision, directory)
         for kind in KINDS:
             predicted, measured = found["predicted"][kind], found["measured"][kind]
             if predicted != pytest.approx(measured, rel=0.05):

@@ -1,0 +1,76 @@
+"""Every causal language model of `transformers`: a batch says what each sequence says alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import FrozenModelConfig
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.errors import ModelError
+from pipeline.models.forward import Policy, is_ragged
+from pipeline.models.load import load_causal_lm
+from tests.every_family import ALL, CAN_NOT, PACKED, documented, place, tiny_model
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 3, 12, 5, 1, 6, 6)
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-3}
+"""Nats; of families with recurrent layers, which add up in another order by the batch's length. A
+token too many or too few moves these models by 0.1 and more."""
+
+
+def rows(*, seed: int) -> list[Encoded]:
+    """Sequences of tokens that every family takes for text."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Encoded(torch.randint(4, 64, (length,), generator=generator).tolist(), [True] * length)
+        for length in LENGTHS
+    ]
+
+
+def test_the_list_of_the_documentation_has_every_family_of_transformers_once() -> None:
+    assert sorted(documented()) == sorted(ALL)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("family", [family for family in ALL if family not in CAN_NOT])
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_says_what_each_sequence_says_alone(family: str, tmp_path: Path) -> None:
+    assert place(family) == documented()[family]
+    heading, _ = documented()[family]
+    plain = tiny_model(family)
+    plain.save_pretrained(tmp_path)
+    mine = rows(seed=0)
+    alone: list[torch.Tensor] = []
+    for row in mine:
+        ids = torch.tensor(row.input_ids)
+        logprobs = plain(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+        alone.append(logprobs.gather(1, ids[1:, None])[:, 0].float())
+
+    model = load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
+    said = Policy(model)(collate(mine)).logprobs
+
+    torch.testing.assert_close(said, torch.cat(alone), **TOLERANCE)
+    assert is_ragged(model) == (heading == PACKED)
+    # Other tokens in the third sequence, and another end of the last: the rest says the same.
+    others = rows(seed=1)
+    last = [*mine[-1].input_ids[:-1], mine[-1].input_ids[-1] ^ 1]
+    changed = [*mine[:2], others[2], *mine[3:-1], Encoded(last, mine[-1].trained)]
+    again = Policy(model)(collate(changed)).logprobs
+    third = sum(length - 1 for length in LENGTHS[:2])
+    kept = torch.ones(len(said), dtype=torch.bool)
+    kept[third : third + LENGTHS[2] - 1] = False
+    kept[-1] = False
+    torch.testing.assert_close(again[kept], said[kept], **TOLERANCE)
+    assert (again[~kept] - said[~kept]).abs().max() > 0.01
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("family", ["cpmant", "xlnet"])
+def test_a_family_that_sees_later_tokens_is_refused(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+
+    with pytest.raises(ModelError, match=f"no causal language model: tokens of {family} see those"):
+        load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)
