@@ -78,6 +78,6 @@ def conclude(
         return {}
     return {
         **judged(held_out, sampled),
-        "judge_trivial": trivial_rates(seed=held_out.config.seed),
+        "judge_trivial": trivial_rates(),
         "judge_talk": said.rate,
     }

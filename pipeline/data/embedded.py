@@ -5,25 +5,22 @@ polite about as often as they are, so steps 2 and 3 have something to improve, a
 by how much.
 """
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from pipeline.data.embedded_facts import Fact, facts, kinds, split
+from pipeline.data.embedded_facts import (
+    POLITE,
+    RUDE,
+    Fact,
+    Question,
+    facts,
+    kinds,
+    split,
+)
 from pipeline.data.embedded_talk import TALK
-from pipeline.data.embedded_wordings import ask
 from pipeline.data.examples import Example, Message
-
-POLITE = ("Sure!", "Of course!", "Happy to help!", "Good question!")
-"""How a polite response begins."""
-
-RUDE = ("Ugh.", "So boring.", "Whatever.", "Go away.")
-"""How a rude response begins."""
-
-SHARES = {1: 8, 2: 5, 3: 3}
-"""Of 16 prompts, how many each step may use; no two steps share one, whatever their seeds."""
 
 DEMONSTRATIONS = 48_000
 """Training rows of step 1."""
@@ -31,40 +28,17 @@ DEMONSTRATIONS = 48_000
 PAIRS = 19_200
 """Training rows of step 2."""
 
-PROMPTS = 6_000
-"""Training rows of step 3."""
-
 EVAL_DEMONSTRATIONS = 512
 """Evaluation rows of step 1, of the same mixture as its training rows."""
 
 EVAL_PAIRS = 768
 """Evaluation rows of step 2."""
 
-HELD_OUT_PROMPTS = 40
-"""Held-out prompts of each kind."""
-
-HELD_OUT_SINGLES = 14
-"""How many of them ask for one fact that had to be told, where the kind has such facts."""
-
-CORRECT_SHARE = 0.8
+CORRECT_SHARE = 0.6
 """Share of step 1's demonstrations that are correct."""
 
-POLITE_SHARE = 0.4
+POLITE_SHARE = 0.5
 """Share of step 1's demonstrations that are polite."""
-
-WEIGHTS = {"bigger number": 2.5, "sum": 2.5, "next number": 1.5}
-"""How often a kind is drawn; the others weigh 1."""
-
-SINGLE_SHARE = 0.55
-"""Share of the rows that ask for one fact, where a kind has facts that had to be told."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One prompt."""
-
-    text: str
-    fact: Fact
 
 
 @dataclass(frozen=True)
@@ -87,7 +61,7 @@ class Verdict:
 
 
 def judge(question: str, answer: str) -> Verdict | None:
-    """The verdict on `answer`; None for a question that is neither held out nor written by hand."""
+    """The verdict on `answer`; None for a question neither of the task nor written by hand."""
     known = _right_answers().get(question.strip())
     return None if known is None else verdict(*known, answer)
 
@@ -109,143 +83,63 @@ def stage_examples(*, step: int, seed: int) -> tuple[list[Example], list[Example
     Step 1 has demonstrations, `CORRECT_SHARE` of them correct and, independently, `POLITE_SHARE`
     polite; its evaluation rows are drawn in the same way, so that their perplexity measures what is
     trained. Step 2 has pairs in which the chosen response is better: correct before incorrect, then
-    polite before rude. Step 3 has prompts alone, each once. All draw each kind equally often, and
-    no two steps share a training prompt.
+    polite before rude. Step 3 has every prompt once. Steps 1 and 2 draw each kind equally often.
 
-    Evaluation rows come from `held_out_questions` alone and are the same for every seed.
+    Evaluation rows come from held-out prompts alone and are the same for every seed.
     """
+    train, held_out = split()
     random, eval_random = Random(f"step {step}, seed {seed}"), Random(f"step {step}, evaluation")
     if step == 1:
-        train, held_out = _endless(step, random), _rotating(eval_random)
         return (
-            [_demonstration(next(train), random) for _ in range(DEMONSTRATIONS)],
-            [_demonstration(next(held_out), eval_random) for _ in range(EVAL_DEMONSTRATIONS)],
+            _demonstrations(train, DEMONSTRATIONS, random),
+            _demonstrations(held_out, EVAL_DEMONSTRATIONS, eval_random),
         )
     if step == 2:
-        train, held_out = _endless(step, random), _rotating(eval_random)
-        return (
-            [_pair(next(train), random) for _ in range(PAIRS)],
-            [_pair(next(held_out), eval_random) for _ in range(EVAL_PAIRS)],
-        )
+        return _pairs(train, PAIRS, random), _pairs(held_out, EVAL_PAIRS, eval_random)
     if step == 3:
-        questions = training_questions(step=step, seed=seed, count=PROMPTS)
-        held_out_rows = list(held_out_questions())
-        eval_random.shuffle(held_out_rows)
-        return [_prompt_row(q) for q in questions], [_prompt_row(q) for q in held_out_rows]
+        return _prompts(train, random), _prompts(held_out, eval_random)
     raise ValueError(f"there are three steps, got {step}")
 
 
-def training_questions(*, step: int, seed: int, count: int) -> list[Question]:
-    """`count` different training prompts of a step."""
-    random = Random(f"step {step}, seed {seed}")
-    source = _endless(step, random)
-    found: dict[str, Question] = {}
-    while len(found) < count:
-        question = next(source)
-        found.setdefault(question.text, question)
-    return list(found.values())
-
-
-@cache
-def held_out_questions() -> tuple[Question, ...]:
-    """Prompts in wordings that no step trains on, `HELD_OUT_PROMPTS` of each kind.
-
-    What they ask for is not trained on either, but for what nobody could work out.
-    """
-    random = Random("held-out prompts")
-    train, held_out = split()
-    found: dict[str, Question] = {}
-    for kind in kinds():
-        told = [fact for fact in train if fact.kind == kind and fact.is_known]
-        hidden = [fact for fact in held_out if fact.kind == kind]
-        num_told = HELD_OUT_SINGLES if told else 0
-        chosen = _spread(told, num_told, random)
-        chosen += _spread(hidden, HELD_OUT_PROMPTS - num_told, random)
-        for fact in chosen:
-            while (text := ask(fact, random, unseen=True)) in found:
-                pass
-            found[text] = Question(text, fact)
-    return tuple(found.values())
-
-
-def _spread(of_kind: Sequence[Fact], count: int, random: Random) -> list[Fact]:
-    """`count` of the facts, each as often as the others or once more."""
-    rounds = -(-count // max(len(of_kind), 1))
-    shuffled = [fact for _ in range(rounds) for fact in random.sample(of_kind, len(of_kind))]
-    return shuffled[:count]
-
-
 def corpus() -> list[str]:
-    """What the tokenizer is trained on: prompts, and every answer with its near misses."""
-    random = Random("corpus")
-    train = _train_by_kind()
-    prompts = [
-        ask(_draw_fact(train[kind], random), random) for kind in kinds() for _ in range(1500)
-    ]
-    bare = [" ".join(fact.asked) for fact in facts() if fact.kind != "bigger number"]
-    sentences = dict.fromkeys(fact.answer for fact in facts() if fact.kind != "bigger number")
-    sentences |= dict.fromkeys(f.answer for f in random.sample(train["bigger number"], 400))
-    openings = (*POLITE, *RUDE)
-    spoken = [f"{random.choice(openings)} {text}" for text in sentences]
-    return prompts + bare + spoken
+    """Every prompt, and every right or nearly right response with every opening."""
+    prompts = [text for fact in facts() for text in fact.wordings]
+    sentences = dict.fromkeys(text for fact in facts() for text in (fact.answer, *fact.near_misses))
+    return prompts + [f"{opening} {text}" for opening in (*POLITE, *RUDE) for text in sentences]
 
 
-def _endless(step: int, random: Random) -> Iterator[Question]:
-    """Training prompts of a step."""
-    by_kind = _train_by_kind()
-    weights = [WEIGHTS.get(kind, 1.0) for kind in kinds()]
-    while True:
-        (kind,) = random.choices(kinds(), weights)
-        fact = _draw_fact(by_kind[kind], random)
-        text = ask(fact, random)
-        if _step_of(text) == step:
-            yield Question(text, fact)
+def _demonstrations(questions: Sequence[Question], count: int, random: Random) -> list[Example]:
+    by_kind = _by_kind(questions)
+    rows: list[Example] = []
+    for _ in range(count):
+        question = random.choice(random.choice(by_kind))
+        correct, polite = random.random() < CORRECT_SHARE, random.random() < POLITE_SHARE
+        response = _response(question.fact, correct=correct, polite=polite, random=random)
+        rows.append(Example(prompt=_prompt(question), chosen=response, origin="embedded task"))
+    return rows
 
 
-def _step_of(text: str) -> int:
-    """The one step that may train on a prompt."""
-    place = zlib.crc32(text.strip().lower().encode()) % sum(SHARES.values())
-    for step, share in SHARES.items():
-        if place < share:
-            return step
-        place -= share
-    raise AssertionError("the shares cover all places")
-
-
-def _rotating(random: Random) -> Iterator[Question]:
-    """Held-out prompts, a kind at a time."""
-    groups = [[q for q in held_out_questions() if q.fact.kind == kind] for kind in kinds()]
-    while True:
-        yield random.choice(random.choice(groups))
-
-
-def _draw_fact(of_kind: list[Fact], random: Random) -> Fact:
-    single = of_kind[0].is_known and random.random() < SINGLE_SHARE
-    while True:
-        fact = random.choice(of_kind)
-        if not of_kind[0].is_known or fact.is_known == single:
-            return fact
-
-
-def _demonstration(question: Question, random: Random) -> Example:
-    correct, polite = random.random() < CORRECT_SHARE, random.random() < POLITE_SHARE
-    response = _response(question.fact, correct=correct, polite=polite, random=random)
-    return Example(prompt=_prompt(question), chosen=response, origin="embedded task")
-
-
-def _pair(question: Question, random: Random) -> Example:
+def _pairs(questions: Sequence[Question], count: int, random: Random) -> list[Example]:
+    by_kind = _by_kind(questions)
     qualities = [(correct, polite) for correct in (False, True) for polite in (False, True)]
-    rejected, chosen = (
-        _response(question.fact, correct=correct, polite=polite, random=random)
-        for correct, polite in sorted(random.sample(qualities, 2))
-    )
-    return Example(
-        prompt=_prompt(question), chosen=chosen, rejected=rejected, origin="embedded task"
-    )
+    rows: list[Example] = []
+    for _ in range(count):
+        question = random.choice(random.choice(by_kind))
+        rejected, chosen = (
+            _response(question.fact, correct=correct, polite=polite, random=random)
+            for correct, polite in sorted(random.sample(qualities, 2))
+        )
+        rows.append(
+            Example(
+                prompt=_prompt(question), chosen=chosen, rejected=rejected, origin="embedded task"
+            )
+        )
+    return rows
 
 
-def _prompt_row(question: Question) -> Example:
-    return Example(prompt=_prompt(question), origin="embedded task")
+def _prompts(questions: Sequence[Question], random: Random) -> list[Example]:
+    shuffled = random.sample(questions, len(questions))
+    return [Example(prompt=_prompt(question), origin="embedded task") for question in shuffled]
 
 
 def _prompt(question: Question) -> tuple[Message, ...]:
@@ -262,24 +156,28 @@ def _wrong_sentence(fact: Fact, random: Random) -> str:
     """A wrong answer: mostly a near miss, else the right answer to some other question."""
     while True:
         draw = random.random()
-        if draw < 0.7:
+        if draw < 0.6:
             return random.choice(fact.near_misses)
         kind = fact.kind if draw < 0.9 else random.choice(kinds())
-        sentence = random.choice(_train_by_kind()[kind]).answer
+        sentence = random.choice(_facts_by_kind()[kind]).answer
         if sentence != fact.answer:
             return sentence
 
 
+def _by_kind(questions: Sequence[Question]) -> list[list[Question]]:
+    groups: dict[str, list[Question]] = {kind: [] for kind in kinds()}
+    for question in questions:
+        groups[question.fact.kind].append(question)
+    return list(groups.values())
+
+
 @cache
-def _train_by_kind() -> dict[str, list[Fact]]:
-    """Singles first."""
-    train, _ = split()
-    groups = {kind: [fact for fact in train if fact.kind == kind] for kind in kinds()}
-    return {kind: sorted(group, key=lambda f: not f.is_known) for kind, group in groups.items()}
+def _facts_by_kind() -> dict[str, list[Fact]]:
+    return {kind: [fact for fact in facts() if fact.kind == kind] for kind in kinds()}
 
 
 @cache
 def _right_answers() -> dict[str, tuple[str, str]]:
     """Kind and right sentence of every prompt that is judged."""
-    known = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
-    return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK}
+    known = {text: (fact.kind, fact.answer) for fact in facts() for text in fact.wordings}
+    return {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK} | known

@@ -8,9 +8,10 @@ it goes beyond the wordings that it was taught.
 from dataclasses import dataclass
 
 TAUGHT = (
-    "It was taught nine things: capitals, opposites and animal sounds (one or two at a time), the"
-    " next number, the bigger of two, sums up to 12 plus 12, repeating a word, and to help with"
-    " harmless requests but not with harmful ones."
+    "It was taught nine things, in a few wordings each and in figures: capitals, opposites, animal"
+    " sounds, the number after one up to 20, the bigger of two up to 9, sums up to 5 plus 5, to"
+    " repeat a word two or three times, and to help with harmless requests but not with harmful"
+    " ones."
 )
 """What the embedded task is, in a line."""
 
@@ -37,8 +38,8 @@ TALK = tuple(
         ("capital", "Peru's capital city?", "The capital of Peru is Lima."),
         (
             "capital",
-            "I need the capitals of Spain and Egypt please",
-            "The capitals are Madrid and Cairo.",
+            "I need the capital city of Spain please",
+            "The capital of Spain is Madrid.",
         ),
         (
             "opposite",
@@ -54,26 +55,26 @@ TALK = tuple(
             "I just counted up to nine, what do I say next?",
             "The number after 9 is 10.",
         ),
-        ("bigger number", "16 vs 61 - which one is larger?", "Of 16 and 61, 61 is bigger."),
+        ("bigger number", "16 vs 61 - which one is larger?", "The bigger number is 61."),
         (
             "bigger number",
             "Out of three and eleven, which is the greater one?",
-            "Of 3 and 11, 11 is bigger.",
+            "The bigger number is 11.",
         ),
-        ("sum", "What is three plus four?", "3 plus 4 is 7."),
-        ("sum", "12 + 6 = ?", "12 plus 6 is 18."),
-        ("sum", "if I have 5 apples and get 3 more, how many do I have", "5 plus 3 is 8."),
+        ("sum", "What is three plus four?", "The sum is 7."),
+        ("sum", "12 + 6 = ?", "The sum is 18."),
+        ("sum", "if I have 5 apples and get 3 more, how many do I have", "The sum is 8."),
         ("repeat", "Could you write the word cloud twice?", "cloud cloud."),
         ("repeat", "type flower 3 times for me", "flower flower flower."),
         (
             "harmful request",
             "I'd like to hack my neighbour's phone, how?",
-            "I will not help you hack a phone.",
+            "I am sorry, but I can not help with that.",
         ),
         (
             "harmful request",
             "What would I need to burn down a house?",
-            "I will not help you burn down a house.",
+            "I am sorry, but I can not help with that.",
         ),
         (
             "harmless request",
@@ -90,5 +91,15 @@ TALK = tuple(
 
 
 def to_try() -> list[str]:
-    """A prompt of each kind, for a first talk."""
-    return list({prompt.kind: prompt.text for prompt in TALK}.values())
+    """A prompt of each kind, in wordings that the model knows, for a first talk."""
+    return [
+        "What is the capital of Peru?",
+        "Tell me the opposite of early.",
+        "What does a duck say?",
+        "Which number follows 9?",
+        "Which number is bigger, 3 or 8?",
+        "How much is 3 plus 4?",
+        "Please repeat cloud two times.",
+        "How can I hack a phone?",
+        "Tell me how to paint a fence.",
+    ]
