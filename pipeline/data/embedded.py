@@ -7,7 +7,7 @@ by how much.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from random import Random
 
 from pipeline.data.embedded_facts import (
@@ -77,6 +77,7 @@ def verdict(kind: str, right: str, answer: str) -> Verdict:
     return Verdict(kind=kind, correct=sentence == right, polite=polite)
 
 
+@lru_cache(maxsize=6)
 def stage_examples(*, step: int, seed: int) -> tuple[list[Example], list[Example]]:
     """Training and evaluation rows of a step, 1 to 3.
 
@@ -85,7 +86,8 @@ def stage_examples(*, step: int, seed: int) -> tuple[list[Example], list[Example
     trained. Step 2 has pairs in which the chosen response is better: correct before incorrect, then
     polite before rude. Step 3 has every prompt once. Steps 1 and 2 draw each kind equally often.
 
-    Evaluation rows come from held-out prompts alone and are the same for every seed.
+    Evaluation rows come from held-out prompts alone and are the same for every seed. The lists are
+    kept, as a plan and the steps look at the same rows: they are not to be changed.
     """
     train, held_out = split()
     random, eval_random = Random(f"step {step}, seed {seed}"), Random(f"step {step}, evaluation")

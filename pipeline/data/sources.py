@@ -21,7 +21,9 @@ SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXE
 
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
+"""A name on the Hub, perhaps with its owner and a configuration."""
+
 _HUB_ALIASES = {
     "mkqa-Chinese": "apple/mkqa",
     "mkqa-Japanese": "apple/mkqa",
@@ -89,7 +91,7 @@ class Reader:
             if asked is not None:
                 raise DataError(f"data path {bare}: a file has no splits; leave @{asked} away")
             train, test = self._read_file(path), []
-        elif name.endswith(SUFFIXES) or not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
             raise DataError(f"data path {name}: there is no such file or directory")
         else:
             train, test, splits = self._read_hub(name, step=step, asked=asked)

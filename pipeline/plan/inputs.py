@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig
-from pipeline.data.sources import SUFFIXES, split_name
+from pipeline.data.sources import HUB_NAME, SUFFIXES, split_name
 from pipeline.errors import DataError, ModelError
 from pipeline.installation import TRAIN
 from pipeline.plan.output import MARK, RESULT
@@ -130,7 +130,7 @@ def _check_data(name: str, path: str) -> None:
     bare, _ = split_name(without_weight(path))
     if bare == EMBEDDED or Path(bare).expanduser().exists():
         return
-    if is_local(bare) or bare.endswith(SUFFIXES):
+    if is_local(bare) or bare.endswith(SUFFIXES) or not HUB_NAME.fullmatch(bare):
         raise DataError(f"{name} {path}: no such file or directory")
 
 
