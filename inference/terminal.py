@@ -155,7 +155,10 @@ class Terminal:
         if path.exists() and path not in self._saved:
             self.say(f"({path} exists; choose another name)")
             return
-        messages = [dataclasses.asdict(message) for message in self.conversation.messages]
+        messages = [
+            {"role": message.role, "content": message.content}
+            for message in self.conversation.messages
+        ]
         try:
             path.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
         except OSError as error:

@@ -103,9 +103,10 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     else:
         from pipeline.plan.checks import check_plan
 
-        check_plan(plan, downloads=True)
+        # What can't fit is refused before anything is fetched for the other checks.
         if plan.request.plan != "off" and plan.request.autotune is None:
             _insist_on_memory(plan)
+        check_plan(plan, downloads=True)
         if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
             plan = plan.moved(insist(_look(plan)))
         with only_job(plan.request.output_dir):

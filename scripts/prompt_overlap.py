@@ -3,9 +3,9 @@
 
     python scripts/prompt_overlap.py OUT
 
-It reads OUT/step*/trained_prompts.bin and held_out_prompts.bin (docs/data.md) with nothing but the
-standard library, and shares no code with the steps that wrote them. It exits with code 1 where
-there is an overlap, and 2 where there is no record.
+It reads OUT/step*/trained_prompts.hashes and held_out_prompts.hashes (docs/data.md) with
+nothing but the standard library, and shares no code with the steps that wrote them. It exits with
+code 1 where there is an overlap, and 2 where there is no record.
 """
 
 import struct
@@ -25,12 +25,12 @@ def read_hashes(path: Path) -> set[int]:
 
 def main(out: Path) -> int:
     """Print a line for each pair of steps; return the exit code."""
-    steps = sorted(path.parent for path in out.glob("step*/trained_prompts.bin"))
+    steps = sorted(path.parent for path in out.glob("step*/trained_prompts.hashes"))
     if not steps:
         sys.stderr.write(f"error: no step in {out} has left a record of its prompts\n")
         return 2
-    trained = {step.name: read_hashes(step / "trained_prompts.bin") for step in steps}
-    held_out = {step.name: read_hashes(step / "held_out_prompts.bin") for step in steps}
+    trained = {step.name: read_hashes(step / "trained_prompts.hashes") for step in steps}
+    held_out = {step.name: read_hashes(step / "held_out_prompts.hashes") for step in steps}
     overlaps = 0
     for evaluating, evaluated in held_out.items():
         for training, learned in trained.items():

@@ -46,7 +46,7 @@ def hash_of(text: str) -> int:
 
 
 def recorded(directory: Path, name: str) -> set[int]:
-    content = (directory / f"{name}_prompts.bin").read_bytes()
+    content = (directory / f"{name}_prompts.hashes").read_bytes()
     assert content[:8] == b"PROMPTS1"
     return {number for (number,) in struct.iter_unpack("<Q", content[8:])}
 
@@ -139,7 +139,7 @@ def test_the_script_counts_an_overlap(tmp_path: Path) -> None:
     directory.mkdir()
     for name, numbers in (("trained", (1, 2, 3)), ("held_out", (3, 4))):
         body = b"PROMPTS1" + b"".join(struct.pack("<Q", number) for number in numbers)
-        (directory / f"{name}_prompts.bin").write_bytes(body)
+        (directory / f"{name}_prompts.hashes").write_bytes(body)
 
     assert count_overlaps(tmp_path) == (
         1,
@@ -170,7 +170,7 @@ def test_held_out_rows_that_were_all_trained_on_are_refused(tmp_path: Path) -> N
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     data = DataConfig(path=(write(tmp_path / "rows.jsonl", "a", 60),))
-    record = tmp_path / "out" / NAMES[1] / "trained_prompts.bin"
+    record = tmp_path / "out" / NAMES[1] / "trained_prompts.hashes"
     record.parent.mkdir(parents=True)
     for content in (b"", b"PROMPTS1abc", b"other   "):
         record.write_bytes(content)

@@ -15,6 +15,7 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.run import CHECKPOINTS
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
 from step2_reward.config import RewardConfig
@@ -87,6 +88,7 @@ def weights(directory: Path) -> dict[str, str]:
     found = {
         str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(directory.rglob("*.safetensors"))
+        if CHECKPOINTS not in file.parts  # sharded as the stage says
     }
     assert found
     return found

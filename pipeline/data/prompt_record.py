@@ -1,8 +1,8 @@
 """What a step leaves behind about its prompts, so that later steps keep apart from it.
 
-`OUT/<step>/trained_prompts.bin` and `held_out_prompts.bin` hold the hashes (`prompt_hash`) of all
-prompts that the step, or a step it started from, trains on or holds out: 8 bytes `PROMPTS1`, then
-8 bytes a prompt, little-endian, ascending.
+`OUT/<step>/trained_prompts.hashes` and `held_out_prompts.hashes` hold the hashes (`prompt_hash`) of
+all prompts that the step, or a step it started from, trains on or holds out: 8 bytes `PROMPTS1`,
+then 8 bytes a prompt, little-endian, ascending.
 """
 
 import re
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.errors import DataError
 
-TRAINED = "trained_prompts.bin"
-HELD_OUT = "held_out_prompts.bin"
+TRAINED = "trained_prompts.hashes"
+HELD_OUT = "held_out_prompts.hashes"
 MAGIC = b"PROMPTS1"
 
 _STEP_DIRECTORY = re.compile(r"step(\d)_\w+")

@@ -138,8 +138,9 @@ def _embedded(config: DataConfig, earlier: PromptRecord, *, step: int, seed: int
         f"data.{name} is not used: the built-in task has rows of its own for every step"
         for name in unused
     ]
+    asked = {example.prompt: example for example in train}  # each many times
     own = PromptRecord(
-        as_hashes({example.prompt: prompt_hash(example) for example in train}.values()),
+        as_hashes(prompt_hash(example) for example in asked.values()),
         as_hashes(prompt_hash(example) for example in held_out),
     )
     return StageData(train, held_out[: config.max_eval_rows], notes, earlier | own)

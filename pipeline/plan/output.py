@@ -36,7 +36,7 @@ AUTOTUNE = "autotune"
 """Directory of the trials that looked for the fastest settings, and of what they found."""
 
 MADE = (
-    *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.bin*"),
+    *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.hashes*"),
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "actor/*", "critic/*", "ema/*", "adapter/*"),

@@ -32,7 +32,7 @@ def task(directory: Path, *, ends: bool) -> RewardConfig:
     actor = tiny_causal_lm("llama", seed=4, vocab_size=len(tokenizer), tie_word_embeddings=False)
     with torch.no_grad():
         actor.lm_head.weight.zero_()
-        actor.lm_head.weight[END, 0] = 8.0 if ends else 0.0  # by the sign of one hidden number
+        actor.lm_head.weight[END, 0] = 12.0 if ends else 0.0  # by the sign of one hidden number
     actor.save_pretrained(directory / "actor")
     tokenizer.save_pretrained(directory / "actor")
     config = small_task(directory, normalization_prompts=15, max_new_tokens=4)

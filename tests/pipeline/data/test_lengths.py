@@ -94,4 +94,4 @@ def test_a_step_that_would_learn_nothing_does_not_begin(step: int, tmp_path: Pat
     things = "rows have nothing left to train on" if step == 1 else "pairs have equal responses"
     assert f" training {things} at data.max_length " in str(raised.value)
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == b""
-    assert not (tmp_path / "out" / "trained_prompts.bin").exists()
+    assert not (tmp_path / "out" / "trained_prompts.hashes").exists()

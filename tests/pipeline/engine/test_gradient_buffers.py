@@ -108,7 +108,7 @@ def test_parts_below_fp32_are_added_in_fp32() -> None:
 
 def late_sum() -> tuple[float, float, Tensor]:
     """Seconds until a reduction is under way and until its sum is there; rank 1 comes late."""
-    comm = make_collectives(CPU, ZeroConfig())
+    comm = make_collectives(CPU, ZeroConfig(), name="model")
     full, out = comm.empty(64, torch.float32, CPU), torch.empty(32)
     full.fill_(rank() + 1.0)
     barrier()
@@ -134,7 +134,7 @@ def test_a_reduction_waits_for_the_others_only_when_its_sum_is_needed() -> None:
 
 def many_sums() -> list[float]:
     """More reductions at once than may be announced, with a gather between."""
-    comm = make_collectives(CPU, ZeroConfig())
+    comm = make_collectives(CPU, ZeroConfig(), name="model")
     number = 3 * SLOTS
     fulls = [comm.empty(64, torch.float32, CPU).fill_(n + rank()) for n in range(number)]
     outs = [torch.empty(32) for _ in fulls]

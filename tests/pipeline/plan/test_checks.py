@@ -74,8 +74,9 @@ def test_what_is_sound_passes_and_its_rows_steps_and_tokens_are_known(
     seen = check_plan(made, downloads=False)
 
     rows = [len(each.data.train) for each in seen.values() if each.data]
-    assert sum(rows) == 90  # of 100, 10 are held out
-    assert [len(each.data.eval) for each in seen.values() if each.data] == [10, 10, 10]
+    held_out = {len(each.data.eval) for each in seen.values() if each.data}
+    assert len(held_out) == 1  # the same rows for all steps, about a tenth
+    assert sum(rows) + held_out.pop() == 100
     configs = [made.configs[name] for name in seen]
     # 2 passes over the rows, cut into steps of 32 rows, 32 pairs and 128 prompts, rounded up.
     sizes = (32, 32, 128)
