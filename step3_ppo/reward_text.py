@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from inference.generation import Response
-from pipeline.config import DataConfig, FrozenModelConfig
+from pipeline.config import FrozenModelConfig
 from pipeline.data.chat_format import ChatFormat, Messages, resolve_format
 from pipeline.data.examples import Encoded, Message
 from pipeline.models.chat import decode_response, speaks_alike
@@ -53,4 +53,4 @@ def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -
     own = load_tokenizer(reward)
     if speaks_alike(tokenizer, own, str(reward.path)):
         return None
-    return resolve_format(own, "auto", date=DataConfig().template_date)
+    return resolve_format(own, "auto")
