@@ -101,12 +101,13 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     elif plan.request.node_rank:
         follow_plan(plan)
     else:
-        from pipeline.plan.checks import check_plan
+        from pipeline.plan.checks import check_rows, check_settings
 
-        # What can't fit is refused before anything is fetched for the other checks.
+        check_settings(plan)
+        # What can't fit is refused before anything is fetched to look at the rows.
         if plan.request.plan != "off" and plan.request.autotune is None:
             _insist_on_memory(plan)
-        check_plan(plan, downloads=True)
+        check_rows(plan, downloads=True)
         if plan.request.deployment_type == "multi_node" and not plan.request.no_check:
             plan = plan.moved(insist(_look(plan)))
         with only_job(plan.request.output_dir):

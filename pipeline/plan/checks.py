@@ -33,14 +33,30 @@ def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     Raises:
         UserErrors: all that is wrong, each in one sentence.
     """
-    if plan.request.plan == "off":
-        return {}
-    stages = [stage for stage in plan.stages if stage.name not in plan.finished]
+    check_settings(plan)
+    return check_rows(plan, downloads=downloads)
+
+
+def check_settings(plan: Plan) -> None:
+    """Refuse what is wrong whatever the rows are; takes no time and doesn't need PyTorch.
+
+    Raises:
+        UserErrors: as `check_plan`.
+    """
     problems: list[str] = []
-    for stage in stages:
+    for stage in _to_check(plan):
         for check in (_trackers, _processes, _model_files):
             problems += _found(lambda check=check, stage=stage: check(plan, stage))
     _raise(problems)
+
+
+def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
+    """What each step will see of its rows, in its model's tokens; `check_settings` went before.
+
+    Raises:
+        UserErrors: as `check_plan`.
+    """
+    stages, problems = _to_check(plan), list[str]()
     chats = Chats(stages, plan.configs, downloads=downloads)
     previews: dict[str, Preview] = {}
     for stage in stages:
@@ -49,6 +65,12 @@ def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
         problems += _found(lambda stage=stage: _lengths(plan, stage))
     _raise(problems)
     return previews
+
+
+def _to_check(plan: Plan) -> list[Stage]:
+    if plan.request.plan == "off":
+        return []
+    return [stage for stage in plan.stages if stage.name not in plan.finished]
 
 
 def _found(check: Callable[[], None]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pipeline.autotune.tuning import Tuning
 from pipeline.budget.machine import GIB, Machine
 from pipeline.budget.step import step_memory
 from pipeline.errors import ConfigError
+from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.orchestrator import main
 from pipeline.plan.make import make_plan
 from train import STAGES
@@ -61,6 +62,12 @@ class Bench:
     def outcomes(self) -> list[str]:
         lines = (self.out / "autotune" / "trials.jsonl").read_text().splitlines()
         return [json.loads(line)["outcome"] for line in lines]
+
+
+def save_embedded(directory: Path) -> None:
+    tokenizer = build_tokenizer()
+    build_model(vocab_size=len(tokenizer), seed=0).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 @pytest.fixture
@@ -174,6 +181,7 @@ def test_where_there_is_one_candidate_nothing_is_tried(
 def test_steps_that_are_finished_keep_what_was_found_for_them(bench: Bench) -> None:
     words = ("--autotune-strategy", "grid", "--reward.micro_batch_size", "4", *KEPT)
     bench.train("--step", "1", "--autotune", "run", *words)
+    save_embedded(bench.out / "step1_sft")  # the toy leaves no model, and step 2 looks for one
 
     bench.train("--step", "1", "2", "--resume", "--autotune", "tune", *words)
 
