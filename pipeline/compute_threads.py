@@ -188,8 +188,9 @@ class OthersUsage:
 
 
 def _busy(times: object) -> float:
-    # `user` has what guests used; `steal` is what other virtual machines took.
-    kinds = ("user", "nice", "system", "irq", "softirq", "steal")
+    # `user` has what guests used. `steal`, what a hypervisor took, is left out: waking a sleeping
+    # core counts as such, so threads once asleep would seem to have company for ever.
+    kinds = ("user", "nice", "system", "irq", "softirq")
     return sum(getattr(times, kind, 0.0) for kind in kinds)
 
 

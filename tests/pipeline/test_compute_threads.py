@@ -5,14 +5,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from pipeline.compute_threads import SleepyTeam, compute_threads
+from pipeline.compute_threads import OthersUsage, SleepyTeam, compute_threads
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,6 +119,22 @@ torch.set_num_threads(1); print(result())
 
     assert spinning == asleep == again
     assert alone != spinning  # so that a changed number would have been seen
+
+
+def test_what_a_hypervisor_takes_is_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = namedtuple("times", ["user", "system", "idle", "steal"])
+    looks = [times(1.0, 1.0, 8.0, 0.0), times(1.5, 1.25, 8.0, 90.0)]
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [looks.pop(0)] * cores * percpu)
+    usage = OthersUsage()
+    started = time.perf_counter()
+    time.sleep(0.05)
+
+    others = usage.cores()
+
+    # Busy for 0.75 s on each core, whatever the 90 s of steal, less what this process used.
+    assert others <= 0.75 * cores / 0.05
+    assert others == pytest.approx(0.75 * cores / (time.perf_counter() - started), rel=0.3)
 
 
 @pytest.fixture
