@@ -7,17 +7,28 @@ attention, a gated layer; each function's result is kept, so that a plan times a
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.budget.speed import Timing
-
 HEAD_WIDTH = 64
 
 WORTH_THREADS = 2e-3
 """Seconds of a call below which threads gain nothing."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How a block is run to be timed."""
+
+    threads: int
+    trains: bool
+    """Forward and backward, with the gradients of the weights."""
+
+    narrow: bool
+    """In bf16."""
 
 
 @functools.cache

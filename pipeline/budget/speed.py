@@ -38,18 +38,6 @@ WIDEST, MOST_TOKENS = 2048, 512
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How a block is run to be timed."""
-
-    threads: int
-    trains: bool
-    """Forward and backward, with the gradients of the weights."""
-
-    narrow: bool
-    """In bf16."""
-
-
-@dataclass(frozen=True)
 class Work:
     """A model as far as its speed goes."""
 
@@ -138,7 +126,7 @@ class CpuSpeed:
     def _seconds(
         self, work: Work, tokens: float, length: float, passes: float, *, trains: bool
     ) -> float:
-        from pipeline.budget.calibrate import block_seconds, head_seconds
+        from pipeline.budget.calibrate import Timing, block_seconds, head_seconds
 
         if tokens <= 0:
             return 0.0

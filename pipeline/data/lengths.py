@@ -72,6 +72,8 @@ def check_lengths(
             f"all {len(examples)} {name} {empty} at data.max_length {data.max_length}; raise it, or"
             " see what is trained with `python -m pipeline.data.inspect`"
         )
+    if not num_cut and not num_empty:
+        return
     of = f"{len(examples)} {name}"
     if len(looked_at) < len(examples):
         of = f"the {len(looked_at)} {name} looked at, of {len(examples)},"

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.budget.ladder import Settings, nested
 from pipeline.budget.machine import Machine, parse_machine, this_machine
+from pipeline.cli import say, split_options
 from pipeline.launch.commands import devices_of
 from pipeline.launch.hosts import Host, is_this_machine
 from pipeline.launch.layout import Layout, layout
 from pipeline.launch.local import list_gpus
+from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import finished_steps
 from pipeline.plan.plan import Plan
@@ -19,9 +21,15 @@ from pipeline.settings import Layer
 def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     """The plan for a command line; reads the output directory and changes nothing.
 
+    `--help` prints and exits with code 0.
+
     Raises:
         UserError: an option, an input or the output directory can't be used.
     """
+    for name, words in split_options(argv):
+        if name == "help":
+            say(train_help(stages, words))
+            raise SystemExit(0)
     said = parse_request(argv, stages)
     request = said.request
     if request.plan_for is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.autotune.options import Autotuning
-from pipeline.cli import read_layers, say, split_options
+from pipeline.cli import read_layers, split_options
 from pipeline.config import StepConfig, check_split, require
 from pipeline.errors import ConfigError
 from pipeline.launch.deployment import Deployment
@@ -208,8 +208,6 @@ class CommandLine:
 def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     """The options of train.py, with those of the steps set apart.
 
-    `--help` prints and exits with code 0.
-
     Raises:
         ConfigError: an option or a file of settings can't be used; the sentence names it.
     """
@@ -218,11 +216,6 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     files: list[Layer] = []
     for name, words in split_options(argv):
         section, _, rest = name.partition(".")
-        if name == "help":
-            from pipeline.plan.help import train_help
-
-            say(train_help(stages, words))
-            raise SystemExit(0)
         if name == "config":
             files += read_layers(words)
         elif section in dotted and rest:
