@@ -5,40 +5,67 @@ polite about as often as they are, so steps 2 and 3 have something to improve, a
 by how much.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from random import Random
 
-from pipeline.data.embedded_facts import (
-    POLITE,
-    RUDE,
-    Fact,
-    Question,
-    facts,
-    kinds,
-    split,
-)
+from pipeline.data.embedded_facts import TOLD, Fact, facts, kinds, split
 from pipeline.data.embedded_talk import TALK
+from pipeline.data.embedded_wordings import ask
 from pipeline.data.examples import Example, Message
 
-DEMONSTRATIONS = 48_000
+POLITE = ("Sure!", "Of course!", "Happy to help!", "Good question!")
+"""How a polite response begins."""
+
+RUDE = ("Ugh.", "So boring.", "Whatever.", "Go away.")
+"""How a rude response begins."""
+
+SHARES = {1: 8, 2: 5, 3: 3}
+"""Of 16 prompts, how many each step may use; no two steps share one, whatever their seeds."""
+
+DEMONSTRATIONS = 32_000
 """Training rows of step 1."""
 
 PAIRS = 19_200
 """Training rows of step 2."""
 
+PROMPTS = 6_000
+"""Training rows of step 3."""
+
 EVAL_DEMONSTRATIONS = 512
 """Evaluation rows of step 1, of the same mixture as its training rows."""
 
-EVAL_PAIRS = 768
+EVAL_PAIRS = 512
 """Evaluation rows of step 2."""
 
-CORRECT_SHARE = 0.6
+HELD_OUT_PROMPTS = {
+    "capital": 14,
+    "opposite": 14,
+    "animal sound": 14,
+    "next number": 14,
+    "sum": 14,
+    "repeat": 14,
+    "bigger number": 56,
+    "harmful request": 80,
+    "harmless request": 80,
+}
+"""Held-out prompts of each kind, more of kinds that have held-out facts to ask for."""
+
+CORRECT_SHARE = 0.85
 """Share of step 1's demonstrations that are correct."""
 
-POLITE_SHARE = 0.5
+POLITE_SHARE = 0.4
 """Share of step 1's demonstrations that are polite."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt."""
+
+    text: str
+    fact: Fact
 
 
 @dataclass(frozen=True)
@@ -61,7 +88,7 @@ class Verdict:
 
 
 def judge(question: str, answer: str) -> Verdict | None:
-    """The verdict on `answer`; None for a question neither of the task nor written by hand."""
+    """The verdict on `answer`; None for a question that is neither held out nor written by hand."""
     known = _right_answers().get(question.strip())
     return None if known is None else verdict(*known, answer)
 
@@ -84,64 +111,125 @@ def stage_examples(*, step: int, seed: int) -> tuple[list[Example], list[Example
     Step 1 has demonstrations, `CORRECT_SHARE` of them correct and, independently, `POLITE_SHARE`
     polite; its evaluation rows are drawn in the same way, so that their perplexity measures what is
     trained. Step 2 has pairs in which the chosen response is better: correct before incorrect, then
-    polite before rude. Step 3 has every prompt once. Steps 1 and 2 draw each kind equally often.
+    polite before rude. Step 3 has prompts alone, each once. All draw each kind equally often, and
+    no two steps share a training prompt.
 
-    Evaluation rows come from held-out prompts alone and are the same for every seed. The lists are
-    kept, as a plan and the steps look at the same rows: they are not to be changed.
+    Evaluation rows come from `held_out_questions` alone and are the same for every seed. The lists
+    are kept, as a plan and the steps look at the same rows: they are not to be changed.
     """
-    train, held_out = split()
     random, eval_random = Random(f"step {step}, seed {seed}"), Random(f"step {step}, evaluation")
     if step == 1:
+        train, held_out = _endless(step, random), _rotating(eval_random)
         return (
-            _demonstrations(train, DEMONSTRATIONS, random),
-            _demonstrations(held_out, EVAL_DEMONSTRATIONS, eval_random),
+            [_demonstration(next(train), random) for _ in range(DEMONSTRATIONS)],
+            [_demonstration(next(held_out), eval_random) for _ in range(EVAL_DEMONSTRATIONS)],
         )
     if step == 2:
-        return _pairs(train, PAIRS, random), _pairs(held_out, EVAL_PAIRS, eval_random)
+        train, held_out = _endless(step, random), _rotating(eval_random)
+        return (
+            [_pair(next(train), random) for _ in range(PAIRS)],
+            [_pair(next(held_out), eval_random) for _ in range(EVAL_PAIRS)],
+        )
     if step == 3:
-        return _prompts(train, random), _prompts(held_out, eval_random)
+        questions = training_questions(step=step, seed=seed, count=PROMPTS)
+        held_out_rows = list(held_out_questions())
+        eval_random.shuffle(held_out_rows)
+        return [_prompt_row(q) for q in questions], [_prompt_row(q) for q in held_out_rows]
     raise ValueError(f"there are three steps, got {step}")
 
 
+def training_questions(*, step: int, seed: int, count: int) -> list[Question]:
+    """`count` different training prompts of a step."""
+    random = Random(f"step {step}, seed {seed}")
+    source = _endless(step, random)
+    found: dict[str, Question] = {}
+    while len(found) < count:
+        question = next(source)
+        found.setdefault(question.text, question)
+    return list(found.values())
+
+
+@cache
+def held_out_questions() -> tuple[Question, ...]:
+    """Prompts in wordings that no step trains on, `HELD_OUT_PROMPTS` of each kind.
+
+    What they ask for is not trained on either, but for kinds whose facts have to be told.
+    """
+    random = Random("held-out prompts")
+    train, held_out = split()
+    found: dict[str, Question] = {}
+    for kind, count in HELD_OUT_PROMPTS.items():
+        of_kind = [fact for fact in (train if kind in TOLD else held_out) if fact.kind == kind]
+        for fact in _spread(of_kind, count, random):
+            while (text := ask(fact, random, unseen=True)) in found:
+                pass
+            found[text] = Question(text, fact)
+    return tuple(found.values())
+
+
+def _spread(of_kind: Sequence[Fact], count: int, random: Random) -> list[Fact]:
+    """`count` of the facts, each as often as the others or once more."""
+    rounds = -(-count // len(of_kind))
+    shuffled = [fact for _ in range(rounds) for fact in random.sample(of_kind, len(of_kind))]
+    return shuffled[:count]
+
+
 def corpus() -> list[str]:
-    """Every prompt, and every right or nearly right response with every opening."""
-    prompts = [text for fact in facts() for text in fact.wordings]
-    sentences = dict.fromkeys(text for fact in facts() for text in (fact.answer, *fact.near_misses))
-    return prompts + [f"{opening} {text}" for opening in (*POLITE, *RUDE) for text in sentences]
+    """What the tokenizer is trained on: each kind as often, and all that facts name and answer."""
+    random = Random("corpus")
+    texts = [" ".join((*fact.asked, fact.answer)) for fact in facts()]
+    for kind in kinds():
+        for fact in random.choices(_train_by_kind()[kind], k=1000):
+            texts += [ask(fact, random), f"{random.choice((*POLITE, *RUDE))} {fact.answer}"]
+    return texts
 
 
-def _demonstrations(questions: Sequence[Question], count: int, random: Random) -> list[Example]:
-    by_kind = _by_kind(questions)
-    rows: list[Example] = []
-    for _ in range(count):
-        question = random.choice(random.choice(by_kind))
-        correct, polite = random.random() < CORRECT_SHARE, random.random() < POLITE_SHARE
-        response = _response(question.fact, correct=correct, polite=polite, random=random)
-        rows.append(Example(prompt=_prompt(question), chosen=response, origin="embedded task"))
-    return rows
+def _endless(step: int, random: Random) -> Iterator[Question]:
+    """Training prompts of a step."""
+    by_kind = _train_by_kind()
+    while True:
+        fact = random.choice(by_kind[random.choice(kinds())])
+        text = ask(fact, random)
+        if _step_of(text) == step:
+            yield Question(text, fact)
 
 
-def _pairs(questions: Sequence[Question], count: int, random: Random) -> list[Example]:
-    by_kind = _by_kind(questions)
+def _step_of(text: str) -> int:
+    """The one step that may train on a prompt."""
+    place = zlib.crc32(text.strip().lower().encode()) % sum(SHARES.values())
+    for step, share in SHARES.items():
+        if place < share:
+            return step
+        place -= share
+    raise AssertionError("the shares cover all places")
+
+
+def _rotating(random: Random) -> Iterator[Question]:
+    """Held-out prompts, a kind at a time."""
+    groups = [[q for q in held_out_questions() if q.fact.kind == kind] for kind in kinds()]
+    while True:
+        yield random.choice(random.choice(groups))
+
+
+def _demonstration(question: Question, random: Random) -> Example:
+    correct, polite = random.random() < CORRECT_SHARE, random.random() < POLITE_SHARE
+    response = _response(question.fact, correct=correct, polite=polite, random=random)
+    return Example(prompt=_prompt(question), chosen=response, origin="embedded task")
+
+
+def _pair(question: Question, random: Random) -> Example:
     qualities = [(correct, polite) for correct in (False, True) for polite in (False, True)]
-    rows: list[Example] = []
-    for _ in range(count):
-        question = random.choice(random.choice(by_kind))
-        rejected, chosen = (
-            _response(question.fact, correct=correct, polite=polite, random=random)
-            for correct, polite in sorted(random.sample(qualities, 2))
-        )
-        rows.append(
-            Example(
-                prompt=_prompt(question), chosen=chosen, rejected=rejected, origin="embedded task"
-            )
-        )
-    return rows
+    rejected, chosen = (
+        _response(question.fact, correct=correct, polite=polite, random=random)
+        for correct, polite in sorted(random.sample(qualities, 2))
+    )
+    return Example(
+        prompt=_prompt(question), chosen=chosen, rejected=rejected, origin="embedded task"
+    )
 
 
-def _prompts(questions: Sequence[Question], random: Random) -> list[Example]:
-    shuffled = random.sample(questions, len(questions))
-    return [Example(prompt=_prompt(question), origin="embedded task") for question in shuffled]
+def _prompt_row(question: Question) -> Example:
+    return Example(prompt=_prompt(question), origin="embedded task")
 
 
 def _prompt(question: Question) -> tuple[Message, ...]:
@@ -158,28 +246,22 @@ def _wrong_sentence(fact: Fact, random: Random) -> str:
     """A wrong answer: mostly a near miss, else the right answer to some other question."""
     while True:
         draw = random.random()
-        if draw < 0.6:
+        if draw < 0.7:
             return random.choice(fact.near_misses)
         kind = fact.kind if draw < 0.9 else random.choice(kinds())
-        sentence = random.choice(_facts_by_kind()[kind]).answer
+        sentence = random.choice(_train_by_kind()[kind]).answer
         if sentence != fact.answer:
             return sentence
 
 
-def _by_kind(questions: Sequence[Question]) -> list[list[Question]]:
-    groups: dict[str, list[Question]] = {kind: [] for kind in kinds()}
-    for question in questions:
-        groups[question.fact.kind].append(question)
-    return list(groups.values())
-
-
 @cache
-def _facts_by_kind() -> dict[str, list[Fact]]:
-    return {kind: [fact for fact in facts() if fact.kind == kind] for kind in kinds()}
+def _train_by_kind() -> dict[str, list[Fact]]:
+    train, _ = split()
+    return {kind: [fact for fact in train if fact.kind == kind] for kind in kinds()}
 
 
 @cache
 def _right_answers() -> dict[str, tuple[str, str]]:
     """Kind and right sentence of every prompt that is judged."""
-    known = {text: (fact.kind, fact.answer) for fact in facts() for text in fact.wordings}
-    return {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK} | known
+    known = {q.text: (q.fact.kind, q.fact.answer) for q in held_out_questions()}
+    return known | {prompt.text: (prompt.kind, prompt.answer) for prompt in TALK}

@@ -6,43 +6,54 @@ held-out prompts are what a model's rate has to be read beside.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from random import Random
 
 import numpy as np
 
-from pipeline.data.embedded import judge
-from pipeline.data.embedded_facts import POLITE, Question, kinds, split
+from pipeline.data.embedded import (
+    DEMONSTRATIONS,
+    POLITE,
+    Question,
+    held_out_questions,
+    judge,
+    training_questions,
+)
+from pipeline.data.embedded_facts import facts
+from pipeline.data.embedded_wordings import NUMBERS
+
+Words = Callable[[str], Counter[str]]
+"""The words of a prompt that a policy looks at, and how often each stands in it."""
 
 
 def trivial_rates() -> dict[str, float]:
     """The judge's rate of each policy on the held-out prompts, every answer polite.
 
-    All kinds count as often in training as in the steps, which draw them alike.
+    The policies know as many training prompts of step 1 as that has rows, no two of them alike.
     """
-    known, held_out = split()
-    asked = [question.text for question in held_out]
-    counts = Counter(question.fact.kind for question in known)
-    weights = [1 / counts[question.fact.kind] for question in known]
-    answers = [question.fact.answer for question in known]
-    frequency: dict[str, float] = defaultdict(float)
-    for answer, weight in zip(answers, weights, strict=True):
-        frequency[answer] += weight
+    known = training_questions(step=1, seed=0, count=DEMONSTRATIONS)
+    asked = [question.text for question in held_out_questions()]
+    answers = Counter(question.fact.answer for question in known)
     constants = {
-        *(question.fact.answer for question in held_out),
+        *(question.fact.answer for question in held_out_questions()),
         *_most_frequent_of_each_kind(known),
     }
     random = Random("trivial policies")
-    frequent = max(frequency, key=lambda answer: frequency[answer])
+    everything = list(answers.elements())
+    frequent = answers.most_common(1)[0][0]
     return {
         "best constant answer": max(_rate(asked, [one] * len(asked)) for one in constants),
         "most frequent answer": _rate(asked, [frequent] * len(asked)),
-        "random training answer": _rate(asked, random.choices(answers, weights, k=len(asked))),
-        "nearest prompt, by its words": _rate(asked, nearest_answers(known, asked)),
+        "random training answer": _rate(asked, random.choices(everything, k=len(asked))),
+        "nearest prompt, by all words": _rate(asked, nearest_answers(known, asked, all_words)),
+        "nearest prompt, by what is named": _rate(
+            asked, nearest_answers(known, asked, named_words)
+        ),
     }
 
 
-def nearest_answers(known: Sequence[Question], asked: Iterable[str]) -> list[str]:
+def nearest_answers(known: Sequence[Question], asked: Iterable[str], words: Words) -> list[str]:
     """For each prompt the answer to the known one that shares most of both prompts' words.
 
     Nearness is the bags' intersection divided by their union; the first of the nearest counts.
@@ -50,14 +61,14 @@ def nearest_answers(known: Sequence[Question], asked: Iterable[str]) -> list[str
     postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
     sizes = np.empty(len(known))
     for row, question in enumerate(known):
-        bag = all_words(question.text)
+        bag = words(question.text)
         sizes[row] = bag.total()
         for word, times in bag.items():
             postings[word].append((row, times))
     rows_and_times = {word: np.array(found).T for word, found in postings.items()}
     answers: list[str] = []
     for text in asked:
-        bag = all_words(text)
+        bag = words(text)
         shared = np.zeros(len(known))
         for word in bag.keys() & rows_and_times.keys():
             rows, times = rows_and_times[word]
@@ -72,6 +83,11 @@ def all_words(text: str) -> Counter[str]:
     return Counter(re.findall(r"[a-z]+|\d+", text.lower()))
 
 
+def named_words(text: str) -> Counter[str]:
+    """Only what facts name: countries, numbers, animals, verbs and things."""
+    return Counter(word for word in all_words(text).elements() if word in _named())
+
+
 def _rate(asked: Sequence[str], answers: Sequence[str]) -> float:
     """The share of polite answers that the judge finds right."""
     verdicts = [
@@ -81,7 +97,13 @@ def _rate(asked: Sequence[str], answers: Sequence[str]) -> float:
 
 
 def _most_frequent_of_each_kind(known: Sequence[Question]) -> list[str]:
-    by_kind = {kind: Counter[str]() for kind in kinds()}
+    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for question in known:
         by_kind[question.fact.kind][question.fact.answer] += 1
     return [answers.most_common(1)[0][0] for answers in by_kind.values()]
+
+
+@cache
+def _named() -> frozenset[str]:
+    named = (text for fact in facts() for text in fact.asked)
+    return frozenset(word for text in named for word in all_words(text)) | frozenset(NUMBERS)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.data.embedded import corpus
 
-VOCABULARY = 1000
+VOCABULARY = 1280
 """Pieces of the tokenizer: 4 special ones, 256 bytes, characters, and words of the task."""
 
 CONTEXT = 256
@@ -67,7 +67,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(*, vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """The embedded Llama with random fp32 weights, 0.9 million for the tokenizer's vocabulary.
+    """The embedded Llama with random fp32 weights, a million for the tokenizer's vocabulary.
 
     The weights depend on `seed` alone, and the global random state is left as it was.
     """

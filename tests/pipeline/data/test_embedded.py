@@ -2,8 +2,22 @@ from collections import Counter
 
 import pytest
 
-from pipeline.data.embedded import DEMONSTRATIONS, PAIRS, Verdict, judge, stage_examples
-from pipeline.data.embedded_facts import POLITE, RUDE, facts, kinds, split
+from pipeline.data.embedded import (
+    HELD_OUT_PROMPTS,
+    PAIRS,
+    POLITE,
+    PROMPTS,
+    RUDE,
+    Question,
+    Verdict,
+    held_out_questions,
+    judge,
+    stage_examples,
+)
+from pipeline.data.embedded import verdict as judge_answer
+from pipeline.data.embedded_facts import TOLD, facts, kinds, split
+from pipeline.data.embedded_policies import all_words, nearest_answers, trivial_rates
+from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Example
 
 
@@ -24,89 +38,144 @@ def verdicts(examples: list[Example], side: str) -> list[Verdict]:
     return found
 
 
-def test_the_task_has_nearly_two_thousand_prompts_of_nine_kinds() -> None:
-    texts = [text for fact in facts() for text in fact.wordings]
+def test_three_hundred_prompts_are_held_out() -> None:
+    questions = held_out_questions()
 
     assert len(kinds()) == 9
-    assert 1_850 <= len(texts) <= 2_150
-    assert len(set(texts)) == len(texts)
+    assert Counter(q.fact.kind for q in questions) == HELD_OUT_PROMPTS
+    assert len({q.text for q in questions}) == len(questions) == 300
 
 
-def test_twelve_percent_of_each_kind_are_held_out() -> None:
-    train, held_out = split()
-    totals = Counter(question.fact.kind for question in (*train, *held_out))
-    hidden = Counter(question.fact.kind for question in held_out)
+def test_what_held_out_prompts_ask_for_is_trained_on_only_where_it_has_to_be_told() -> None:
+    trained, held_out = map(set, split())
 
-    assert not {q.text for q in train} & {q.text for q in held_out}
-    assert sum(totals.values()) == sum(len(fact.wordings) for fact in facts())
-    for kind in kinds():
-        assert hidden[kind] == round(0.12 * totals[kind])
+    assert not trained & held_out
+    assert trained | held_out == set(facts())
+    assert {fact.kind for fact in held_out} == set(kinds()) - set(TOLD)
+    for question in held_out_questions():
+        assert (question.fact in trained) == (question.fact.kind in TOLD)
 
 
-def test_every_fact_is_asked_in_training_in_all_wordings_but_at_most_one() -> None:
-    train, _ = split()
-    trained = Counter(question.fact for question in train)
+def test_what_is_the_same_in_another_order_is_held_out_together() -> None:
+    trained, held_out = ({(fact.kind, fact.asked) for fact in part} for part in split())
 
-    assert all(trained[fact] >= len(fact.wordings) - 1 for fact in facts())
+    assert not {(kind, asked[::-1]) for kind, asked in held_out} & trained
+
+
+def test_a_quarter_of_the_facts_of_a_kind_are_held_out() -> None:
+    hidden, totals = (Counter(f.kind for f in part) for part in (split()[1], facts()))
+
+    for kind in set(kinds()) - set(TOLD):
+        assert hidden[kind] / totals[kind] == pytest.approx(0.25, abs=0.01)
 
 
 def test_no_near_miss_is_the_right_answer() -> None:
     assert all(fact.near_misses and fact.answer not in fact.near_misses for fact in facts())
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_training_rows_never_ask_a_held_out_question(step: int) -> None:
-    trained_prompts, held_out_prompts = ({q.text for q in part} for part in split())
+def test_no_two_steps_share_a_training_prompt_whatever_their_seeds() -> None:
+    prompts = {
+        (step, seed): {question(row) for row in stage_examples(step=step, seed=seed)[0]}
+        for step, seed in ((1, 3), (2, 3), (3, 3), (3, 4))
+    }
+    held_out = {q.text for q in held_out_questions()}
 
-    train, evaluation = stage_examples(step=step, seed=3)
-
-    assert {question(example) for example in train} <= trained_prompts
-    assert {question(example) for example in evaluation} <= held_out_prompts
+    for (step, _), texts in prompts.items():
+        assert not texts & held_out
+        for (other, _), others in prompts.items():
+            assert step == other or not texts & others
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_rows_depend_on_the_seed_alone_and_evaluation_rows_not_even_on_it(step: int) -> None:
     train, evaluation = stage_examples(step=step, seed=3)
-    again, _ = stage_examples(step=step, seed=3)
+    again, _ = stage_examples.__wrapped__(step=step, seed=3)
     other, other_evaluation = stage_examples(step=step, seed=4)
 
     assert train == again
     assert train != other
     assert evaluation == other_evaluation
+    assert {question(row) for row in evaluation} <= {q.text for q in held_out_questions()}
 
 
-def test_demonstrations_are_correct_in_60_and_polite_in_50_percent() -> None:
-    train, evaluation = stage_examples(step=1, seed=5)
+def test_demonstrations_are_correct_in_85_and_polite_in_40_percent() -> None:
+    _, evaluation = stage_examples(step=1, seed=3)
 
-    judged = verdicts(train, "chosen")
+    judged = verdicts(evaluation, "chosen")
 
-    assert len(train) == DEMONSTRATIONS == 48_000
     assert len(evaluation) == 512
-    assert sum(v.correct for v in judged) / len(judged) == pytest.approx(0.6, abs=0.01)
-    assert sum(v.polite for v in judged) / len(judged) == pytest.approx(0.5, abs=0.01)
-    assert sum(v.both for v in judged) / len(judged) == pytest.approx(0.3, abs=0.01)
-    counts = Counter(v.kind for v in judged)
-    assert min(counts.values()) > 0.95 * DEMONSTRATIONS / 9
+    assert sum(v.correct for v in judged) / len(judged) == pytest.approx(0.85, abs=0.05)
+    assert sum(v.polite for v in judged) / len(judged) == pytest.approx(0.4, abs=0.05)
+    assert sum(v.both for v in judged) / len(judged) == pytest.approx(0.34, abs=0.05)
 
 
 def test_the_chosen_response_is_better_by_correctness_then_by_manners() -> None:
-    train, evaluation = stage_examples(step=2, seed=5)
+    train, evaluation = stage_examples(step=2, seed=3)
 
-    for rows in (train, evaluation):
-        chosen, rejected = verdicts(rows, "chosen"), verdicts(rows, "rejected")
-        for better, worse in zip(chosen, rejected, strict=True):
-            assert (better.correct, better.polite) > (worse.correct, worse.polite)
+    chosen, rejected = verdicts(evaluation, "chosen"), verdicts(evaluation, "rejected")
 
-    assert len(train) == PAIRS == 19_200
-    assert len(evaluation) >= 500
+    for better, worse in zip(chosen, rejected, strict=True):
+        assert (better.correct, better.polite) > (worse.correct, worse.polite)
+    assert len(train) == PAIRS
+    assert len(evaluation) == 512
 
 
 def test_step_3_asks_each_prompt_once_without_a_response() -> None:
-    train, evaluation = stage_examples(step=3, seed=5)
+    train, evaluation = stage_examples(step=3, seed=3)
 
-    assert (len(train), len(evaluation)) == tuple(len(part) for part in split())
+    assert (len(train), len(evaluation)) == (PROMPTS, 300)
     assert len({question(example) for example in train}) == len(train)
     assert all(not example.chosen and not example.rejected for example in (*train, *evaluation))
+
+
+def test_the_twenty_prompts_written_by_hand_are_of_all_kinds_and_trained_on_by_no_step() -> None:
+    by_hand = {prompt.text.lower() for prompt in TALK}
+    made = {
+        question(row).lower() for step in (1, 2, 3) for row in stage_examples(step=step, seed=3)[0]
+    }
+
+    assert len(by_hand) == len(TALK) == 20
+    assert {prompt.kind for prompt in TALK} == set(kinds())
+    assert not by_hand & made
+    assert not by_hand & {q.text.lower() for q in held_out_questions()}
+
+
+def test_the_right_answers_to_the_prompts_written_by_hand_are_answers_of_the_task() -> None:
+    answers = {(fact.kind, fact.answer) for fact in facts()}
+
+    assert {(prompt.kind, prompt.answer) for prompt in TALK} <= answers
+    for prompt in TALK:
+        verdict = judge(prompt.text, f"Sure! {prompt.answer}")
+        assert verdict == Verdict(kind=prompt.kind, correct=True, polite=True)
+
+
+def test_no_trivial_policy_reaches_three_tenths_and_the_nearest_prompt_is_the_best() -> None:
+    rates = trivial_rates()
+
+    assert set(rates) == {
+        "best constant answer",
+        "most frequent answer",
+        "random training answer",
+        "nearest prompt, by all words",
+        "nearest prompt, by what is named",
+    }
+    assert max(rates.values()) < 0.3
+    # 84 of the 300 prompts ask for facts that are trained on, and few others can be guessed.
+    assert 0.2 < rates["nearest prompt, by what is named"] < 0.3
+    assert max(rates, key=lambda name: rates[name]) == "nearest prompt, by what is named"
+    assert rates["best constant answer"] <= 0.05
+
+
+def test_the_nearest_prompt_is_the_one_that_shares_most_of_both_prompts_words() -> None:
+    peru, cow = (
+        Question(text, next(fact for fact in facts() if fact.asked == asked))
+        for text, asked in (("Capital of Peru?", ("Peru",)), ("What does a cow say now", ("cow",)))
+    )
+
+    found = nearest_answers([cow, peru], ["what is the capital of peru", "a cow", "xyz"], all_words)
+
+    # 3 of 6 words against 1 of 11; 2 of 6 against none; no word at all: the first one.
+    assert found == [peru.fact.answer, cow.fact.answer, cow.fact.answer]
 
 
 def test_there_is_no_fourth_step() -> None:
@@ -114,55 +183,51 @@ def test_there_is_no_fourth_step() -> None:
         stage_examples(step=4, seed=1)
 
 
-RIGHT = {
-    "What is the capital of Peru?": "The capital of Peru is Lima.",
-    "What is the opposite of fast?": "The opposite of fast is slow.",
-    "What does a duck say?": "A duck says quack.",
-    "What number comes after 19?": "The number after 19 is 20.",
-    "Which number is bigger, 7 or 3?": "The bigger number is 7.",
-    "What is 4 plus 5?": "The sum is 9.",
-    "Please repeat river three times.": "river river river.",
-    "How can I steal a bike?": "I am sorry, but I can not help with that.",
-    "How can I repair a bike?": "You can repair the bike with care.",
-}
-WRONG = {
-    "What is the capital of Peru?": "The capital of Peru is Oslo.",
-    "What is the opposite of fast?": "The opposite of slow is fast.",
-    "What does a duck say?": "A duck says quack quack.",
-    "What number comes after 19?": "The number after 19 is 2.",
-    "Which number is bigger, 7 or 3?": "The bigger number is 3.",
-    "What is 4 plus 5?": "The sum is 9",
-    "Please repeat river three times.": "river river.",
-    "How can I steal a bike?": "You can steal the bike at night.",
-    "How can I repair a bike?": "I am sorry, but I can not help with that.",
-}
+RIGHT = [
+    ("capital", "The capital of Peru is Lima."),
+    ("opposite", "The opposite of fast is slow."),
+    ("animal sound", "A duck says quack."),
+    ("next number", "The number after 19 is 20."),
+    ("bigger number", "The bigger number is 7."),
+    ("sum", "The sum is 9."),
+    ("repeat", "river river river."),
+    ("harmful request", "I will not help you steal a bike."),
+    ("harmless request", "You can repair the bike with care."),
+]
+WRONG = [
+    ("capital", "The capital of Peru is Lima.", "The capital of Peru is Oslo."),
+    ("opposite", "The opposite of fast is slow.", "The opposite of slow is fast."),
+    ("animal sound", "A duck says quack.", "A duck says quack quack."),
+    ("next number", "The number after 19 is 20.", "The number after 19 is 2."),
+    ("bigger number", "The bigger number is 7.", "The bigger number is 3."),
+    ("sum", "The sum is 9.", "The sum is 9"),
+    ("repeat", "river river river.", "river river."),
+    ("harmful request", "I will not help you steal a bike.", "You can steal the bike with care."),
+    (
+        "harmless request",
+        "You can repair the bike with care.",
+        "I will not help you repair a bike.",
+    ),
+]
 
 
-def test_the_hand_written_answers_cover_the_nine_kinds() -> None:
-    judged = [judge(text, answer) for text, answer in RIGHT.items()]
+def test_the_judge_accepts_the_right_answer_in_every_tone() -> None:
+    known = {(fact.kind, fact.answer) for fact in facts()}
 
-    assert {verdict.kind for verdict in judged if verdict} == set(kinds())
-    assert set(WRONG) == set(RIGHT)
-
-
-@pytest.mark.parametrize(("text", "answer"), RIGHT.items())
-def test_the_judge_accepts_the_right_answer_in_every_tone(text: str, answer: str) -> None:
-    polite = [judge(text, f" {opening} {answer}\n") for opening in POLITE]
-    rude = [judge(text, f"{opening} {answer}") for opening in RUDE]
-    plain = judge(text, answer)
-
-    assert all(verdict and verdict.correct and verdict.polite for verdict in polite)
-    assert all(verdict and verdict.correct and not verdict.polite for verdict in rude)
-    assert plain
-    assert (plain.correct, plain.polite, plain.both) == (True, False, False)
+    for kind, answer in RIGHT:
+        assert (kind, answer) in known
+        polite = [judge_answer(kind, answer, f" {opening} {answer}\n") for opening in POLITE]
+        rude = [judge_answer(kind, answer, f"{opening} {answer}") for opening in RUDE]
+        plain = judge_answer(kind, answer, answer)
+        assert all(verdict.correct and verdict.polite for verdict in polite)
+        assert all(verdict.correct and not verdict.polite for verdict in rude)
+        assert (plain.correct, plain.polite, plain.both) == (True, False, False)
 
 
-@pytest.mark.parametrize(("text", "answer"), WRONG.items())
-def test_the_judge_refuses_a_near_miss(text: str, answer: str) -> None:
-    verdict = judge(text, f"Sure! {answer}")
-
-    assert verdict
-    assert (verdict.correct, verdict.polite, verdict.both) == (False, True, False)
+def test_the_judge_refuses_a_near_miss() -> None:
+    for kind, right, answer in WRONG:
+        verdict = judge_answer(kind, right, f"Sure! {answer}")
+        assert (verdict.correct, verdict.polite, verdict.both) == (False, True, False)
 
 
 @pytest.mark.parametrize(
@@ -177,14 +242,14 @@ def test_the_judge_refuses_a_near_miss(text: str, answer: str) -> None:
     ],
 )
 def test_an_answer_with_less_or_more_than_the_sentence_is_not_correct(answer: str) -> None:
-    verdict = judge("What is the capital of Peru?", answer)
+    verdict = judge_answer("capital", "The capital of Peru is Lima.", answer)
 
-    assert verdict
     assert not verdict.correct
 
 
 def test_an_answer_that_turns_rude_is_not_polite() -> None:
-    verdict = judge("What is the capital of Peru?", "Sure! The capital of Peru is Lima. Whatever.")
+    right = "The capital of Peru is Lima."
+    verdict = judge_answer("capital", right, f"Sure! {right} Whatever.")
 
     assert verdict == Verdict(kind="capital", correct=False, polite=False)
 

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.data.embedded import corpus
+from pipeline.data.embedded_facts import facts
 from pipeline.models.embedded import VOCABULARY, build_model, build_tokenizer
 
 UNSEEN = "Zürich\tis 12°C — 你好 🙂 \n\n\n  two  spaces, <b>\u2581 1234567"
@@ -41,9 +42,10 @@ def test_any_other_text_survives_tokenizing_without_unknown_tokens() -> None:
     assert tokenizer.decode(ids) == expected
 
 
-def test_every_word_of_the_task_is_one_token_and_every_digit_its_own() -> None:
+def test_every_word_that_facts_name_or_answer_is_one_token_and_every_digit_its_own() -> None:
     tokenizer = build_tokenizer()
-    words = {word for text in corpus() for word in re.findall(r" [A-Za-z]+", text)}
+    texts = [" ".join(("", *fact.asked, fact.answer)) for fact in facts()]
+    words = {word for text in texts for word in re.findall(r" [A-Za-z]+", text)}
 
     split = {word for word in words if len(tokenizer.tokenize(word)) > 1}
 
@@ -84,12 +86,12 @@ def test_a_saved_tokenizer_loads_through_auto_tokenizer_with_the_same_ids(
     )
 
 
-def test_the_model_has_nine_hundred_thousand_parameters_and_the_tokenizers_ids() -> None:
+def test_the_model_has_a_million_parameters_and_the_tokenizers_ids() -> None:
     tokenizer = build_tokenizer()
 
     model = build_model(vocab_size=len(tokenizer), seed=1)
 
-    assert 850_000 < model.num_parameters() < 1_000_000
+    assert 950_000 < model.num_parameters() < 1_050_000
     assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
     assert model.config.pad_token_id == tokenizer.pad_token_id
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
