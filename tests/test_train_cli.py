@@ -84,7 +84,7 @@ def test_a_plan_for_another_machine_needs_no_more_of_a_model_than_its_configurat
 
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "unknown" not in ended.stdout
-    assert "  rows       24,000 to train on, 256 held out" in ended.stdout
+    assert "  rows       32,000 to train on, 256 held out" in ended.stdout
 
 
 def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path) -> None:

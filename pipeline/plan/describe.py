@@ -94,7 +94,9 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
         return
     kind = "iterations" if rows_of_a_step(config) != config.batch_size else "optimizer steps"
     rows = rows_of_a_step(config)
-    yield _line("steps", f"{steps:,} {kind} of {rows:,} rows: {epochs:.2g} passes over the rows")
+    passes = f"{epochs:.2g}"
+    passes += " pass" if passes == "1" else " passes"
+    yield _line("steps", f"{steps:,} {kind} of {rows:,} rows: {passes} over the rows")
     if tokens is not None:
         total = tokens.row * rows * steps
         cut = f"; {tokens.cut:.0%} of the rows are too long" if tokens.cut else ""

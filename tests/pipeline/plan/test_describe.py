@@ -55,9 +55,9 @@ def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[st
 def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:
     said = dry_run(tmp_path)
 
-    assert "  rows       24,000 to train on, 256 held out" in said
-    assert "  steps      800 optimizer steps of 32 rows: 0.53 passes over the rows" in said
-    assert "  steps      40 iterations of 128 rows: 3 passes over the rows" in said
+    assert "  rows       32,000 to train on, 256 held out" in said
+    assert "  steps      500 optimizer steps of 64 rows: 1 pass over the rows" in said
+    assert "  steps      40 iterations of 128 rows: 0.85 passes over the rows" in said
     assert len(re.findall(r"^  tokens     \d+ a row, \S+ \w+ in all$", said, re.MULTILINE)) == 3
     assert len(re.findall(r"^  time       about .* \(.* to .*\)$", said, re.MULTILINE)) == 3
     assert re.search(r"^About .* in all \(.* to .*\)\.\nEstimated from blocks", said, re.MULTILINE)
