@@ -24,11 +24,11 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-PRESET = yaml.safe_load((ROOT / "configs" / "embedded.yaml").read_text())["ppo"]
-RATES = {role: float(PRESET[role]["optim"]["lr"]) for role in ("actor", "critic")}
+PRESET = yaml.safe_load((ROOT / "configs" / "embedded.yaml").read_text())
+RATES = {role: float(PRESET["ppo"][role]["optim"]["lr"]) for role in ("actor", "critic")}
 TRIPLED = [word for role, lr in RATES.items() for word in (f"--ppo.{role}.optim.lr", f"{3 * lr:g}")]
-WEAK_STEPS = 160
-"""Of step 2, a tenth of the embedded default's."""
+WEAK_STEPS = PRESET["reward"]["max_steps"] // 10
+"""Of step 2 for a reward model that is half trained."""
 
 TOLD = ("iteration ", "PPO made", "the reward model orders", "diverged", "error:")
 """How sentences begin, or what they hold, that say what went wrong."""
