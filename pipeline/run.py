@@ -22,6 +22,7 @@ from pipeline.engine.checkpoint.find import candidates
 from pipeline.engine.checkpoint.layout import step_of
 from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.errors import ConfigError
+from pipeline.models.card import Card, write_card
 from pipeline.progress import Progress
 from pipeline.settings import flatten, plain
 from pipeline.signals import LeavesAtOnce
@@ -185,14 +186,28 @@ class Run:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
-    def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
+    def finish(
+        self,
+        *,
+        eval: Mapping[str, object],  # noqa: A002
+        models: Mapping[str, Card] | None = None,
+        **extra: object,
+    ) -> None:
         """Write result.json, whole or not at all, after everything else: the step is finished.
 
         It holds seconds, steps, tokens, `eval`, `extra`, and the settings that differ from the
-        defaults.
+        defaults. Each of `models`, by its place in the output directory, gets its card.
         """
         if self._metrics is None:
             return
+        for place, card in (models or {}).items():
+            write_card(
+                self.path(place),
+                card,
+                data=self.config.data.path,
+                figures=eval,
+                settings=changed_settings(self.config),
+            )
         result = {
             "seconds": round(self.seconds, 3),
             "steps": self.step,

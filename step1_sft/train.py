@@ -39,6 +39,7 @@ from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
 from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
+from pipeline.models.card import Card
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy
@@ -48,6 +49,8 @@ from pipeline.run import Run, configure_logging
 from step1_sft.losses import next_token_nll
 
 logger = logging.getLogger(__name__)
+
+METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned."
 
 
 def train(config: SFTConfig) -> Path:
@@ -115,7 +118,8 @@ def train(config: SFTConfig) -> Path:
                 "perplexity_after": exported[0],
                 "best_step": exported[1],
                 "rows": len(data.eval),
-            }
+            },
+            models={".": Card("Chat model", METHOD, config.model.path or "", ("sft",))},
         )
         if exported[1] == 0:
             logger.warning(

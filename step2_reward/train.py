@@ -42,6 +42,7 @@ from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
 from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
+from pipeline.models.card import Card
 from pipeline.models.chat import load_chat, require_same_chat
 from pipeline.models.export import export
 from pipeline.models.forward import Scorer
@@ -51,6 +52,11 @@ from pipeline.random_state import seed_generators
 from pipeline.run import Run, configure_logging
 from step2_reward.losses import pairwise_loss
 from step2_reward.normalization import measure_scores, write_normalization
+
+METHOD = (
+    "Trained on pairs of responses, one of which was preferred (Bradley-Terry; Ouyang et al. 2022);"
+    " its one label is the score of a dialogue."
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,8 @@ def train(config: RewardConfig) -> Path:
                 "score_mean": moments.mean,
                 "score_std": moments.std,
                 "score_stop_rate": moments.stop_rate,
-            }
+            },
+            models={".": Card("Reward model", METHOD, config.model.path or "", ("reward-model",))},
         )
     return config.output_dir
 

@@ -8,6 +8,7 @@ from pipeline.checkpoints import Checkpoints
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
 from pipeline.evaluations import evaluation_interval
+from pipeline.models.card import Card
 from pipeline.run import Run
 from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
 from step3_ppo.config import PPOConfig
@@ -17,6 +18,10 @@ from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 
 logger = logging.getLogger(__name__)
+
+METHOD = (
+    "Trained by PPO against a reward model (Ouyang et al. 2022), with a KL penalty to the base."
+)
 
 
 class Course:
@@ -89,7 +94,8 @@ class Course:
         if base is not None:
             sampled = {"base": base, **sampled}
         judged = conclude(self.held_out, sampled, run.path("samples.json"))
-        run.finish(eval={**evaluation, **judged})
+        card = Card("Chat model", METHOD, self.config.actor.path or "", ("ppo",))
+        run.finish(eval={**evaluation, **judged}, models={"actor": card})
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
         """Of sampled answers to the watched prompts; the win rate is against step 1's."""

@@ -39,7 +39,7 @@ MADE = (
     *(MARK, METRICS, "result.json*", "samples.json", DIVERGED, "*_prompts.hashes*"),
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template.jinja", "actor/*", "critic/*", "ema/*", "adapter/*"),
+    *("chat_template.jinja", "README.md*", "actor/*", "critic/*", "ema/*", "adapter/*"),
     *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", LOCK),
 )
 """Names of the files that steps make, for a step that ended before its files were recorded."""
