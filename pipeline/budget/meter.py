@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,16 +136,16 @@ class Meter(TorchDispatchMode):
         key = id(storage)
         if key in self._known:
             return False
-
-        def gone(_: weakref.ref[torch.UntypedStorage]) -> None:
-            self.held -= num_bytes
-            del self._known[key]
-            self._products.discard(key)
-
-        self._known[key] = weakref.ref(storage, gone)
+        self._known[key] = weakref.ref(storage, partial(self._forget, key, num_bytes))
         self.held += num_bytes
         self._note()
         return True
+
+    def _forget(self, key: int, num_bytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        """Take a storage that has died out of the count."""
+        self.held -= num_bytes
+        del self._known[key]
+        self._products.discard(key)
 
     @property
     def peak(self) -> int:
