@@ -206,7 +206,7 @@ def test_what_is_typed_during_an_answer_is_not_shown_in_it_and_is_the_next_messa
 def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue_and_what_was_typed(
     chat: Chat, tmp_path: Path
 ) -> None:
-    chat.begin_anew(length=250)
+    chat.begin_anew(length=110)  # the model's context holds two such answers
     chat.type("Hi\n")
     chat.until("Model: ")
     chat.type("and then")
