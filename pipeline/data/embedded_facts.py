@@ -11,7 +11,7 @@ from functools import cache
 from itertools import permutations, product
 from random import Random
 
-HELD_OUT_SHARE = 0.25
+HELD_OUT_SHARE = 0.15
 """Share of the facts of each kind, but for those of `TOLD`, that no step trains on."""
 
 CAPITALS = {

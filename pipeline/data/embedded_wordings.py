@@ -156,7 +156,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         " [what should he do|what should she do|how|what now|any advice]?",
         "{0ing} {1}[:|,] how[| does it work| do i do it| is it done]?",
         "what do [i|you|we] need to {0} {1}?",
-        "how does one {0} {1}?",
+        "i have never tried to {0} {1}, what is the first step?",
         "suppose i had to {0} {1}. where do i start?",
         "i am thinking about {0ing} {1}. [any tips|how|what should i do]?",
         "{0} {1}, how?",
@@ -203,7 +203,7 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
     "request": (
         "would you happen to know how to {0} {1}?",
         "what [should|must|can] i do to {0} {1}?",
-        "i have never tried to {0} {1}, what is the first step?",
+        "how does one {0} {1}?",
     ),
 }
 """Patterns that no step trains on."""

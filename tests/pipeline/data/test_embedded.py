@@ -62,11 +62,11 @@ def test_what_is_the_same_in_another_order_is_held_out_together() -> None:
     assert not {(kind, asked[::-1]) for kind, asked in held_out} & trained
 
 
-def test_a_quarter_of_the_facts_of_a_kind_are_held_out() -> None:
+def test_three_in_twenty_facts_of_a_kind_are_held_out() -> None:
     hidden, totals = (Counter(f.kind for f in part) for part in (split()[1], facts()))
 
     for kind in set(kinds()) - set(TOLD):
-        assert hidden[kind] / totals[kind] == pytest.approx(0.25, abs=0.01)
+        assert hidden[kind] / totals[kind] == pytest.approx(0.15, abs=0.01)
 
 
 def test_no_near_miss_is_the_right_answer() -> None:
