@@ -1,4 +1,8 @@
+import hashlib
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +23,8 @@ from pipeline.data.embedded_facts import TOLD, facts, kinds, split
 from pipeline.data.embedded_policies import all_words, nearest_answers, trivial_rates
 from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Example
+
+ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def question(example: Example) -> str:
@@ -89,13 +95,23 @@ def test_no_two_steps_share_a_training_prompt_whatever_their_seeds() -> None:
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_rows_depend_on_the_seed_alone_and_evaluation_rows_not_even_on_it(step: int) -> None:
     train, evaluation = stage_examples(step=step, seed=3)
-    again, _ = stage_examples.__wrapped__(step=step, seed=3)
     other, other_evaluation = stage_examples(step=step, seed=4)
 
-    assert train == again
     assert train != other
     assert evaluation == other_evaluation
     assert {question(row) for row in evaluation} <= {q.text for q in held_out_questions()}
+
+
+def test_the_same_seed_gives_the_same_rows_in_another_process() -> None:
+    program = (
+        "import hashlib; from pipeline.data.embedded import stage_examples;"
+        " print(hashlib.sha256(repr(stage_examples(step=3, seed=3)).encode()).hexdigest())"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+
+    rows = repr(stage_examples(step=3, seed=3)).encode()
+    assert done.stdout.strip() == hashlib.sha256(rows).hexdigest()
 
 
 def test_demonstrations_are_correct_in_85_and_polite_in_40_percent() -> None:
@@ -163,7 +179,7 @@ def test_no_trivial_policy_reaches_three_tenths_and_the_nearest_prompt_is_the_be
     # 84 of the 300 prompts ask for facts that are trained on, and few others can be guessed.
     assert 0.2 < rates["nearest prompt, by what is named"] < 0.3
     assert max(rates, key=lambda name: rates[name]) == "nearest prompt, by what is named"
-    assert rates["best constant answer"] <= 0.05
+    assert rates["best constant answer"] < 0.1
 
 
 def test_the_nearest_prompt_is_the_one_that_shares_most_of_both_prompts_words() -> None:
