@@ -97,7 +97,7 @@ def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path)
 
     said = " ".join(run.stdout.replace("\\\n", " ").split())
     torchrun = "-m pipeline.launch.torchrun --nnodes 2 --node-rank"
-    step = "-m step1_sft.train --data.max_length 64 --max_steps 800"
+    step = "-m step1_sft.train --data.max_length 80 --max_steps 500"
     assert (run.returncode, run.stderr) == (0, "")
     assert said.startswith("The plan: 1 step, 5 processes each on 2 machines, into output.")
     assert f"on worker-0 {sys.executable} {torchrun} 0 --master-addr worker-0" in said

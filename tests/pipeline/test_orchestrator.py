@@ -133,8 +133,8 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(
     )
     assert "  model      embedded, ZeRO stage 0\n" in said
     assert "Memory of each process" in said
-    assert "model              0.9M parameters" in said
-    assert "weights                  3.5" in said
+    assert "model              1.0M parameters" in said
+    assert "weights                  3.6" in said
 
 
 def test_a_dry_run_shows_stages_and_offload(

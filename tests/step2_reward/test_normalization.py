@@ -29,7 +29,7 @@ END = 2
 def task(directory: Path, *, ends: bool) -> RewardConfig:
     """Fifteen prompts and a model of step 1 that ends some of its answers, or none."""
     tokenizer = build_tokenizer()
-    actor = tiny_causal_lm("llama", seed=4, vocab_size=len(tokenizer), tie_word_embeddings=False)
+    actor = tiny_causal_lm("llama", seed=10, vocab_size=len(tokenizer), tie_word_embeddings=False)
     with torch.no_grad():
         actor.lm_head.weight.zero_()
         actor.lm_head.weight[END, 0] = 12.0 if ends else 0.0  # by the sign of one hidden number

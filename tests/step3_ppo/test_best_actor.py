@@ -21,7 +21,7 @@ def harmful(toy: Path, out: Path, **changes: Any) -> PPOConfig:
     """Iterations that the KL penalty alone judges: each moves the actor, and so makes it worse."""
     config = toy_config(
         toy,
-        kl_coef=50.0,
+        kl_coef=5000.0,
         max_steps=3,
         eval_every=1,
         max_prompt_length=40,

@@ -110,7 +110,7 @@ def test_run_goes_on_with_the_best(bench: Bench) -> None:
 
     config = yaml.safe_load((bench.out / "step1_sft" / "config.yaml").read_text())
     assert config["micro_batch_size"] == 2
-    assert config["max_steps"] == 800  # not that of a trial
+    assert config["max_steps"] == 500  # not that of a trial
     assert (bench.out / "summary.json").is_file()
 
 
@@ -141,7 +141,7 @@ def test_a_tuning_that_was_interrupted_goes_on(bench: Bench) -> None:
 
 def test_trials_of_other_settings_are_made_anew(bench: Bench) -> None:
     bench.tune("--autotune-trials", "2")
-    bench.tune("--autotune-trials", "2", "--sft.batch_size", "64")
+    bench.tune("--autotune-trials", "2", "--sft.batch_size", "32")
     assert len(bench.started) == 4
 
     bench.tune("--autotune-trials", "2", "--sft.max_steps", "9")  # changes no trial

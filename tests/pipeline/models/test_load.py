@@ -108,11 +108,11 @@ def test_new_tokens_get_rows_that_depend_on_the_seed_alone() -> None:
 
 
 def test_a_table_larger_than_the_tokenizer_is_left_as_it_is() -> None:
-    model = tiny_causal_lm("llama", vocab_size=1200)
+    model = tiny_causal_lm("llama", vocab_size=1500)
 
     add_tokens(model, build_tokenizer(), seed=0)
 
-    assert model.get_input_embeddings().weight.shape[0] == 1200
+    assert model.get_input_embeddings().weight.shape[0] == 1500
 
 
 def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is
 
 
 def test_epochs_take_the_place_of_steps() -> None:
-    assert configs()["sft"].max_steps == 800
+    assert configs()["sft"].max_steps == 500
 
     said = configs("--epochs", "2")
 
