@@ -145,7 +145,7 @@ def test_a_deepspeed_file_reaches_every_model_that_trains(tmp_path: Path) -> Non
         assert steps[name][f"{role}.zero.offload.optimizer"] == "cpu"
         assert steps[name][f"{role}.optim.weight_decay"] == 0.1
     # "auto" is each model's own rate, here that of the embedded preset.
-    assert steps["step3_ppo"]["actor.optim.lr"] == 3e-4
+    assert steps["step3_ppo"]["actor.optim.lr"] == 2e-4
     assert steps["step3_ppo"]["critic.optim.lr"] == 1e-3
 
 
