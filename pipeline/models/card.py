@@ -15,8 +15,6 @@ from pipeline.engine.checkpoint.durable import replace_durably
 CARD = "README.md"
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-PLACES = ("path", "dir", "file")
-"""How settings end that name places on the machine of the run; the card leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,9 @@ def write_card(
     lines += ["| figure | value |", "|---|---|"]
     lines += [f"| `{name}` | {value} |" for name, value in _flat(figures)]
     lines += ["", "## Settings", "", "Those that differ from the defaults:", "", "```yaml"]
-    lines += [
-        f"{name}: {json.dumps(value)}"
-        for name, value in settings.items()
-        if not name.endswith(PLACES)
-    ]
+    # What names a place on the machine of the run is left out.
+    written = {name: json.dumps(value) for name, value in settings.items()}
+    lines += [f"{name}: {value}" for name, value in written.items() if "/" not in value]
     lines += ["```", ""]
     text = "\n".join(lines)
     replace_durably(directory / CARD, text.encode(), temporary=directory / f"{CARD}.tmp")

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 from pipeline.models.card import Card, write_card
 
 FIGURES = {"rows": 256, "perplexity_after": 1.31512345, "judge": {"step1_sft": 0.25}}
-SETTINGS = {"max_steps": 500, "model.optim.lr": 3e-3, "model.path": "/home/me/base"}
+SETTINGS = {"max_steps": 500, "model.optim.lr": 3e-3, "data.format": "/home/me/a.jinja"}
 
 
 def card_of(directory: Path, base: str, *data: str) -> ModelCard:
