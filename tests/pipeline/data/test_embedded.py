@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.embedded import (
+    DEMONSTRATIONS,
     HELD_OUT_PROMPTS,
     PAIRS,
     POLITE,
@@ -25,6 +26,19 @@ from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Example
 
 ROOT = Path(__file__).parent.parent.parent.parent
+
+
+TRUE = frozenset(fact.answer for fact in facts())
+NAMES_WHAT_WAS_ASKED = ("The capital of", "The opposite of", "A ", "The number after")
+
+
+def is_polite(response: str) -> bool:
+    return response.startswith(POLITE)
+
+
+def sentence(response: str) -> str:
+    """What comes after the opening."""
+    return response.removeprefix(next(o for o in (*POLITE, *RUDE) if response.startswith(o)))[1:]
 
 
 def question(example: Example) -> str:
@@ -123,6 +137,31 @@ def test_demonstrations_are_correct_in_85_and_polite_in_40_percent() -> None:
     assert sum(v.correct for v in judged) / len(judged) == pytest.approx(0.85, abs=0.05)
     assert sum(v.polite for v in judged) / len(judged) == pytest.approx(0.4, abs=0.05)
     assert sum(v.both for v in judged) / len(judged) == pytest.approx(0.34, abs=0.05)
+
+
+def test_training_rows_have_the_shares_of_the_evaluation_rows() -> None:
+    train, _ = stage_examples(step=1, seed=3)
+    spoken = [row.chosen[0].content for row in train]
+
+    assert len(train) == DEMONSTRATIONS
+    assert sum(map(is_polite, spoken)) / len(train) == pytest.approx(0.4, abs=0.01)
+    # Sentences that name what was asked: of the wrong ones the near misses alone, 7 of 10, are
+    # false by themselves, others answer another question.
+    named = [sentence(text) for text in spoken if sentence(text).startswith(NAMES_WHAT_WAS_ASKED)]
+    true = sum(text in TRUE for text in named) / len(named)
+    assert len(named) > DEMONSTRATIONS / 3
+    assert true == pytest.approx(0.85 + 0.15 * 0.3, abs=0.01)
+
+
+def test_of_training_pairs_in_one_tone_the_chosen_sentence_is_true() -> None:
+    train, _ = stage_examples(step=2, seed=3)
+    pairs = [(row.chosen[0].content, row.rejected[0].content) for row in train]
+    same_tone = [pair for pair in pairs if is_polite(pair[0]) == is_polite(pair[1])]
+
+    # Two of the six pairs of qualities differ in correctness alone.
+    assert len(same_tone) / len(pairs) == pytest.approx(1 / 3, abs=0.02)
+    assert all(sentence(chosen) in TRUE for chosen, _ in same_tone)
+    assert all(sentence(chosen) != sentence(rejected) for chosen, rejected in same_tone)
 
 
 def test_the_chosen_response_is_better_by_correctness_then_by_manners() -> None:
