@@ -7,7 +7,7 @@ them), the nth time the process comes to `fault_point(point)`. The actions:
 
     kill        SIGKILL to the process itself
     exit        end at once with code 1, no clean-up
-    hang        sleep for ever
+    hang        sleep for ever, and say so on stderr
     sleep-<ms>  sleep so many milliseconds
     raise       RuntimeError
     enospc      OSError, as of a full disk
@@ -21,6 +21,7 @@ import functools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -98,6 +99,7 @@ def _fail(fault: _Fault) -> None:
         case "exit":
             os._exit(1)
         case "hang":
+            print(f"{fault.point} hangs", file=sys.stderr, flush=True)
             while True:
                 time.sleep(3600)
         case "raise":

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import StepConfig
-from pipeline.engine.checkpoint.find import newest
 from pipeline.run import changed_settings
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, SAME_SECONDS
 from tests.faults.jobs import (
@@ -107,7 +106,7 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
 ) -> None:
     """One process sleeps in its third step, the other waits for it in a collective."""
     with Forked(job_of(start, tmp_path), fault="engine.step:1:3:hang") as job:
-        wait_for_lines(tmp_path, 3, job)  # the evaluation before step 1, and two steps
+        wait_for(lambda: "engine.step hangs\n" in job.said(), job)
         job.signal(signal.SIGINT)
         wait_for(lambda: "finishes the step at hand, saves its state" in job.said(), job)
         assert all(process.is_alive() for process in job.processes)
@@ -136,8 +135,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_others_to_come(start: Path, tmp_pa
 
 def test_ctrl_c_before_the_first_step_leaves_at_once(start: Path, tmp_path: Path) -> None:
     with Forked(job_of(start, tmp_path), fault="engine.forward:*:1:hang") as job:
-        wait_for((tmp_path / "checkpoints" / "tokenizer").exists, job)
-        time.sleep(1)  # the evaluation has begun, and hangs
+        wait_for(lambda: job.said().count("engine.forward hangs\n") == 2, job)
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * 2
@@ -154,8 +152,7 @@ def test_ctrl_c_while_the_model_is_written_loses_no_step(
     assert set(run_forked(config, world_size=processes)) == {0}
     config = replace(config, output_dir=tmp_path / "run")
     with Forked(config, world_size=processes, fault="export.before_replace:0:1:hang") as job:
-        wait_for(lambda: newest(config.output_dir / "checkpoints", verify=False)[0], job)
-        time.sleep(2)  # the export has begun, and hangs
+        wait_for(lambda: "export.before_replace hangs\n" in job.said(), job)
         job.signal(signal.SIGINT)
 
         assert job.wait(10) == [EXIT_INTERRUPTED] * processes
