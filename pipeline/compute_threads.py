@@ -34,8 +34,9 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 POLL_SECONDS = 0.5
 
-QUIET_POLLS = 3
-"""Looks in a row that found enough free cores, after which threads spin again."""
+POLLS = 2
+"""Looks in a row that agree before threads wait otherwise: what runs for a moment, such as a shell
+command, slows spinning threads for that moment alone, and sleeping ones cost more."""
 
 SLACK_CORES = 0.25
 """What others may use without harm: daemons, and the resolution of the system's clocks."""
@@ -145,25 +146,38 @@ class _Watch:
         self._team.release()
 
     def _run(self) -> None:
-        cores, quiet, usage = _cores(), 0, OthersUsage()
+        cores, usage, needs = len(_cores()), OthersUsage(), _Needs()
         while not self._over.wait(POLL_SECONDS):
             others, computing = usage.cores(), torch.get_num_threads()
-            if computing + others <= len(cores) + SLACK_CORES:
-                quiet += 1
-                if quiet == QUIET_POLLS:
-                    self._team.release()
+            needs.update(crowded=computing + others > cores + SLACK_CORES)
+            if not needs.sleep:
+                self._team.release()
                 continue
-            quiet = 0
             self._team.hold()
-            if self._tell:
+            if self._tell and needs.last:
                 self._tell = False
                 logger.info(
                     "other programs use %.1f of the %d cores: %d threads share the rest, and sleep"
                     " while they wait",
                     others,
-                    len(cores),
+                    cores,
                     computing,
                 )
+
+
+class _Needs:
+    """Whether threads have to sleep: yes at first, then what the last `POLLS` looks agree on."""
+
+    def __init__(self) -> None:
+        self.sleep = self.last = True
+        self._alike = 0
+
+    def update(self, *, crowded: bool) -> None:
+        """Take in a look, which found that cores are short or that they are not."""
+        self._alike = self._alike + 1 if crowded == self.last else 1
+        self.last = crowded
+        if self._alike >= POLLS:
+            self.sleep = crowded
 
 
 class OthersUsage:

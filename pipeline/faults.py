@@ -99,7 +99,7 @@ def _fail(fault: _Fault) -> None:
         case "exit":
             os._exit(1)
         case "hang":
-            print(f"{fault.point} hangs", file=sys.stderr, flush=True)
+            os.write(sys.stderr.fileno(), f"{fault.point} hangs\n".encode())
             while True:
                 time.sleep(3600)
         case "raise":

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline.compute_threads import OthersUsage, SleepyTeam, compute_threads
+from pipeline.compute_threads import OthersUsage, SleepyTeam, _Needs, compute_threads
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -120,6 +120,16 @@ torch.set_num_threads(1); print(result())
 
     assert spinning == asleep == again
     assert alone != spinning  # so that a changed number would have been seen
+
+
+def test_a_moment_of_others_puts_no_thread_to_sleep() -> None:
+    needs, slept = _Needs(), list[bool]()
+    for crowded in (0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0):
+        needs.update(crowded=bool(crowded))
+        slept.append(needs.sleep)
+
+    # Asleep at the start; awake after two free looks, asleep after two crowded ones.
+    assert slept == [True] * 3 + [False] * 4 + [True] * 4 + [False]
 
 
 def test_what_a_hypervisor_takes_is_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
