@@ -4,9 +4,11 @@ A thread of an operator that has done its share waits for the others. GNU's Open
 Linux packages bring, has it spin for some milliseconds, so that the next operator finds it awake.
 Where another program wants the core, it spins while the thread that all wait for has no core to
 run on: a step of a small model then takes up to thirty times as long. So the threads of a step
-spin only while no other program needs their cores, and sleep else.
+spin only while no other program needs their cores. Else they sleep, on as many cores as the others
+leave free: a thread that is woken on a core of its own waits there for its turn among the others,
+and all wait for it, after every operator.
 
-How threads wait changes no bit of a result; how many there are may.
+How threads wait, and where, changes no bit of a result; how many there are may.
 """
 
 import ctypes
@@ -15,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -29,8 +31,11 @@ logger = logging.getLogger(__name__)
 THREADS = "RLHF_THREADS"
 """Variable of the environment: threads of each process, where the setting `threads` is null."""
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Variables by which a user decides how threads wait; then nothing is done here."""
+DECIDED = (
+    *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
+    *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"),
+)
+"""Variables by which a user decides how threads wait, or where; then nothing is done here."""
 
 POLL_SECONDS = 0.5
 
@@ -57,7 +62,7 @@ def compute_threads(number: int | None, *, tell: bool = True) -> Iterator[None]:
     number = number or _from_environment()
     if number is not None:
         torch.set_num_threads(number)
-    by_user = any(name in os.environ for name in WAITING)
+    by_user = any(name in os.environ for name in DECIDED)
     team = None if by_user or torch.get_num_threads() == 1 else SleepyTeam.find()
     if team is None:
         yield
@@ -128,11 +133,57 @@ class SleepyTeam:
         self._release.wait()  # the team lives as long as the thread that has called it
 
 
+class FewCores:
+    """Has all threads of this process run on a few of its cores, as long as it is held.
+
+    Processes that are started meanwhile stay there. Where the system can't bind threads, nothing
+    happens.
+    """
+
+    def __init__(self) -> None:
+        self._own = _cores()
+        # Processes of one machine that share its cores keep out of each other's way.
+        first = int(os.environ.get("LOCAL_RANK", "0")) * torch.get_num_threads()
+        self._order = [self._own[(first + each) % len(self._own)] for each in range(len(self._own))]
+        self._before: dict[int, set[int]] = {}
+        self.number = 0
+        """Of cores; 0 while the threads run wherever they may."""
+
+    def hold(self, number: int) -> None:
+        """From now on threads run on so many cores."""
+        self.number = number
+        for thread in _threads():
+            with suppress(OSError):  # it has ended
+                self._before.setdefault(thread, os.sched_getaffinity(thread))
+                os.sched_setaffinity(thread, self._order[:number])
+
+    def release(self) -> None:
+        """From now on they run where they did before; threads made since then, on all cores."""
+        if self.number == 0:
+            return
+        self.number = 0
+        for thread in _threads():
+            with suppress(OSError):
+                os.sched_setaffinity(thread, self._before.get(thread, self._own))
+        self._before.clear()
+
+
+def _threads() -> list[int]:
+    """The system's numbers of this process's threads."""
+    if not hasattr(os, "sched_setaffinity"):
+        return []
+    return [int(each.name) for each in Path("/proc/self/task").iterdir()]
+
+
 class _Watch:
-    """A thread that holds a `SleepyTeam` while other programs need the cores, and at the start."""
+    """A thread that has the computing ones wait as the machine's other programs need it.
+
+    At the start they sleep, wherever they are: what the others need is not known yet.
+    """
 
     def __init__(self, team: SleepyTeam, *, tell: bool) -> None:
         self._team, self._tell = team, tell
+        self._few = FewCores()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compute-threads", daemon=True)
 
@@ -143,41 +194,52 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        self._few.release()
         self._team.release()
 
     def _run(self) -> None:
-        cores, usage, needs = len(_cores()), OthersUsage(), _Needs()
+        cores, usage, looks = len(_cores()), OthersUsage(), _Looks()
         while not self._over.wait(POLL_SECONDS):
             others, computing = usage.cores(), torch.get_num_threads()
-            needs.update(crowded=computing + others > cores + SLACK_CORES)
-            if not needs.sleep:
+            looks.add(crowded=computing + others > cores + SLACK_CORES)
+            if looks.agree and not looks.crowded:
+                self._few.release()
                 self._team.release()
-                continue
-            self._team.hold()
-            if self._tell and needs.last:
-                self._tell = False
-                logger.info(
-                    "other programs use %.1f of the %d cores: %d threads share the rest, and sleep"
-                    " while they wait",
-                    others,
-                    cores,
-                    computing,
-                )
+            elif looks.agree:
+                self._team.hold()
+                free = max(1, round(cores - others))
+                if free > self._few.number:  # what others use grows as these threads give way
+                    self._few.hold(free)
+                self._say(others, cores, computing)
+
+    def _say(self, others: float, cores: int, computing: int) -> None:
+        if self._tell:
+            self._tell = False
+            logger.info(
+                "other programs use %.1f of the %d cores: %d threads share the rest, and sleep"
+                " while they wait",
+                others,
+                cores,
+                computing,
+            )
 
 
-class _Needs:
-    """Whether threads have to sleep: yes at first, then what the last `POLLS` looks agree on."""
+class _Looks:
+    """Whether cores are short, and whether the last `POLLS` looks agree about it."""
 
     def __init__(self) -> None:
-        self.sleep = self.last = True
+        self.crowded = True
         self._alike = 0
 
-    def update(self, *, crowded: bool) -> None:
-        """Take in a look, which found that cores are short or that they are not."""
-        self._alike = self._alike + 1 if crowded == self.last else 1
-        self.last = crowded
-        if self._alike >= POLLS:
-            self.sleep = crowded
+    @property
+    def agree(self) -> bool:
+        """So that what runs for a moment changes nothing."""
+        return self._alike >= POLLS
+
+    def add(self, *, crowded: bool) -> None:
+        """A look found that they are, or that they are not."""
+        self._alike = self._alike + 1 if crowded == self.crowded else 1
+        self.crowded = crowded
 
 
 class OthersUsage:

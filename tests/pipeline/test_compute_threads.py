@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline.compute_threads import OthersUsage, SleepyTeam, _Needs, compute_threads
+from pipeline.compute_threads import OthersUsage, SleepyTeam, _Looks, compute_threads
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,10 +104,12 @@ with compute_threads(None):
         names = [each.name for each in threading.enumerate()]
         print(int("sleepy-team" in names))
         time.sleep(0.4)
+    print(len(os.sched_getaffinity(0)))
 print(sum(each.name in ("sleepy-team", "compute-threads") for each in threading.enumerate()))
+print(len(os.sched_getaffinity(0)))
 """
     with busy_processes(4):
-        assert run(program) == ["1"] * 6 + ["0"]
+        assert run(program) == ["1"] * 6 + ["1", "0", "2"]
 
 
 def test_how_threads_wait_changes_no_bit() -> None:
@@ -122,14 +124,39 @@ torch.set_num_threads(1); print(result())
     assert alone != spinning  # so that a changed number would have been seen
 
 
-def test_a_moment_of_others_puts_no_thread_to_sleep() -> None:
-    needs, slept = _Needs(), list[bool]()
-    for crowded in (0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0):
-        needs.update(crowded=bool(crowded))
-        slept.append(needs.sleep)
+def test_a_moment_of_others_changes_nothing() -> None:
+    looks, found = _Looks(), list[bool | None]()
+    for crowded in (0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0):
+        looks.add(crowded=bool(crowded))
+        found.append(looks.crowded if looks.agree else None)
 
-    # Asleep at the start; awake after two free looks, asleep after two crowded ones.
-    assert slept == [True] * 3 + [False] * 4 + [True] * 4 + [False]
+    assert found == [None] * 3 + [False] + [None] * 3 + [True, True, None, False]
+
+
+def test_threads_run_on_few_cores_and_then_where_they_did_before() -> None:
+    program = """
+from pathlib import Path
+from pipeline.compute_threads import FewCores
+def where():
+    threads = [int(each.name) for each in Path("/proc/self/task").iterdir()]
+    return [sorted(os.sched_getaffinity(each)) for each in threads]
+stop = threading.Event()
+special = threading.Thread(target=lambda: (os.sched_setaffinity(0, {cores[1]}), stop.wait()))
+cores = sorted(os.sched_getaffinity(0))
+special.start()
+time.sleep(0.2)
+before = where()
+few = FewCores()
+few.hold(1)
+later = threading.Thread(target=stop.wait)
+later.start()
+first = result()
+print(all(each == cores[:1] for each in where()), few.number)
+few.release()
+print(where() == [*before, cores], few.number, result() == first)
+stop.set()
+"""
+    assert run(program) == ["True", "1", "True", "0", "True"]
 
 
 def test_what_a_hypervisor_takes_is_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:

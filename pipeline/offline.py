@@ -1,0 +1,128 @@
+"""What steps that learn from fixed rows share: the rows in order, evaluations, checkpoints."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.checkpoints import Checkpoints
+from pipeline.config import StepConfig, TrainedModelConfig
+from pipeline.data.batches import RowStream, micro_batches
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Example
+from pipeline.data.fingerprint import fingerprint
+from pipeline.data.stages import StageData
+from pipeline.data.step_rows import load_step_rows, record_prompts
+from pipeline.distributed import rank, world_size
+from pipeline.engine.best import BestWeights
+from pipeline.engine.engine import Engine
+from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
+from pipeline.models.chat import load_chat
+from pipeline.models.export import export
+from pipeline.run import Run
+
+C = TypeVar("C", bound=StepConfig)
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a step, and the order in which it learns from them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    data: StageData
+    stream: RowStream
+    """Row numbers of `data.train`, a global batch at a time."""
+
+    total_steps: int
+    """Optimizer steps of the run."""
+
+    def next_examples(self) -> list[Example]:
+        """The examples of the next global batch."""
+        return [self.data.train[row] for row in next(self.stream)]
+
+
+def load_rows(config: StepConfig, model: TrainedModelConfig, *, step: int) -> Rows:
+    """Read the step's rows, and the tokenizer of the model that learns from them.
+
+    Raises:
+        DataError: as `pipeline.data.step_rows.load_step_rows`.
+        ModelError, ConfigError: as `pipeline.models.chat.load_chat`.
+    """
+    tokenizer, chat = load_chat(model, config.data)
+    data = load_step_rows(config, step=step)
+    stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
+    return Rows(tokenizer, chat, data, stream, stream.num_steps(config.epochs, config.max_steps))
+
+
+@dataclass(frozen=True)
+class Training(Generic[C, R]):
+    """A model that learns from rows of type R under settings of type C."""
+
+    config: C
+    """With `data.max_length` no longer than what the model reads."""
+
+    model: nn.Module
+    """The Hugging Face model, with its adapters if it has any."""
+
+    engine: Engine
+    rows: Rows
+    held_out: Sequence[R]
+    """The evaluation rows, encoded."""
+
+    best: BestWeights
+    checkpoints: Checkpoints
+    eval_every: int
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation is due."""
+        return step == self.rows.total_steps or step % self.eval_every == 0
+
+    def export(self) -> None:
+        """Write the model with its present weights to the output directory."""
+        export(self.model, self.rows.tokenizer, self.config.output_dir, weights=self.engine)
+
+
+def set_up(
+    config: C, model: nn.Module, engine: Engine, rows: Rows, held_out: Sequence[R], run: Run
+) -> Training[C, R]:
+    """Record the step's prompts, decide when it evaluates, and load its state with `resume`."""
+    record_prompts(rows.data.prompts, config)
+    best = BestWeights(engine, keep=config.keep_best)
+    checkpoints = Checkpoints(
+        run,
+        engines={"model": engine},
+        parts={"stream": rows.stream, "best": best},
+        tokenizer=rows.tokenizer,
+        data=fingerprint(rows.data.train),
+    )
+    every = evaluation_interval(
+        config.eval_every,
+        total_steps=rows.total_steps,
+        cost=FORWARD_SHARE * len(held_out) / config.batch_size,
+    )
+    return Training(config, model, engine, rows, held_out, best, checkpoints, every)
+
+
+def local_parts(
+    lengths: Sequence[int], config: StepConfig, *, max_tokens: int, deterministic: bool
+) -> list[list[int]]:
+    """The micro-batches of a global batch that this process computes, as row numbers.
+
+    Args:
+        lengths: tokens of each row.
+        config: settings of the step.
+        max_tokens: of a micro-batch.
+        deterministic: cut alike whatever the number of processes.
+    """
+    return micro_batches(
+        lengths,
+        max_tokens=max_tokens,
+        num_processes=world_size(),
+        process=rank(),
+        at_least=math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None,
+    )

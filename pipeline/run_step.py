@@ -1,0 +1,34 @@
+"""The command of a step: settings, memory, threads, processes, then its `train`."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pipeline.budget.start import check_memory
+from pipeline.cli import parse_step
+from pipeline.compute_threads import compute_threads
+from pipeline.config import StepConfig
+from pipeline.distributed import is_main, process_group
+from pipeline.run import configure_logging
+
+C = TypeVar("C", bound=StepConfig)
+
+
+def run_step(
+    config_class: type[C], train: Callable[[C], object], argv: Sequence[str], *, section: str
+) -> None:
+    """Run a step on the processes that torchrun started, or on this one.
+
+    Args:
+        config_class: the step's settings.
+        train: runs the step with them.
+        argv: the command line.
+        section: the step's name in files of settings.
+
+    Raises:
+        ConfigError: a setting can't be used, or the step needs more memory than there is.
+    """
+    config = parse_step(config_class, argv)
+    check_memory(config, section=section)
+    with compute_threads(config.threads), process_group(config.timeout_seconds):
+        configure_logging(is_main=is_main())
+        train(config)

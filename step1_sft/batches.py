@@ -1,0 +1,55 @@
+"""Demonstrations as token ids and loss masks, and as micro-batches."""
+
+from collections.abc import Sequence
+
+from pipeline.data.batches import TokenBatch, collate_part
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Example
+from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.stages import StageData
+from pipeline.distributed import local_device
+from pipeline.offline import local_parts
+from step1_sft.config import SFTConfig
+
+
+def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
+    """Token ids and loss masks; what is longer than `max_length` loses its end."""
+    return [
+        chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(
+            config.data.max_length
+        )
+        for example in examples
+    ]
+
+
+def check_rows(data: StageData, chat: ChatFormat, config: SFTConfig) -> None:
+    """Say how many rows are cut; raise DataError where nothing is left to train or evaluate."""
+    limit = config.data.max_length
+
+    def fit(examples: Sequence[Example]) -> list[Fit]:
+        rows = [chat.encode(each.prompt, each.chosen, config.data.train_on) for each in examples]
+        return [Fit(len(row) > limit, row.head(limit).num_targets) for row in rows]
+
+    for name, examples in (("training rows", data.train), ("evaluation rows", data.eval)):
+        check_lengths(
+            examples,
+            fit,
+            config.data,
+            name=name,
+            end="end",
+            empty="have nothing left to train on",
+        )
+
+
+def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
+    """This process's micro-batches of the rows."""
+    parts = local_parts(
+        [len(row) for row in rows],
+        config,
+        max_tokens=config.micro_batch_size * config.data.max_length,
+        deterministic=config.model.zero.reduction == "deterministic",
+    )
+    return [
+        collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        for part in parts
+    ]

@@ -1,0 +1,113 @@
+"""What PPO works with: models and prompts, all that has a state, and where an earlier run stood."""
+
+import logging
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from inference.self_test import check_generation
+from pipeline.checkpoints import Checkpoints
+from pipeline.data.chat_format import ChatFormat
+from pipeline.models.export import export
+from pipeline.models.trained import within_context
+from pipeline.run import Run
+from step3_ppo.alarms import Alarms, check_reward_model
+from step3_ppo.config import PPOConfig
+from step3_ppo.course import Course
+from step3_ppo.ema import Ema
+from step3_ppo.kl import KLController
+from step3_ppo.models import Models, load_models
+from step3_ppo.prompts import Prompts
+from step3_ppo.ptx import PtxStream, open_ptx
+from step3_ppo.rollout import generate_responses
+from step3_ppo.scoring import measured_moments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an iteration works with, and what is carried from one to the next."""
+
+    models: Models
+    prompts: Prompts
+    kl: KLController
+    ema: Ema | None
+    ptx: PtxStream | None
+    alarms: Alarms
+    course: Course
+    checkpoints: Checkpoints
+
+    def export_actor(self) -> None:
+        """Write the actor with its present weights to the output directory."""
+        models = self.models
+        directory = self.checkpoints.run.path("actor")
+        export(models.policy, models.tokenizer, directory, weights=models.actor)
+
+
+def set_up(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    prompts: Prompts,
+    run: Run,
+) -> Setup:
+    """Load the models and the state of an earlier run with `resume`, and evaluate the start.
+
+    Raises:
+        ModelError: as `step3_ppo.models.load_models`; or the actor's first figures are not finite.
+        ConfigError: settings that the models can't take.
+    """
+    check_reward_model(config.reward.path)
+    models = load_models(config, tokenizer, chat, iterations=run.total_steps)
+    if models.reward.text is not None:
+        models.reward.text.know((*prompts.train, *prompts.held_out))
+    course = Course(models, prompts.held_out, config, total_steps=run.total_steps)
+    kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
+    ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
+    ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
+    alarms = Alarms()
+    checkpoints = Checkpoints(
+        run,
+        engines={"actor": models.actor, "critic": models.critic},
+        parts={
+            "stream": prompts.stream,
+            "controller": kl,
+            "ema": ema,
+            "ptx": ptx,
+            "best": course.best,
+            "alarms": alarms,
+        },
+        tokenizer=tokenizer,
+        data=prompts.fingerprint,
+    )
+    with models.hybrid_engine.generating() as actor:
+        check_generation(actor, [row.input_ids for row in prompts.train[:2]])
+    set_moments(models, prompts, config, checkpoints)
+    course.begin(checkpoints, run)
+    return Setup(models, prompts, kl, ema, ptx, alarms, course, checkpoints)
+
+
+def set_moments(
+    models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
+) -> None:
+    """Measure the moments of a reward model without any on the first rollout, or take up those.
+
+    The actor's responses are the ones that the first iteration learns from.
+    """
+    if not config.normalize_score or models.reward.has_moments:
+        return
+
+    def measure() -> list[float]:
+        batch = prompts.first_batch()
+        responses = generate_responses(models, batch.inputs, config, keys=batch.keys)
+        return measured_moments(models, batch.inputs, responses, config)
+
+    mean, std = checkpoints.once("moments", measure)
+    models.set_moments(mean, std)
+    logger.info(
+        "the reward model has no stored moments: scores are normalized by mean %.4g and standard"
+        " deviation %.4g of the first rollout",
+        mean,
+        std,
+    )
