@@ -8,13 +8,9 @@ import torch
 from pipeline.clock import Clock
 from pipeline.distributed import rank, world_size
 from step3_ppo.models import Models
-from step3_ppo.rollout import (
-    finish_rollout,
-    gather_experience,
-    reward_of_score,
-    sample_responses,
-)
-from step3_ppo.train import learn
+from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
+from step3_ppo.scoring import reward_of
+from step3_ppo.update import update_policy
 
 
 def iterate(
@@ -45,21 +41,16 @@ def iterate(
     wait()
     clock = Clock()
     keys = range(first_key, first_key + num_prompts)
-    responses = sample_responses(models, prompts, config, keys=keys)
+    responses = generate_responses(models, prompts, config, keys=keys)
     wait()
-    generation = clock.lap()
-    experience = gather_experience(models, prompts, responses, config)
-    score = reward_of_score(experience, models, config)
-    rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+    clock.end("generation")
+    experience = score_responses(models, prompts, responses, config)
+    score = reward_of(experience.score, experience.stopped, models, config)
+    rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
     wait()
-    experienced = clock.lap()
-    learn(models, rollout, config, step=step, forward=experience.forward)
+    clock.end("experience")
+    update_policy(models, rollout, config, step=step, forward=experience.forward)
     wait()
-    training = clock.lap()
-    return {
-        "flip": models.hybrid_engine.seconds,
-        "generation": generation,
-        "experience": experienced,
-        "training": training,
-        "iteration": generation + experienced + training,
-    }
+    clock.end("training")
+    phases = clock.seconds
+    return {"flip": models.hybrid_engine.seconds, **phases, "iteration": sum(phases.values())}

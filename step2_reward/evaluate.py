@@ -128,7 +128,8 @@ def describe_pairs(
     scorer: "Scorer", chat: "ChatFormat", examples: "Sequence[Example]", config: RewardConfig
 ) -> list[str]:
     """Accuracy and mean scores over the pairs."""
-    from step2_reward.train import encode, evaluate
+    from step2_reward.pairs import encode
+    from step2_reward.train import evaluate
 
     figures = evaluate(scorer, encode(examples, chat, config), config)
     return [

@@ -162,6 +162,10 @@ class PPOConfig(StepConfig):
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
         return self.reuse_forward and is_one
 
+    def trains_actor(self, step: int) -> bool:
+        """Whether iteration `step` updates the actor beside the critic."""
+        return step > self.critic_warmup_steps
+
     @property
     def max_length(self) -> int:
         """Longest prompt with its response, in tokens."""

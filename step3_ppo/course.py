@@ -65,11 +65,13 @@ class Course:
             run.evaluated(0, score=mean_score(greedy), stop_rate=stop_rate(greedy), **figures)
 
     def look(self, step: int, run: Run) -> None:
-        """Evaluate the actor after iteration `step`, where that is due.
+        """After iteration `step` print samples and evaluate the actor, where that is due.
 
         Raises:
             DivergedError: its figures are not finite.
         """
+        if step % self.config.samples_every == 0:
+            self.held_out.print_samples(step)
         if step % self.every and step != self.total_steps:
             return
         with self.watched.models.hybrid_engine.generating() as actor:

@@ -15,7 +15,7 @@ from pipeline.models.chat import decode_response
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
-from step3_ppo.rollout import gather_experience
+from step3_ppo.rollout import score_responses
 from step3_ppo.scoring import counted_scores, raw_scores, reward_of
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class HeldOut:
 
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
-        experience = gather_experience(
+        experience = score_responses(
             self.models, self._inputs(), responses, self.config, learns=False
         )
         log_ratio = (experience.logprobs - experience.ref_logprobs)[experience.mask]

@@ -4,12 +4,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.data.batches import RowStream
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.step_rows import load_step_rows
-from pipeline.errors import DataError
+from pipeline.distributed import share_of_rank, world_size
+from pipeline.errors import ConfigError, DataError
 from step3_ppo.config import PPOConfig
 
 logger = logging.getLogger(__name__)
@@ -25,16 +27,45 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class PromptBatch:
+    """This process's prompts of an iteration."""
+
+    inputs: list[list[int]]
+    """Token ids."""
+
+    keys: list[int]
+    """Of the random numbers that sample each response; no other iteration of the run has them."""
+
+
+@dataclass(frozen=True)
 class Prompts:
     """Prompts to learn from and prompts held out."""
 
     train: list[Prompt]
     held_out: list[Prompt]
+    stream: RowStream
+    """Row numbers of `train`, those of an iteration at a time."""
+
     fingerprint: str
     """Of the rows that the training prompts come from."""
 
     record: PromptRecord
     """Of what this step and the earlier ones train on and hold out."""
+
+    def next_batch(self, step: int) -> PromptBatch:
+        """The prompts of iteration `step`, which follows the one before."""
+        return self._batch(next(self.stream), step)
+
+    def first_batch(self) -> PromptBatch:
+        """The prompts of the first iteration, at any time; the stream stays where it is."""
+        stream = self.stream
+        rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
+        return self._batch(next(rows), 1)
+
+    def _batch(self, rows: Sequence[int], step: int) -> PromptBatch:
+        size = len(rows)
+        keys = share_of_rank(range((step - 1) * size, step * size))
+        return PromptBatch([self.train[row].input_ids for row in share_of_rank(rows)], list(keys))
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
@@ -42,7 +73,13 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
 
     Raises:
         DataError: no prompt is short enough.
+        ConfigError: an iteration has fewer prompts than there are processes.
     """
+    if config.rollout_size < world_size():
+        raise ConfigError(
+            f"ppo.rollout_size {config.rollout_size} leaves some of {world_size()} processes"
+            " without a prompt; raise it"
+        )
     data = load_step_rows(config, step=3)
     train = _encode(data.train, chat)
     short = _short(train, config.max_prompt_length)
@@ -65,6 +102,7 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     return Prompts(
         train=short,
         held_out=held_out,
+        stream=RowStream(num_rows=len(short), batch_size=config.rollout_size, seed=config.seed),
         fingerprint=fingerprint(data.train),
         record=data.prompts,
     )

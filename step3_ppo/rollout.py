@@ -20,7 +20,7 @@ from pipeline.models.trained import evaluating
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import gae, token_rewards, whiten
 from step3_ppo.models import Models
-from step3_ppo.scoring import raw_scores, reward_of
+from step3_ppo.scoring import raw_scores
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ class Rollout:
     """Experience with what PPO derives from it; fixed over all epochs of updates."""
 
     experience: Experience
+    reward_score: Float[Tensor, " B"]
+    """What PPO makes of the reward model's score."""
+
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
     returns: Float[Tensor, "B T"]
@@ -108,7 +111,7 @@ class Rollout:
         )
 
 
-def sample_responses(
+def generate_responses(
     models: Models,
     prompts: Sequence[Sequence[int]],
     config: PPOConfig,
@@ -129,7 +132,7 @@ def sample_responses(
         )
 
 
-def gather_experience(
+def score_responses(
     models: Models,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Response],
@@ -213,18 +216,20 @@ def _without_graphs(models: Models) -> Iterator[None]:
         yield
 
 
-def reward_of_score(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
-    """The score as PPO counts it, (B,): `step3_ppo.scoring.reward_of`."""
-    return reward_of(experience.score, experience.stopped, models, config)
-
-
-def finish_rollout(
-    experience: Experience, score: Float[Tensor, " B"], config: PPOConfig, *, kl_coef: float
+def compute_advantages(
+    experience: Experience, reward_score: Float[Tensor, " B"], config: PPOConfig, *, kl_coef: float
 ) -> Rollout:
-    """Turn scores and KL into token rewards, advantages and returns."""
+    """Turn the responses' rewards and their KL into token rewards, advantages and returns.
+
+    Args:
+        experience: the responses as the models saw them.
+        reward_score: as `step3_ppo.scoring.reward_of` makes it of the reward model's scores.
+        config: settings of the step.
+        kl_coef: weight of the KL penalty.
+    """
     mask = experience.mask
     rewards = token_rewards(
-        score, experience.logprobs, experience.ref_logprobs, mask, kl_coef=kl_coef
+        reward_score, experience.logprobs, experience.ref_logprobs, mask, kl_coef=kl_coef
     )
     if config.whiten_rewards:
         mean, variance = global_moments(rewards, mask)
@@ -233,7 +238,7 @@ def finish_rollout(
     if config.whiten_advantages:
         mean, variance = global_moments(advantages, mask)
         advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
-    return Rollout(experience, rewards, advantages, returns)
+    return Rollout(experience, reward_score, rewards, advantages, returns)
 
 
 def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:

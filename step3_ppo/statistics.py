@@ -10,7 +10,6 @@ from step3_ppo.rollout import Experience, Rollout, global_moments
 
 def rollout_statistics(
     rollout: Rollout,
-    reward_score: Float[Tensor, " B"],
     counted_score: Float[Tensor, " B"] | None = None,
 ) -> dict[str, float]:
     """Scores, KL per response in nats, entropy per token, lengths, and how good the critic was.
@@ -30,7 +29,7 @@ def rollout_statistics(
         "tokens": mask.sum(),
         "score": counted.sum(),
         "score_squares": counted.square().sum(),
-        "reward_score": reward_score.double().sum(),
+        "reward_score": rollout.reward_score.double().sum(),
         "kl": log_ratio.double().sum(),
         "kl_k3": k3(log_ratio).double().sum(),
         "entropy": experience.entropy[mask].double().sum(),

@@ -1,4 +1,4 @@
-"""One optimizer step of actor and critic on one minibatch."""
+"""The updates of actor and critic on one rollout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from pipeline.data.batches import local_micro_batches
-from pipeline.distributed import global_max, global_sum, global_sums
+from pipeline.distributed import global_max, global_sum, global_sums, rank, world_size
 from step3_ppo.config import PPOConfig
+from step3_ppo.ema import Ema
 from step3_ppo.losses import policy_loss, policy_ratio, value_loss
 from step3_ppo.models import Models
+from step3_ppo.off_policy import check_first_update
 from step3_ppo.ptx import PtxStream
 from step3_ppo.rollout import Forward, Minibatch, Rollout
 
@@ -42,7 +44,7 @@ class Updates:
         """Minibatches so far."""
         return len(self._all)
 
-    def values(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Means over the updates, of maxima the largest, of rates the last; and how far we came."""
         names = {name for update in self._all for name in update.metrics}
         seen = {
@@ -59,7 +61,53 @@ class Updates:
         return values
 
 
-def update_models(
+def update_policy(
+    models: Models,
+    rollout: Rollout,
+    config: PPOConfig,
+    *,
+    step: int,
+    forward: Forward | None = None,
+    ema: Ema | None = None,
+    ptx: PtxStream | None = None,
+) -> Updates:
+    """Update actor and critic over the epochs and minibatches of one rollout.
+
+    Which responses share a minibatch depends on (seed, step, epoch) alone, so that every process
+    cuts the same minibatches, however many processes hold them. `forward` is the pass over the
+    rollout that the first of them goes back through, where there is one.
+    """
+    updates = Updates()
+    for epoch in range(config.ppo_epochs):
+        generator = torch.Generator().manual_seed(
+            config.seed * 1_000_003 + step * config.ppo_epochs + epoch
+        )
+        order = torch.randperm(config.rollout_size, generator=generator)
+        for minibatch in order.split(config.batch_size):
+            # In order: a minibatch of all responses then is the rollout as it was scored. Slot s of
+            # the rollout is row s // W of process s % W.
+            slots = sorted(minibatch.tolist())
+            rows = [slot // world_size() for slot in slots if slot % world_size() == rank()]
+            update = update_minibatch(
+                models,
+                rollout,
+                rows,
+                config,
+                train_actor=config.trains_actor(step),
+                ptx=ptx,
+                forward=forward if updates.count == 0 else None,
+            )
+            updates.add(update)
+            if step == 1 and updates.count == 1:
+                check_first_update(update.metrics["ratio_error"], models)
+            if update.stopped:
+                return updates
+            if ema is not None:
+                ema.update()
+    return updates
+
+
+def update_minibatch(
     models: Models,
     rollout: Rollout,
     rows: Sequence[int],
@@ -192,62 +240,3 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
         models.actor.backward(config.ptx_coef * loss / num_targets)
         nll += loss.item()
     return global_sum(nll) / num_targets
-
-
-GAP_LIMITS = {True: (1e-3, 0.05), False: (0.05, 2.0)}
-"""By whether all weights are fp32: mean and largest gap, in nats, that rounding explains."""
-
-RATIO_LIMITS = {True: 1e-3, False: 0.5}
-"""By the same: how far from 1 the first update's ratio of any token may be."""
-
-
-class OffPolicyError(RuntimeError):
-    """Training sees another policy than the one that was rolled out."""
-
-
-def check_rollout_gap(gap: float, models: Models, *, largest: float = 0.0) -> None:
-    """Stop where generation's log-probabilities are not those of the trained weights.
-
-    Rounding leaves a mean of up to 3e-2 nats below fp32 (adapters of extreme weights, merged into
-    bf16) and 1e-6 in fp32; a wrong merge or a wrong position shows in the mean, or in few tokens.
-
-    Args:
-        gap: mean absolute difference in nats.
-        models: whose actor generated.
-        largest: that of a single token.
-
-    Raises:
-        OffPolicyError: the actor was gathered, merged or divided wrongly, or its family generates
-            otherwise than it trains.
-    """
-    mean_limit, token_limit = GAP_LIMITS[_is_fp32(models)]
-    if not (gap <= mean_limit and largest <= token_limit):
-        raise OffPolicyError(
-            f"generation's log-probabilities lie {gap:.2g} nats from training's in the mean and"
-            f" {largest:.2g} at a token, more than {mean_limit} and {token_limit}: the answers are"
-            " of another policy than the one that learns from them; please report the model, and"
-            " set ppo.inference_tp_size 1 if it is not"
-        )
-
-
-def check_first_update(update: Update, models: Models) -> None:
-    """Stop at once where the first minibatch's ratio is not 1: nothing has been learned yet.
-
-    fp32 allows 1e-3 for sums in another order; below fp32, where rounding is coarse, 0.5 at any
-    token. Where the update goes back through the pass that scored the rollout, it is 1 but for rows
-    that don't belong together; `check_rollout_gap` compares policies in any case.
-
-    Raises:
-        OffPolicyError: masks, positions or precision differ between rollout and training.
-    """
-    limit = RATIO_LIMITS[_is_fp32(models)]
-    if update.metrics["ratio_error"] > limit:
-        raise OffPolicyError(
-            f"the first minibatch has a policy ratio {update.metrics['ratio_error']:.2g} away from"
-            f" 1, more than {limit}: training sees another policy than the one that was sampled"
-        )
-
-
-def _is_fp32(models: Models) -> bool:
-    # Of all weights, not of the trained ones alone: fp32 adapters may sit on a bf16 base.
-    return all(param.dtype == torch.float32 for param in models.policy.parameters())

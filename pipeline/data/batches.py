@@ -97,6 +97,12 @@ class RowStream:
         self.position += self.batch_size
         return rows
 
+    def num_steps(self, epochs: float, max_steps: int | None) -> int:
+        """Batches of a run: `max_steps`, or those of `epochs` passes over the rows, rounded up."""
+        if max_steps is not None:
+            return max_steps
+        return math.ceil(epochs * self.num_rows / self.batch_size)
+
     def _row(self, position: int) -> int:
         number, offset = divmod(position, self.num_rows)
         if number != self._pass:
@@ -112,11 +118,6 @@ class RowStream:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where another stream with the same rows and seed stood."""
         self.position = state["position"]
-
-
-def num_steps(*, num_rows: int, batch_size: int, epochs: float, max_steps: int | None) -> int:
-    """Optimizer steps of a run: `max_steps`, or `epochs` passes over the rows, rounded up."""
-    return max_steps if max_steps is not None else math.ceil(epochs * num_rows / batch_size)
 
 
 def micro_batches(

@@ -19,8 +19,9 @@ from pipeline.models.chat import load_chat
 from pipeline.models.embedded import VOCABULARY, build_tokenizer
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
+from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
-from step1_sft.train import cut, encode, perplexity, train
+from step1_sft.train import perplexity, train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
 

@@ -25,7 +25,8 @@ from pipeline.models.forward import Scorer, score_head
 from pipeline.models.load import load_classifier
 from step2_reward.config import RewardConfig
 from step2_reward.normalization import mean_and_std
-from step2_reward.train import EncodedPair, collate_pairs, cut, encode, evaluate, train
+from step2_reward.pairs import EncodedPair, collate_pairs, cut, encode
+from step2_reward.train import evaluate, train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
 

@@ -15,8 +15,9 @@ from pipeline.budget.step import step_memory
 from pipeline.models.embedded import build_tokenizer
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
-from step3_ppo.rollout import finish_rollout, gather_experience, reward_of_score
-from step3_ppo.train import learn
+from step3_ppo.rollout import compute_advantages, score_responses
+from step3_ppo.scoring import reward_of
+from step3_ppo.update import update_policy
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm, tiny_classifier
 from tests.step3_ppo.toy import toy_config, toy_models
@@ -56,10 +57,10 @@ def measured(models: Models, config: PPOConfig) -> float:
     responses = [Response(row[PROMPT:], [-1.0] * ANSWER, stopped=False) for row in ids]
 
     def iteration() -> None:
-        experience = gather_experience(models, prompts, responses, config)
-        score = reward_of_score(experience, models, config)
-        rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
-        learn(models, rollout, config, step=1, forward=experience.forward)
+        experience = score_responses(models, prompts, responses, config)
+        score = reward_of(experience.score, experience.stopped, models, config)
+        rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
+        update_policy(models, rollout, config, step=1, forward=experience.forward)
 
     iteration()
     return peak_bytes_of(iteration)

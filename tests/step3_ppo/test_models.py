@@ -15,7 +15,7 @@ from pipeline.models.forward import Policy, base_model
 from pipeline.models.trained import trained_causal_lm
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import load_reference, stored_normalization
-from step3_ppo.train import learn
+from step3_ppo.update import update_policy
 from tests.families import tiny_causal_lm
 from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout, weights
 
@@ -32,7 +32,7 @@ def test_the_reference_is_the_actor_as_it_started_whatever_the_actor_learns(toy:
     models = toy_models(config)
     before = models.reference.logprobs(BATCH, temperature=1.0)
 
-    learn(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
+    update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
 
     assert torch.equal(models.reference.logprobs(BATCH, temperature=1.0), before)
     assert not torch.equal(models.actor(BATCH).logprobs, before)
@@ -42,7 +42,7 @@ def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) ->
     """The same, to the bit, as a frozen copy, and without one."""
     config = with_lora(toy_config(toy))
     models, copy = toy_models(config), toy_models(toy_config(toy)).reference
-    learn(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
+    update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
 
     adapted = models.actor(BATCH, temperature=0.5).logprobs
     off = models.reference.logprobs(BATCH, temperature=0.5)

@@ -17,12 +17,12 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import HeldOut
 from step3_ppo.prompts import Prompt
 from step3_ppo.rollout import (
-    finish_rollout,
-    gather_experience,
-    reward_of_score,
-    sample_responses,
+    compute_advantages,
+    generate_responses,
+    score_responses,
 )
-from step3_ppo.train import learn
+from step3_ppo.scoring import reward_of
+from step3_ppo.update import update_policy
 from tests.distributed import run_ranks
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
@@ -71,15 +71,15 @@ def two_iterations(directory: str, changes: Mapping[str, Any], *, reuse: bool) -
         rows = list(range(len(PROMPTS)))[rank() :: world_size()]
         keys = [step * len(PROMPTS) + row for row in rows]
         prompts = [PROMPTS[row] for row in rows]
-        responses = sample_responses(models, prompts, config, keys=keys)
-        experience = gather_experience(
+        responses = generate_responses(models, prompts, config, keys=keys)
+        experience = score_responses(
             models, prompts, responses, config, train_actor=step > config.critic_warmup_steps
         )
         assert (experience.forward is not None) == reuse
-        score = reward_of_score(experience, models, config)
-        rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
-        updates = learn(models, rollout, config, step=step, forward=experience.forward)
-        metrics.append(updates.values())
+        score = reward_of(experience.score, experience.stopped, models, config)
+        rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
+        updates = update_policy(models, rollout, config, step=step, forward=experience.forward)
+        metrics.append(updates.metrics())
     masters = {name: torch.cat(list(engine.masters())) for name, engine in engines.items()}
     return {"masters": masters, "metrics": metrics, "passes": passes}
 
@@ -119,14 +119,14 @@ def test_each_model_is_run_once_for_scores_and_first_update(toy: Path) -> None:
     def passes(*, reuse: bool) -> int:
         config = toy_config(toy, reuse_forward=reuse)
         models = toy_models(config)
-        responses = sample_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
+        responses = generate_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
         calls: list[str] = []
         for name, engine in {"actor": models.actor, "critic": models.critic}.items():
             engine.model.register_forward_hook(lambda *_, name=name: calls.append(name))
-        experience = gather_experience(models, PROMPTS, responses, config)
-        score = reward_of_score(experience, models, config)
-        rollout = finish_rollout(experience, score, config, kl_coef=config.kl_coef)
-        learn(models, rollout, config, step=1, forward=experience.forward)
+        experience = score_responses(models, PROMPTS, responses, config)
+        score = reward_of(experience.score, experience.stopped, models, config)
+        rollout = compute_advantages(experience, score, config, kl_coef=config.kl_coef)
+        update_policy(models, rollout, config, step=1, forward=experience.forward)
         assert calls.count("actor") == calls.count("critic")
         return calls.count("actor")
 
@@ -157,7 +157,7 @@ def test_an_evaluation_makes_no_graph_and_keeps_none(toy: Path) -> None:
     models = toy_models(config)
     prompts = [Prompt((Message("user", "two and two"),), ids) for ids in PROMPTS]
     held_out = HeldOut(models, prompts, config)
-    responses = sample_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
+    responses = generate_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
     with_graph: list[bool] = []
     for engine in (models.actor, models.critic):
         engine.model.register_forward_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
@@ -171,9 +171,9 @@ def test_an_evaluation_makes_no_graph_and_keeps_none(toy: Path) -> None:
 def test_nothing_is_kept_of_a_rollout_in_pieces(toy: Path) -> None:
     config = toy_config(toy, micro_batch_size=4)
     models = toy_models(config)
-    responses = sample_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
+    responses = generate_responses(models, PROMPTS, config, keys=range(len(PROMPTS)))
 
-    experience = gather_experience(models, PROMPTS, responses, config)
+    experience = score_responses(models, PROMPTS, responses, config)
 
     assert experience.forward is None
     assert not any(

@@ -16,7 +16,7 @@ from pipeline.models.chat import decode_response, load_chat
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
-from step3_ppo.rollout import gather_experience
+from step3_ppo.rollout import score_responses
 from step3_ppo.scoring import raw_scores
 from step3_ppo.train import train
 from tests.families import tiny_classifier
@@ -64,7 +64,7 @@ def test_it_scores_the_text_in_its_own_tokens_as_plain_transformers_does(
     cut_off = Response([40, 41, 42], [-1.0] * 3, stopped=False)
 
     scores = raw_scores(models, inputs, [whole, cut_off], config)
-    experience = gather_experience(models, inputs, [whole, cut_off], config)
+    experience = score_responses(models, inputs, [whole, cut_off], config)
 
     tokenizer = AutoTokenizer.from_pretrained(foreign)
     model = AutoModelForSequenceClassification.from_pretrained(foreign, num_labels=1)

@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from inference.generation import Response
 from pipeline.config import LoraConfig
 from step3_ppo.models import Models
+from step3_ppo.off_policy import OffPolicyError, check_rollout_gap
 from step3_ppo.rollout import (
     Experience,
-    finish_rollout,
-    gather_experience,
+    compute_advantages,
+    generate_responses,
     global_moments,
-    reward_of_score,
-    sample_responses,
+    score_responses,
 )
+from step3_ppo.scoring import reward_of
 from step3_ppo.statistics import rollout_statistics
-from step3_ppo.train import learn
-from step3_ppo.update import OffPolicyError, check_rollout_gap
+from step3_ppo.update import update_policy
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models, toy_rollout
 
 RESPONSES = [
@@ -37,7 +37,7 @@ def models(toy: Path) -> Models:
 
 
 def answered(models: Models, toy: Path, **changes: object) -> Experience:
-    return gather_experience(models, PROMPTS[:3], RESPONSES, toy_config(toy, **changes))
+    return score_responses(models, PROMPTS[:3], RESPONSES, toy_config(toy, **changes))
 
 
 def test_the_end_of_sequence_is_a_token_of_the_response(models: Models, toy: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_kl_to_oneself_is_exactly_0(models: Models, toy: Path) -> None:
     config = toy_config(toy)
     rollout = toy_rollout(models, config)
 
-    statistics = rollout_statistics(rollout, reward_of_score(rollout.experience, models, config))
+    statistics = rollout_statistics(rollout)
 
     assert torch.equal(rollout.experience.logprobs, rollout.experience.ref_logprobs)
     assert statistics["kl"] == statistics["kl_k3"] == 0.0
@@ -90,13 +90,13 @@ def test_the_kl_to_oneself_is_exactly_0(models: Models, toy: Path) -> None:
 
 def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) -> None:
     config = toy_config(toy, temperature=0.7, micro_batch_size=3)
-    responses = sample_responses(models, PROMPTS, config, keys=range(8))
-    experience = gather_experience(models, PROMPTS, responses, config)
-    score = reward_of_score(experience, models, config)
+    responses = generate_responses(models, PROMPTS, config, keys=range(8))
+    experience = score_responses(models, PROMPTS, responses, config)
+    score = reward_of(experience.score, experience.stopped, models, config)
 
-    rollout = finish_rollout(experience, score, config, kl_coef=0.1)
+    rollout = compute_advantages(experience, score, config, kl_coef=0.1)
 
-    assert rollout_statistics(rollout, score)["rollout_gap"] < 1e-5
+    assert rollout_statistics(rollout)["rollout_gap"] < 1e-5
     torch.testing.assert_close(
         experience.sampled_logprobs, experience.logprobs, rtol=1e-4, atol=1e-4
     )
@@ -106,12 +106,12 @@ def test_answers_of_other_weights_than_those_that_learn_are_refused(
     models: Models, toy: Path
 ) -> None:
     config = toy_config(toy)
-    responses = sample_responses(models, PROMPTS, config, keys=range(8))
+    responses = generate_responses(models, PROMPTS, config, keys=range(8))
     models.actor.load_masters([1.1 * master for master in models.actor.masters()])
 
-    experience = gather_experience(models, PROMPTS, responses, config)
-    score = reward_of_score(experience, models, config)
-    gap = rollout_statistics(finish_rollout(experience, score, config, kl_coef=0.1), score)
+    experience = score_responses(models, PROMPTS, responses, config)
+    score = reward_of(experience.score, experience.stopped, models, config)
+    gap = rollout_statistics(compute_advantages(experience, score, config, kl_coef=0.1))
 
     check_rollout_gap(1e-5, models)
     for wrong in (gap["rollout_gap"], float("nan")):
@@ -125,14 +125,14 @@ def test_below_fp32_rounding_is_allowed_and_a_wrong_merge_is_not(toy: Path) -> N
     lora = LoraConfig(rank=4, alpha=8.0, lr=0.05)
     config = replace(config, actor=replace(config.actor, precision="bf16", lora=lora))
     models = toy_models(config)
-    learn(models, toy_rollout(models, config), config, step=1)
-    responses = sample_responses(models, PROMPTS, config, keys=range(8))
+    update_policy(models, toy_rollout(models, config), config, step=1)
+    responses = generate_responses(models, PROMPTS, config, keys=range(8))
 
     def gap() -> tuple[float, float]:
-        experience = gather_experience(models, PROMPTS, responses, config)
-        score = reward_of_score(experience, models, config)
-        rollout = finish_rollout(experience, score, config, kl_coef=0.1)
-        figures = rollout_statistics(rollout, score)
+        experience = score_responses(models, PROMPTS, responses, config)
+        score = reward_of(experience.score, experience.stopped, models, config)
+        rollout = compute_advantages(experience, score, config, kl_coef=0.1)
+        figures = rollout_statistics(rollout)
         return figures["rollout_gap"], figures["rollout_gap_max"]
 
     mean, largest = gap()
@@ -159,7 +159,9 @@ def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missin
     experience = Experience(**{**vars(experience), "score": raw})
 
     def reward(**changes: object) -> list[float]:
-        return reward_of_score(experience, models, toy_config(toy, **changes)).tolist()
+        return reward_of(
+            experience.score, experience.stopped, models, toy_config(toy, **changes)
+        ).tolist()
 
     assert reward() == [1.0, -1.0, -5.0]
     assert reward(missing_eos_score=None) == [1.0, 2.0, -5.0]
@@ -170,7 +172,7 @@ def test_scores_are_normalized_then_clipped_and_replaced_where_the_end_is_missin
 def test_the_score_lands_on_the_end_of_sequence_token(models: Models, toy: Path) -> None:
     experience = answered(models, toy)
 
-    rollout = finish_rollout(
+    rollout = compute_advantages(
         experience, torch.tensor([1.0, 2.0, 3.0]), toy_config(toy), kl_coef=0.1
     )
 
@@ -181,8 +183,10 @@ def test_advantages_are_whitened_and_returns_are_not(models: Models, toy: Path) 
     experience = answered(models, toy)
     score = torch.tensor([1.0, 2.0, 3.0])
 
-    plain = finish_rollout(experience, score, toy_config(toy, whiten_advantages=False), kl_coef=0.0)
-    white = finish_rollout(experience, score, toy_config(toy), kl_coef=0.0)
+    plain = compute_advantages(
+        experience, score, toy_config(toy, whiten_advantages=False), kl_coef=0.0
+    )
+    white = compute_advantages(experience, score, toy_config(toy), kl_coef=0.0)
 
     mask = experience.mask
     assert torch.equal(white.returns, plain.returns)
@@ -224,7 +228,7 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
     score = torch.tensor([1.0, 0.0, 2.0])
     config = toy_config(toy, whiten_advantages=False, lam=1.0)
 
-    statistics = rollout_statistics(finish_rollout(experience, score, config, kl_coef=0.0), score)
+    statistics = rollout_statistics(compute_advantages(experience, score, config, kl_coef=0.0))
 
     expected = {
         "score": 3.0,

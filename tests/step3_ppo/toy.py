@@ -13,11 +13,11 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models, load_models
 from step3_ppo.rollout import (
     Rollout,
-    finish_rollout,
-    gather_experience,
-    reward_of_score,
-    sample_responses,
+    compute_advantages,
+    generate_responses,
+    score_responses,
 )
+from step3_ppo.scoring import reward_of
 from tests.families import tiny_causal_lm, tiny_classifier
 
 END = 2
@@ -66,14 +66,14 @@ def toy_models(config: PPOConfig) -> Models:
 def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
     """The actor's answers to all prompts, with what PPO derives from them; three have an end."""
     keys = [seed * len(PROMPTS) + row for row in range(len(PROMPTS))]
-    responses = sample_responses(models, PROMPTS, config, keys=keys)
+    responses = generate_responses(models, PROMPTS, config, keys=keys)
     for row, length in ((1, 3), (4, 1), (6, 5)):
         responses[row] = Response(
             [*responses[row].ids[: length - 1], END], responses[row].logprobs[:length], stopped=True
         )
-    experience = gather_experience(models, PROMPTS, responses, config)
-    score = reward_of_score(experience, models, config)
-    return finish_rollout(experience, score, config, kl_coef=config.kl_coef)
+    experience = score_responses(models, PROMPTS, responses, config)
+    score = reward_of(experience.score, experience.stopped, models, config)
+    return compute_advantages(experience, score, config, kl_coef=config.kl_coef)
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:

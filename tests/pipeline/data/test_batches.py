@@ -12,7 +12,6 @@ from pipeline.data.batches import (
     collate_part,
     local_micro_batches,
     micro_batches,
-    num_steps,
     pad,
 )
 from pipeline.data.examples import Encoded
@@ -89,9 +88,9 @@ def test_a_stream_continues_where_another_stood() -> None:
 def test_steps_are_passes_rounded_up_unless_they_are_given(
     epochs: float, max_steps: int | None, expected: int
 ) -> None:
-    steps = num_steps(num_rows=10, batch_size=3, epochs=epochs, max_steps=max_steps)
+    stream = RowStream(num_rows=10, batch_size=3, seed=1)
 
-    assert steps == expected
+    assert stream.num_steps(epochs, max_steps) == expected
 
 
 def test_the_longest_rows_go_first_to_the_least_filled_micro_batch() -> None:
