@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
-from pipeline.tensor_io import bytes_of, read_at, write_at
+from pipeline.files.tensor_io import bytes_of, read_at, write_at
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 TENSORS = 100

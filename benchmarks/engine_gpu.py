@@ -59,7 +59,7 @@ def build_model(args: argparse.Namespace) -> Any:  # noqa: ANN401
 def settings(stage: int, **offload: Any) -> Any:  # noqa: ANN401
     """Settings of the engine."""
     from pipeline.config import OptimConfig, TrainedModelConfig
-    from pipeline.engine.config import OffloadConfig, ZeroConfig
+    from pipeline.config.zero import OffloadConfig, ZeroConfig
 
     return TrainedModelConfig(
         zero_stage=stage,  # pyright: ignore[reportArgumentType]

@@ -105,7 +105,8 @@ def work(args: argparse.Namespace) -> None:
     """One case, in the processes that torchrun started."""
     import torch
 
-    from pipeline.distributed import is_main, process_group
+    from pipeline.distributed import is_main
+    from pipeline.process_group import process_group
 
     torch.set_num_threads(1)
     with process_group():

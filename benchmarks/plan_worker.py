@@ -20,8 +20,8 @@ from pipeline.budget.machine import Machine
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import Phase
 from pipeline.config import DataConfig, Precision, TrainedModelConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.data.batches import TokenBatch
-from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy

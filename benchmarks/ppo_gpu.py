@@ -209,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
     elif not torch.cuda.is_available():
         parser.error("there is no GPU; --tiny runs the same course anywhere")
 
-    from pipeline.distributed import process_group
+    from pipeline.process_group import process_group
 
     with tempfile.TemporaryDirectory() as scratch, process_group():
         vocabulary = save_models(Path(scratch), tiny=args.tiny)

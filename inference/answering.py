@@ -15,7 +15,7 @@ from inference.prompts import Prompt
 from inference.sampling import sampler_of
 from inference.settings import Sampling
 from inference.streaming import continuation, plain_text
-from pipeline.data.chat_format import resolve_format
+from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import DataError
 from pipeline.models.forward import context_length
 from pipeline.progress import Progress

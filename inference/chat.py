@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.conversation import Conversation
     from inference.terminal import Terminal
-    from pipeline.data.chat_format import resolve_format
+    from pipeline.data.resolve_format import resolve_format
     from pipeline.models.load import load_for_inference
     from pipeline.run import configure_logging
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inference.settings import add_options, sampling_of
 from pipeline.cli import run_main
-from pipeline.config import require
+from pipeline.errors import require
 from pipeline.installation import MODULE
 
 

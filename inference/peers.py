@@ -13,9 +13,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from pipeline.distributed import SECOND_WORD_SECONDS, rank, world_size
+from pipeline.distributed import rank, world_size
 from pipeline.errors import require
-from pipeline.watch.position import HERE
+from pipeline.position import HERE
+from pipeline.process_group import SECOND_WORD_SECONDS
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, fields
 
-from pipeline.config import require
+from pipeline.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from pipeline.engine.state import (
 from pipeline.errors import ConfigError
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
-from pipeline.settings import plain, portable
+from pipeline.settings.plain import plain, portable
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 
 logger = logging.getLogger(__name__)

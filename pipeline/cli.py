@@ -42,8 +42,9 @@ from pipeline.errors import (
 )
 from pipeline.help import step_help
 from pipeline.installation import find_preset
-from pipeline.settings import Layer, Option, build_config, config_yaml
-from pipeline.settings_file import read_settings
+from pipeline.settings.build import Layer, build_config
+from pipeline.settings.file import read_settings
+from pipeline.settings.plain import Option, config_yaml
 from pipeline.signals import EXIT_INTERRUPTED
 
 C = TypeVar("C")
@@ -103,8 +104,8 @@ def help_before_imports(config_class: type) -> None:
 def _deepspeed_layer(
     config_class: type, path: Path, layers: Sequence[Layer], overrides: Sequence[Option]
 ) -> Layer:
-    from pipeline.engine.deepspeed.layer import deepspeed_layer
-    from pipeline.engine.deepspeed.read import notice_of
+    from pipeline.config.deepspeed.layer import deepspeed_layer
+    from pipeline.config.deepspeed.read import notice_of
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     layer = deepspeed_layer(config_class, path, world=world, layers=layers, overrides=overrides)

@@ -14,7 +14,7 @@ from types import NoneType
 
 from pipeline.errors import ConfigError
 from pipeline.installation import MODULE, TRAIN
-from pipeline.settings import (
+from pipeline.settings.describe import (
     Setting,
     did_you_mean,
     list_settings,

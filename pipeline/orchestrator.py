@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, say, write_config
 from pipeline.config import EMBEDDED, TrainedModelConfig
+from pipeline.config.deepspeed.read import notice_of
 from pipeline.data.embedded_talk import to_try
-from pipeline.engine.deepspeed.read import notice_of
 from pipeline.errors import EXIT_DIVERGED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
 from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child

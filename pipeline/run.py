@@ -17,14 +17,14 @@ import transformers
 
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
-from pipeline.engine.checkpoint.durable import discard, replace_durably
 from pipeline.engine.checkpoint.find import candidates
 from pipeline.engine.checkpoint.layout import step_of
-from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.errors import ConfigError
+from pipeline.files.durable import discard, replace_durably
+from pipeline.files.lock import RunLock
 from pipeline.models.card import Card, write_card
 from pipeline.progress import Progress
-from pipeline.settings import flatten, plain
+from pipeline.settings.plain import flatten, plain
 from pipeline.signals import LeavesAtOnce
 from pipeline.trackers import Trackers, open_trackers
 from pipeline.watch.health import Health

@@ -7,7 +7,8 @@ from pipeline.budget.start import check_memory
 from pipeline.cli import parse_step
 from pipeline.compute_threads import compute_threads
 from pipeline.config import StepConfig
-from pipeline.distributed import is_main, process_group
+from pipeline.distributed import is_main
+from pipeline.process_group import process_group
 from pipeline.run import configure_logging
 
 C = TypeVar("C", bound=StepConfig)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.config import EMBEDDED, OptimConfig, StepConfig, TrainedModelConfig, require
+from pipeline.config import EMBEDDED, OptimConfig, StepConfig, TrainedModelConfig
+from pipeline.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.cli import run_main
-from pipeline.config import DataConfig, require
-from pipeline.errors import DataError, ModelError
+from pipeline.config import DataConfig
+from pipeline.errors import DataError, ModelError, require
 from pipeline.installation import MODULE
 from step2_reward.config import RewardConfig
 
@@ -83,7 +83,7 @@ def load(path: str) -> "tuple[Scorer, ChatFormat]":
     Raises:
         ModelError: there is none, or it has no trained score head.
     """
-    from pipeline.data.chat_format import resolve_format
+    from pipeline.data.resolve_format import resolve_format
     from pipeline.models.forward import Scorer
     from pipeline.models.load import load_reward_for_inference
 

@@ -12,8 +12,8 @@ from pipeline.config import (
     OptimConfig,
     StepConfig,
     TrainedModelConfig,
-    require,
 )
+from pipeline.errors import require
 
 
 def _adam(lr: float) -> OptimConfig:

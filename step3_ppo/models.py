@@ -147,17 +147,7 @@ def load_models(
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
     set_stop_tokens(actor, chat.stop_ids)
     critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
-    reward = load_classifier(
-        config.reward, device=device, seed=config.seed, defer=config.critic.zero_stage == 3
-    )
-    text = None
-    if reward_chat is not None:
-        limit = context_length(base_model(reward))
-        text = RewardText(tokenizer, reward_chat, max_tokens=limit)
-        logger.info(
-            "%s has a tokenizer or a chat template of its own: it is given the text of answers",
-            config.reward.path,
-        )
+    reward, text = load_reward(config, tokenizer, reward_chat, device=device)
     readers = {"actor": actor, "critic": critic} | ({} if text else {"reward": reward})
     for role, model in readers.items():
         require_context(base_model(model), role, config)
@@ -188,6 +178,26 @@ def load_models(
         tokenizer=tokenizer,
         chat=chat,
     )
+
+
+def load_reward(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat | None,
+    *,
+    device: torch.device,
+) -> tuple[PreTrainedModel, RewardText | None]:
+    """The reward model, and how it is given text where it has a chat format of its own."""
+    reward = load_classifier(
+        config.reward, device=device, seed=config.seed, defer=config.critic.zero_stage == 3
+    )
+    if chat is None:
+        return reward, None
+    logger.info(
+        "%s has a tokenizer or a chat template of its own: it is given the text of answers",
+        config.reward.path,
+    )
+    return reward, RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from pipeline.cli import run_main
-from pipeline.distributed import process_group
+from pipeline.process_group import process_group
 from pipeline.run import configure_logging
 from tests.distributed import PROCESSES
 

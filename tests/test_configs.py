@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from pipeline.cli import parse_step
-from pipeline.settings import flatten, plain
+from pipeline.settings.plain import flatten, plain
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig

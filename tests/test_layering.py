@@ -1,4 +1,4 @@
-"""Imports point one way: train.py, then steps, then inference, then pipeline."""
+"""Imports point one way: train.py, then steps, then inference, then pipeline, floor by floor."""
 
 import ast
 import subprocess
@@ -22,13 +22,46 @@ MAY_IMPORT = {
 }
 
 
-def imported(file: Path) -> Iterator[str]:
-    """First words of the modules that a file imports, anywhere in it."""
+FLOORS = (
+    {"errors", "signals", "clock", "installation", "position"},
+    {"settings", "files", "faults"},
+    {"help", "config", "distributed"},
+    {"cli", "progress", "random_state", "watch"},
+    {"kernels", "trackers", "process_group"},
+    {"compute_threads", "data", "engine", "launch"},
+    {"models"},
+    {"run"},
+    {"checkpoints", "divergence", "evaluations", "budget"},
+    {"offline", "plan", "report", "run_step"},
+    {"autotune"},
+    {"orchestrator"},
+)
+"""The rooms of `pipeline`, from the ground up: a room imports rooms of lower floors."""
+
+PROGRAMS = {"pipeline/data/inspect.py", "pipeline/engine/memory.py"}
+"""Run by `python -m`, as every `__main__.py` is: they use any room, and nothing imports them."""
+
+
+def modules(file: Path) -> Iterator[str]:
+    """The modules that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (name.name.partition(".")[0] for name in node.names)
+            yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").partition(".")[0]
+            module = node.module or ""
+            yield from (
+                [f"{module}.{name.name}" for name in node.names] if module in OURS else [module]
+            )
+
+
+def imported(file: Path) -> Iterator[str]:
+    """First words of the modules that a file imports."""
+    return (module.partition(".")[0] for module in modules(file))
+
+
+def room(module: str) -> str:
+    """The room of a module of `pipeline`."""
+    return module.split(".")[1]
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -42,6 +75,36 @@ def test_imports_point_one_way(package: str) -> None:
     }
 
     assert not wrong
+
+
+def test_rooms_of_the_pipeline_import_lower_rooms_alone() -> None:
+    """So that no two rooms need each other, whatever number of others lies between."""
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    wrong: set[str] = set()
+    for file in sorted((ROOT / "pipeline").rglob("*.py")):
+        path = file.relative_to(ROOT)
+        if file.name == "__main__.py" or str(path) in PROGRAMS or path.name == "__init__.py":
+            continue
+        own = path.parts[1].removesuffix(".py")
+        for module in modules(file):
+            if not module.startswith("pipeline.") or room(module) in (own, "__version__"):
+                continue
+            if floor[room(module)] >= floor[own]:
+                wrong.add(f"{path} imports {module}")
+
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_module_imports_a_program() -> None:
+    programs = {path.removesuffix(".py").replace("/", ".") for path in PROGRAMS}
+    files = [file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")]
+
+    assert not [
+        file
+        for file in files
+        for module in modules(file)
+        if module in programs or module.endswith(".__main__")
+    ]
 
 
 def test_no_product_code_imports_the_tests() -> None:

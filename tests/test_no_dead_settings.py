@@ -6,11 +6,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import inference.settings
-import pipeline.autotune.options
 import pipeline.config
-import pipeline.engine.config
 import pipeline.launch.deployment
 import pipeline.plan.request
+import pipeline.plan.tuning_options
 import step1_sft.config
 import step2_reward.config
 import step3_ppo.config
@@ -19,9 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo")
 CONFIG_MODULES = (
     inference.settings,
-    pipeline.autotune.options,
+    pipeline.plan.tuning_options,
     pipeline.config,
-    pipeline.engine.config,
     pipeline.launch.deployment,
     pipeline.plan.request,
     step1_sft.config,
@@ -35,7 +33,7 @@ def settings() -> Iterator[str]:
     """`Class.field` for every dataclass that the config modules define."""
     for module in CONFIG_MODULES:
         for name, value in vars(module).items():
-            own = isinstance(value, type) and value.__module__ == module.__name__
+            own = isinstance(value, type) and value.__module__.startswith(module.__name__)
             if own and is_dataclass(value) and name not in NOT_SETTINGS:
                 yield from (f"{name}.{field.name}" for field in fields(value))
 

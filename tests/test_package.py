@@ -98,7 +98,7 @@ def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) 
 
     nothing, config = ended.stdout.splitlines()
     assert nothing == "[]"
-    assert config.endswith("site-packages/rlhf_pipeline/pipeline/config.py")
+    assert config.endswith("site-packages/rlhf_pipeline/pipeline/config/__init__.py")
 
 
 def test_presets_are_found_by_name_in_any_directory(installed: Path, tmp_path: Path) -> None:

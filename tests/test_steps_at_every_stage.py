@@ -14,7 +14,7 @@ from pipeline.config import (
     OptimConfig,
     TrainedModelConfig,
 )
-from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.run import CHECKPOINTS
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft

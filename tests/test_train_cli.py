@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.plan.request import Request
-from pipeline.settings import list_settings
+from pipeline.settings.describe import list_settings
 from tests.families import tiny_config
 
 TRAIN = Path(__file__).parent.parent / "train.py"

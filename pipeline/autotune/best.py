@@ -14,7 +14,7 @@ from pipeline.installation import TRAIN
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.request import CommandLine, Request, Stage
 from pipeline.plan.resolve import step_configs
-from pipeline.settings import flatten, plain
+from pipeline.settings.plain import flatten, plain
 
 
 def write_best(

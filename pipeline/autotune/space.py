@@ -15,7 +15,8 @@ from pipeline.budget.ladder import changed, trained_models
 from pipeline.budget.machine import Machine
 from pipeline.config import StepConfig, binds
 from pipeline.errors import ConfigError, require
-from pipeline.settings import flatten, plain, typed_settings
+from pipeline.settings.build import typed_settings
+from pipeline.settings.plain import flatten, plain
 
 Value = bool | int | float | str
 Candidate = tuple[Value, ...]

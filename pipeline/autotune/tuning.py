@@ -24,7 +24,7 @@ from pipeline.launch.local import count_gpus
 from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Stage
-from pipeline.settings import plain, portable
+from pipeline.settings.plain import plain, portable
 
 TRIALS, LOGS = "trials.jsonl", "logs"
 

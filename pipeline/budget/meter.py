@@ -282,12 +282,9 @@ def measure_pass(
 
         hooks = [last.register_forward_hook(head_begins)]
         try:
-            if (
-                trains
-            ):  # on the way back the head ends with the last block, and the first comes last
-                hooks += [
-                    each.register_forward_hook(_on_the_way_back(meter)) for each in (last, first)
-                ]
+            # In the backward pass the head ends with the last block, and the first block is last.
+            ends = (last, first) if trains else ()
+            hooks += [each.register_forward_hook(_on_the_way_back(meter)) for each in ends]
             for block in model.modules():
                 if isinstance(block, GradientCheckpointingLayer):
                     hooks += [

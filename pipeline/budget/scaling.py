@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Literal
 from pipeline.budget.machine import GIB, parse_machine
 from pipeline.budget.speed import PEAK
 from pipeline.cli import run_main, say, split_options
-from pipeline.config import DataConfig, LoraConfig, StepConfig, TrainedModelConfig, require
+from pipeline.config import DataConfig, LoraConfig, StepConfig, TrainedModelConfig
+from pipeline.errors import require
 from pipeline.help import help_entry, settings_help
-from pipeline.settings import build_config, list_settings
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import list_settings
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,17 +11,13 @@ generation. Loss masks follow from the cut, never from token ids, so a padding t
 the end-of-sequence token does no harm.
 """
 
-import datetime as dt
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.config import DataConfig
 from pipeline.data.continuation import Encoder, beginning_encoder, continuation_encoder
 from pipeline.data.examples import Encoded, Message
-from pipeline.data.template import Argument, with_arguments, with_date
 from pipeline.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -45,9 +41,8 @@ END_OF_THINK = "\n</think>\n\n"
 """How an answer without thinking closes the block that a generation prompt has opened: after
 `<think>` and a line's end it is the empty block that models of the Qwen3 family were trained on."""
 
-_PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
-_PROBE_RESPONSE = Message("assistant", "Four.")
-_PROBE_SYSTEM = Message("system", "Zero.")
+PROBE_PROMPT = (Message("user", "One?"), Message("assistant", "Two."), Message("user", "Three?"))
+PROBE_RESPONSE = Message("assistant", "Four.")
 
 
 @dataclass(frozen=True)
@@ -270,8 +265,8 @@ class ChatFormat:
     @cached_property
     def _end_of_turn(self) -> str:
         """The special token after an assistant turn's text; end-of-sequence where there is none."""
-        dialogue = self.render((*_PROBE_PROMPT, _PROBE_RESPONSE), generation_prompt=False)
-        tail = dialogue.rpartition(_PROBE_RESPONSE.content)[2]
+        dialogue = self.render((*PROBE_PROMPT, PROBE_RESPONSE), generation_prompt=False)
+        tail = dialogue.rpartition(PROBE_RESPONSE.content)[2]
         specials = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         specials.update(self.tokenizer.all_special_tokens, self.tokens)
         found = [(tail.find(token), -len(token), token) for token in specials if token in tail]
@@ -283,105 +278,7 @@ class ChatFormat:
 
     @property
     def _bos(self) -> str:
-        return str(self.tokenizer.bos_token) if _adds_bos(self.tokenizer) else ""
-
-
-def resolve_format(
-    tokenizer: "PreTrainedTokenizerBase",
-    name: str,
-    arguments: Mapping[str, Argument] | None = None,
-    date: str | None = None,
-) -> ChatFormat:
-    """The chat format called `name`, for `tokenizer`.
-
-    Args:
-        tokenizer: of the model; it isn't changed.
-        name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
-            one of `FORMATS`, or a path to a Jinja file.
-        arguments: of the template, which keeps them.
-        date: what the template takes for today, as 2026-01-31; `DataConfig`'s default without it.
-
-    Raises:
-        ConfigError: there is no such format, or it has no such argument.
-        ModelError: the tokenizer lacks what the format needs.
-        DataError: the template can't be cut into prompts and responses.
-    """
-    if tokenizer.eos_token is None:
-        raise ModelError(
-            "the tokenizer has no end-of-sequence token, so the model could not learn to stop;"
-            " set eos_token in its tokenizer_config.json"
-        )
-    if name == "auto":
-        name = "tokenizer" if tokenizer.chat_template else "human_assistant"
-    today = dt.date.fromisoformat(date or DataConfig().template_date)
-    template = with_date(_template(tokenizer, name), today)
-    template = with_arguments(template, arguments or {})
-    chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ()))
-    chat_format = replace(chat_format, keeps_history=_keeps_history(chat_format))
-    chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
-    text = chat_format.render(_PROBE_PROMPT, generation_prompt=True)
-    if _adds_bos(tokenizer) and not text.startswith(str(tokenizer.bos_token)):
-        chat_format = replace(chat_format, template="{{- bos_token }}" + chat_format.template)
-    _check_complete(chat_format)
-    return chat_format
-
-
-def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
-    """The Jinja text behind the name of a format."""
-    if name in FORMATS:
-        return (Path(__file__).parent / "formats" / f"{name}.jinja").read_text(encoding="utf-8")
-    if name == "tokenizer":
-        if not tokenizer.chat_template:
-            raise ModelError(
-                "--format tokenizer: the tokenizer has no chat template; choose"
-                f" {', '.join(FORMATS)} or a Jinja file"
-            )
-        try:
-            return tokenizer.get_chat_template()
-        except ValueError as error:
-            raise ModelError(f"--format tokenizer: {error}") from error
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"--format {name} is neither a Jinja file nor one of auto, tokenizer,"
-            f" {', '.join(FORMATS)}"
-        )
-    return path.read_text(encoding="utf-8")
-
-
-def _check_complete(chat_format: ChatFormat) -> None:
-    """Raise DataError unless the format can be cut and keeps the text of every turn."""
-    dialogue = (*_PROBE_PROMPT, _PROBE_RESPONSE)
-    text = "".join(segment.text for segment in chat_format.segments(dialogue))
-    if not all(message.content in text for message in dialogue):
-        raise DataError(
-            f"chat format {chat_format.name} leaves out the text of turns, perhaps because it was"
-            " written for images and text in parts; choose another --format"
-        )
-
-
-def _keeps_history(chat_format: ChatFormat) -> bool:
-    """Whether an assistant turn is rendered alike as the last one and with more turns after it."""
-    first, answer = _PROBE_PROMPT[:1], _PROBE_PROMPT[1]
-    prompt = chat_format.render(first, generation_prompt=True)
-    last = chat_format.render((*first, answer), generation_prompt=False)
-    longer = chat_format.render(_PROBE_PROMPT, generation_prompt=True)
-    if prompt.rstrip().endswith(THINK):
-        return False
-    if not last.startswith(prompt):
-        return True  # `segments` says what is wrong
-    end = last.find(answer.content) + len(answer.content)
-    return longer.startswith(last[:end])
-
-
-def _has_system_slot(chat_format: ChatFormat) -> bool:
-    """Whether a dialogue with a system message renders, keeps it, and can be cut."""
-    dialogue = (_PROBE_SYSTEM, *_PROBE_PROMPT, _PROBE_RESPONSE)
-    try:
-        segments = chat_format.segments(dialogue)
-    except DataError:
-        return False
-    return any(_PROBE_SYSTEM.content in segment.text for segment in segments)
+        return str(self.tokenizer.bos_token) if adds_bos(self.tokenizer) else ""
 
 
 def _fold_system(messages: Messages) -> list[Message]:
@@ -399,7 +296,7 @@ def _fold_system(messages: Messages) -> list[Message]:
     return folded
 
 
-def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the tokenizer puts a beginning-of-sequence token before a text by itself."""
     ids = tokenizer("a", verbose=False)["input_ids"]
     return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

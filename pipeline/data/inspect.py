@@ -10,12 +10,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.cli import run_main, say, split_options
-from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, require
+from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.examples import Encoded
 from pipeline.data.lint import EncodedRow, Finding, encode_rows, lint
 from pipeline.data.stages import StageData, load_examples
+from pipeline.errors import require
 from pipeline.help import help_entry, settings_help
-from pipeline.settings import build_config, list_settings
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import list_settings
 
 if TYPE_CHECKING:
     from rich.console import Console

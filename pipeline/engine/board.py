@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 
 from pipeline.distributed import gather_objects
-from pipeline.watch.position import HERE, Collective
+from pipeline.position import HERE, Collective
 
 SLOTS = 64
 """Collectives that can be read: a process comes to no more before it waits for the others."""

@@ -4,11 +4,11 @@ from collections import Counter
 
 import torch
 
+from pipeline.config.zero import ZeroConfig
 from pipeline.distributed import gather_objects, world_size
 from pipeline.engine.comm import Collectives, GroupCollectives
-from pipeline.engine.config import ZeroConfig
 from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
-from pipeline.watch.position import SAME_ORDER, DesyncError
+from pipeline.position import SAME_ORDER, DesyncError
 
 _TAKEN = Counter[str]()
 """How often each name was given to an engine of this process."""

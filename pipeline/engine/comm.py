@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.distributed import rank, with_fingerprints, without_fingerprints, world_size
-from pipeline.watch.position import HERE
+from pipeline.position import HERE
 
 SUM_BLOCK = 65536
 """Elements that are brought to fp32 at once to be added: they fit into a core's cache."""

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
+from pipeline.config.deepspeed.read import read_deepspeed_config
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.distributed import local_device, rank, world_size
-from pipeline.engine.config import OffloadConfig, ZeroConfig
-from pipeline.engine.deepspeed.read import read_deepspeed_config
 from pipeline.engine.engine import Engine, StepResult
 from pipeline.engine.lr import lr_factor
 from pipeline.engine.resume import EngineCheckpoints

@@ -3,8 +3,8 @@
 import math
 
 from pipeline.config import OptimConfig
-from pipeline.engine.schedule_params import keyword_only
-from pipeline.engine.schedules import SCHEDULES, Span
+from pipeline.config.schedule_params import keyword_only
+from pipeline.config.schedules import SCHEDULES, Span
 
 
 def lr_factor(step: int, *, total_steps: int, optim: OptimConfig) -> float:

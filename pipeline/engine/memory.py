@@ -14,7 +14,8 @@ from pipeline.config import FrozenModelConfig, TrainedModelConfig
 from pipeline.engine.estimates import estimate_zero2, estimate_zero3, format_estimates
 from pipeline.errors import require
 from pipeline.help import help_entry, settings_help
-from pipeline.settings import build_config, list_settings
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import list_settings
 
 if TYPE_CHECKING:
     from torch import nn

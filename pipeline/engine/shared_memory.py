@@ -14,7 +14,6 @@ processors see in their order, as x86 has it.
 import mmap
 import os
 import platform
-import select
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -23,10 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed import gather_objects, rank, world_size
-from pipeline.engine.board import Board
+from pipeline.distributed import gather_objects, rank
 from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
-from pipeline.watch.position import HERE, SAME_ORDER, DesyncError
+from pipeline.engine.meetings import ControlBlock, Meetings, close_all
 
 CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""
@@ -36,18 +34,6 @@ RELEASED_BYTES = 2**16
 """Vectors from this size on have pages of their own, which can be given back."""
 
 MAILBOX_VALUES = 2048
-AHEAD = 8
-"""Meetings that a process may have announced and not waited for."""
-
-SLOTS = 2 * AHEAD
-"""Another process can announce as many meetings before we have read what it said of the first."""
-
-LABEL_BYTES = 160
-SLOT_BYTES = LABEL_BYTES + 1
-ROW_BYTES = 8 + SLOTS * SLOT_BYTES
-"""Of a process in the control block: how many meetings it has come to; of the last ones what it
-does there, the same on all processes, and a note of its own."""
-
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Of vectors that are reduced."""
 
@@ -58,7 +44,7 @@ class SharedMemoryCollectives(Collectives):
     def __init__(self, name: str) -> None:
         super().__init__(torch.device("cpu"), name)
         self._memory = _SharedMemory()
-        self._meetings = _Meetings(self._memory)
+        self._meetings = Meetings(self._memory.table, self._memory.pids)
         self._mailbox = self.empty(2 * MAILBOX_VALUES, torch.float64, torch.device("cpu"))
         self._letters = 0
 
@@ -164,10 +150,10 @@ class _SharedMemory:
         self._used = 0
         self._peers: dict[tuple[int, int], Tensor] = {}
         self.pids: list[int] = gather_objects(os.getpid())
-        self._table = _map_table(self.pids[0], self.rank)
+        self.table = _map_table(self.pids[0], self.rank)
         fds: list[int] = []
         self._fds = fds
-        weakref.finalize(self, _close, fds)
+        weakref.finalize(self, close_all, fds)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A vector of `numel` elements, zero at first."""
@@ -211,7 +197,7 @@ class _SharedMemory:
         if other == self.rank:
             return self._chunks[index].bytes
         if (other, index) not in self._peers:
-            fd = self._table.fd_of(other, index)
+            fd = self.table.fd_of(other, index)
             size = len(self._chunks[index].bytes)
             opened = _open(self.pids[other], fd)
             self._peers[other, index] = torch.frombuffer(mmap.mmap(opened, size), dtype=torch.uint8)
@@ -222,153 +208,10 @@ class _SharedMemory:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = _create(size)
         self._fds.append(fd)
-        self._table.publish(self.rank, len(self._chunks), fd)
+        self.table.publish(self.rank, len(self._chunks), fd)
         mapped = mmap.mmap(fd, size)
         self._chunks.append(_Chunk(mapped, torch.frombuffer(mapped, dtype=torch.uint8)))
         self._used = 0
-
-
-class _Table:
-    """Control block that all processes map: descriptors of chunks, and who is at which meeting."""
-
-    MAX_CHUNKS = 1024
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self.bytes = memoryview(memory)
-        self.rows = world_size() * ROW_BYTES
-        self._fds = self.bytes[self.rows :].cast("q")
-
-    @classmethod
-    def size(cls) -> int:
-        """Bytes of the block."""
-        return world_size() * (ROW_BYTES + 8 * cls.MAX_CHUNKS)
-
-    def publish(self, owner: int, index: int, fd: int) -> None:
-        """Tell the others under which descriptor chunk `index` of `owner` can be opened."""
-        assert index < self.MAX_CHUNKS  # of 64 MiB or a whole vector each
-        self._fds[owner * self.MAX_CHUNKS + index] = fd + 1
-
-    def fd_of(self, owner: int, index: int) -> int:
-        """Descriptor of a chunk in its owner's process."""
-        fd = self._fds[owner * self.MAX_CHUNKS + index] - 1
-        if fd < 0:
-            raise DesyncError(f"rank {owner} has not set up memory that rank {rank()} reads")
-        return fd
-
-
-class _Meetings:
-    """Points that every process comes to, in the same order, before any goes on."""
-
-    def __init__(self, memory: _SharedMemory) -> None:
-        self.announced = 0
-        self.completed = 0
-        self._notes: dict[int, list[int]] = {}
-        self.rank = rank()
-        self.timeout = _timeout_seconds()
-        table = memory._table  # noqa: SLF001
-        rows = [table.bytes[n * ROW_BYTES : (n + 1) * ROW_BYTES] for n in range(world_size())]
-        self._counts = [row[:8].cast("q") for row in rows]
-        self._slots = [
-            [row[8 + n * SLOT_BYTES : 8 + (n + 1) * SLOT_BYTES] for n in range(SLOTS)]
-            for row in rows
-        ]
-        self._board = Board()
-        self._watch = select.poll()
-        self._ranks_of: dict[int, int] = {}
-        for other, pid in enumerate(memory.pids):
-            if other != self.rank:
-                pidfd = os.pidfd_open(pid)
-                self._ranks_of[pidfd] = other
-                self._watch.register(pidfd, select.POLLIN)
-        weakref.finalize(self, _close, list(self._ranks_of))
-        self.others = [other for other in range(world_size()) if other != self.rank]
-
-    def attend(self, label: str) -> None:
-        """Wait for the others, who must come with the same label.
-
-        Raises:
-            DesyncError: another process came with another label, is gone, or did not come in time.
-        """
-        self.complete(self.announce(label))
-
-    def announce(self, label: str, *, note: int = 0) -> int:
-        """Say what this process does next, and go on; a number for `complete`.
-
-        Raises:
-            DesyncError: as `attend`, of a meeting announced long before.
-        """
-        self._complete_until(self.announced + 1 - AHEAD)
-        self.announced += 1
-        slot = self._slots[self.rank][self.announced % SLOTS]
-        slot[:LABEL_BYTES] = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
-        slot[LABEL_BYTES] = note
-        self._counts[self.rank][0] = self.announced
-        return self.announced
-
-    def complete(self, number: int) -> list[int]:
-        """Wait for the others at a meeting and those before it; the notes of all processes.
-
-        Raises:
-            DesyncError: as `attend`.
-        """
-        self._complete_until(number)
-        return self._notes.pop(number)
-
-    def _complete_until(self, number: int) -> None:
-        for each in range(self.completed + 1, number + 1):
-            mine = self._slots[self.rank][each % SLOTS]
-            for other in self.others:
-                if self._counts[other][0] < each:
-                    self._wait(other, each)
-                # It is less than `SLOTS` meetings ahead: what it said of this one still stands.
-                if self._slots[other][each % SLOTS][:LABEL_BYTES] != mine[:LABEL_BYTES]:
-                    raise DesyncError(
-                        f"rank {self.rank} is at {self._label(self.rank, each)} while rank {other}"
-                        f" is at {self._label(other, each)}; {SAME_ORDER}"
-                    )
-            self.completed = each
-            self._notes[each] = [slots[each % SLOTS][LABEL_BYTES] for slots in self._slots]
-
-    def _wait(self, other: int, number: int) -> None:
-        counts = self._counts[other]
-        polls = 0
-        start = time.perf_counter()
-        deadline = time.monotonic() + self.timeout
-        while counts[0] < number:
-            polls += 1
-            if polls < 200:
-                os.sched_yield()
-                continue
-            time.sleep(min(1e-3, 2e-5 * (1 + polls // 500)))
-            if polls % 50 == 0:
-                self._look_after(other, number, deadline)
-        HERE.add_wait(time.perf_counter() - start)
-
-    def _look_after(self, other: int, number: int, deadline: float) -> None:
-        label = self._label(self.rank, number)
-        gone = [self._ranks_of[pidfd] for pidfd, _ in self._watch.poll(0)]
-        if other in gone and self._counts[other][0] < number:
-            raise DesyncError(
-                f"rank {other} ended while rank {self.rank} waited for it at {label}; what ended it"
-                " stands in that rank's own output"
-            )
-        parted = self._board.difference(other)
-        if parted is not None:
-            mine, theirs = parted
-            raise DesyncError(
-                f"rank {self.rank} came to {mine} while rank {other} came to {theirs}; {SAME_ORDER}"
-            )
-        if time.monotonic() > deadline:
-            last = self._counts[other][0]
-            place = f"last at {self._label(other, last)}" if last else "at none yet"
-            raise DesyncError(
-                f"rank {self.rank} waited {self.timeout:.0f} s at {label} for rank {other}, which"
-                f" was {place}; the processes ran different layers, or rank {other} hangs"
-            )
-
-    def _label(self, other: int, number: int) -> str:
-        label = self._slots[other][number % SLOTS][:LABEL_BYTES]
-        return bytes(label).decode(errors="replace").strip()
 
 
 def on_one_machine() -> bool:
@@ -402,14 +245,14 @@ def _can_map() -> bool:
     return seen
 
 
-def _map_table(first_pid: int, own_rank: int) -> _Table:
-    fd = _create(_Table.size()) if own_rank == 0 else -1
+def _map_table(first_pid: int, own_rank: int) -> ControlBlock:
+    fd = _create(ControlBlock.size()) if own_rank == 0 else -1
     theirs = gather_objects(fd)[0]
     opened = fd if own_rank == 0 else _open(first_pid, theirs)
-    mapped = mmap.mmap(opened, _Table.size())
+    mapped = mmap.mmap(opened, ControlBlock.size())
     dist.barrier()
     os.close(opened)
-    return _Table(mapped)
+    return ControlBlock(mapped)
 
 
 def _create(num_bytes: int) -> int:
@@ -420,16 +263,3 @@ def _create(num_bytes: int) -> int:
 
 def _open(pid: int, fd: int) -> int:
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-    fds.clear()
-
-
-def _timeout_seconds() -> float:
-    group = dist.group.WORLD
-    assert group is not None
-    options = group._get_backend(torch.device("cpu")).options  # noqa: SLF001
-    return options._timeout.total_seconds()  # noqa: SLF001

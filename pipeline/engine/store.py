@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, OffloadError
 from pipeline.faults import fault_point
-from pipeline.tensor_io import bytes_of, read_at, write_at
+from pipeline.files.tensor_io import bytes_of, read_at, write_at
 
 ALIGNMENT = 4096
 """Tensors begin at multiples of a disk's block."""

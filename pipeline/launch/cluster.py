@@ -28,7 +28,9 @@ from pipeline.launch.layout import Layout, layout
 from pipeline.launch.preflight import insist, look
 from pipeline.launch.reach import host_command
 from pipeline.launch.remote import Errand, run_everywhere
-from pipeline.settings import Option, build_config, did_you_mean, list_settings
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import did_you_mean, list_settings
+from pipeline.settings.plain import Option
 
 OF_TORCHRUN = {
     "nnodes": "--num-nodes, and --min-nodes for a range",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.engine.checkpoint.durable import replace_durably
+from pipeline.files.durable import replace_durably
 
 CARD = "README.md"
 

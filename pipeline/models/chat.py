@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import DataConfig, FrozenModelConfig, TrainedModelConfig
-from pipeline.data.chat_format import ChatFormat, resolve_format
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.load import load_tokenizer
 

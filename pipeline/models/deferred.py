@@ -14,10 +14,10 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.errors import ModelError
+from pipeline.files.safetensors_header import INDEX, SINGLE
+from pipeline.files.weight_files import WeightFiles
 from pipeline.models.finite import is_finite, sentence
-from pipeline.models.safetensors_header import INDEX, SINGLE
 from pipeline.models.stream import find_weights, meta_model
-from pipeline.models.weight_files import WeightFiles
 
 
 class NotDeferrableError(Exception):

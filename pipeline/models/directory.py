@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
-from pipeline.models.safetensors_header import (
+from pipeline.files.safetensors_header import (
     INDEX,
     SINGLE,
     StoredTensor,

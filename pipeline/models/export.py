@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.distributed import barrier, is_main
-from pipeline.engine.checkpoint.durable import settle, sync_directory
+from pipeline.files.durable import settle, sync_directory
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export

@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
 )
 
 from pipeline.errors import ModelError
-from pipeline.models.weight_files import WeightFiles
+from pipeline.files.weight_files import WeightFiles
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from pipeline.engine.checkpoint.durable import replace_durably, settle, sync_directory
 from pipeline.faults import fault_point
-from pipeline.models.safetensors_header import INDEX, SINGLE
+from pipeline.files.durable import replace_durably, settle, sync_directory
+from pipeline.files.safetensors_header import INDEX, SINGLE
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, ModelError, require
 from pipeline.plan.memory import origins_of
 from pipeline.plan.request import CommandLine, Stage
 from pipeline.plan.resolve import step_config, step_configs
-from pipeline.settings import Layer
+from pipeline.settings.build import Layer
 
 ENOUGH = 2048
 """Tokens of a pass, above which larger ones are hardly faster."""

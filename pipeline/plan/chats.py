@@ -70,7 +70,7 @@ class Chats:
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
         """As `pipeline.models.chat.load_chat`, of a model that may not be there yet."""
-        from pipeline.data.chat_format import resolve_format
+        from pipeline.data.resolve_format import resolve_format
 
         tokenizer = self._of(model)
         if tokenizer is None:

@@ -5,13 +5,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from pipeline.autotune.options import Autotuning
 from pipeline.errors import ConfigError
 from pipeline.help import INDENT, WIDTH, help_entry, settings_help, step_help
 from pipeline.installation import MODULE, TRAIN
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.request import Request, Stage
-from pipeline.settings import Setting, list_settings
+from pipeline.plan.tuning_options import Autotuning
+from pipeline.settings.describe import Setting, list_settings
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pipeline.plan.output import finished_steps
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request, Stage, parse_request
 from pipeline.plan.resolve import said_settings, step_configs
-from pipeline.settings import Layer
+from pipeline.settings.build import Layer
 
 
 def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:

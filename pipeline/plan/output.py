@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from pipeline.config import StepConfig, binds
-from pipeline.engine.checkpoint.durable import replace_durably
-from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.errors import ConfigError
+from pipeline.files.durable import replace_durably
+from pipeline.files.lock import RunLock
 from pipeline.plan.request import Request, Stage
-from pipeline.settings import plain, portable
+from pipeline.settings.plain import plain, portable
 
 MARK = "config.yaml"
 RESULT = "result.json"

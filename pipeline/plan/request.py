@@ -6,18 +6,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.autotune.options import Autotuning
 from pipeline.cli import read_layers, split_options
-from pipeline.config import StepConfig, check_split, require
-from pipeline.errors import ConfigError
+from pipeline.config import StepConfig, check_split
+from pipeline.errors import ConfigError, require
 from pipeline.launch.deployment import Deployment
-from pipeline.settings import (
-    Layer,
-    Option,
-    build_config,
-    did_you_mean,
-    list_settings,
-)
+from pipeline.plan.tuning_options import Autotuning
+from pipeline.settings.build import Layer, build_config
+from pipeline.settings.describe import did_you_mean, list_settings
+from pipeline.settings.plain import Option
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 """Models that a size alone stands for, as in DeepSpeed-Chat."""

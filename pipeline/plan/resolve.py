@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 from pipeline.cli import read_layers
-from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig, require
-from pipeline.engine.deepspeed.layer import deepspeed_layer
+from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
+from pipeline.config.deepspeed.layer import deepspeed_layer
+from pipeline.errors import require
 from pipeline.installation import ROOT
 from pipeline.plan.request import CommandLine, Request, Stage
-from pipeline.settings import Layer, build_config, flatten
+from pipeline.settings.build import Layer, build_config
+from pipeline.settings.plain import flatten
 
 DEFAULT_DATA = "Dahoas/rm-static"
 """Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # it has no public name
 
-from pipeline.watch.position import Collective
+from pipeline.position import Collective
 
 T = TypeVar("T")
 

@@ -33,8 +33,8 @@ from pipeline.errors import (
     UserError,
     exit_code,
 )
+from pipeline.position import HERE, Collective, DesyncError
 from pipeline.watch.notices import Failure, Notices, Sighting
-from pipeline.watch.position import HERE, Collective, DesyncError
 from pipeline.watch.suspects import Identity, Suspects
 
 TICK_SECONDS = 1.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from pipeline.distributed import gather_objects, global_sums, is_main, rank, world_size
-from pipeline.watch.position import HERE
+from pipeline.position import HERE
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import psutil
 
 from pipeline.distributed import gather_objects, rank
+from pipeline.position import HERE, SAME_ORDER
 from pipeline.watch.notices import Failure, Notices, Sighting
-from pipeline.watch.position import HERE, SAME_ORDER
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from torch._C._distributed_c10d import TCPStore
 from pipeline import faults
 from pipeline.cli import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig
-from pipeline.distributed import is_main, process_group
+from pipeline.distributed import is_main
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import newest
+from pipeline.process_group import process_group
 from pipeline.run import configure_logging
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from tests.distributed import PROCESSES

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import StepConfig
+from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.config import ZeroConfig
 from tests.faults.jobs import (
     Command,
     Forked,

@@ -7,7 +7,7 @@ import torch
 from pipeline.cli import parse_step, run_main, split_options, write_config
 from pipeline.errors import EXIT_OUT_OF_MEMORY, ConfigError, DataError
 from pipeline.help import help_entry, step_help
-from pipeline.settings import list_settings
+from pipeline.settings.describe import list_settings
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig

@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError
 from pipeline.help import step_help
 from pipeline.plan.help import train_help
 from pipeline.plan.request import Request
-from pipeline.settings import list_settings
+from pipeline.settings.describe import list_settings
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig

@@ -20,9 +20,9 @@ from pipeline.config import (
     Precision,
     TrainedModelConfig,
 )
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.distributed import rank
-from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export, named_weights

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.engine.checkpoint.data_file import write_data_file
-from pipeline.engine.checkpoint.durable import discard, publish
 from pipeline.engine.checkpoint.host_copy import HostFragment
 from pipeline.engine.checkpoint.layout import WRITING, file_name, part_name
 from pipeline.engine.checkpoint.manifest import Manifest, StoredFile
 from pipeline.errors import CheckpointError
+from pipeline.files.durable import discard, publish
 
 VERDICT = "verdict.json"
 

@@ -13,7 +13,7 @@ from pipeline.engine.checkpoint.layout import parse_label
 from pipeline.engine.checkpoint.manifest import Manifest, StoredFile
 from pipeline.engine.checkpoint.verify import Checked, verify_fragments
 from pipeline.errors import CheckpointError
-from pipeline.tensor_io import bytes_of, read_at
+from pipeline.files.tensor_io import bytes_of, read_at
 
 CHUNK_BYTES = 16 * 2**20
 """Of host memory, where elements can't be read straight to where they shall go."""

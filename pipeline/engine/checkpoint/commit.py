@@ -5,13 +5,6 @@ from pathlib import Path
 
 from pipeline.engine.checkpoint.attempt import Attempt
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.engine.checkpoint.durable import (
-    discard,
-    rename_durably,
-    replace_durably,
-    sync_directory,
-    write_durably,
-)
 from pipeline.engine.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -24,6 +17,13 @@ from pipeline.engine.checkpoint.layout import (
 from pipeline.engine.checkpoint.manifest import Manifest
 from pipeline.errors import CheckpointError
 from pipeline.faults import fault_point
+from pipeline.files.durable import (
+    discard,
+    rename_durably,
+    replace_durably,
+    sync_directory,
+    write_durably,
+)
 
 
 def commit(attempt: Attempt, manifest: Manifest) -> None:

@@ -11,7 +11,7 @@ from pipeline.engine.checkpoint.header import DTYPE_NAMES, write_header
 from pipeline.engine.checkpoint.host_copy import HostFragment
 from pipeline.engine.checkpoint.manifest import StoredFile, StoredFragment
 from pipeline.faults import fault_point
-from pipeline.tensor_io import write_at
+from pipeline.files.tensor_io import write_at
 
 CHUNK_BYTES = 2**20
 """Small enough that what was just checked is written from the processor's cache."""

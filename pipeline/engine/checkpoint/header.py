@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import CheckpointError
-from pipeline.models.weight_files import DTYPES
+from pipeline.files.weight_files import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.checkpoint.layout import Fragment
-from pipeline.tensor_io import bytes_of
+from pipeline.files.tensor_io import bytes_of
 
 BLOCK_BYTES = 64 * 2**20
 """A power of two: of pinned memory torch takes no other amounts."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
-from pipeline.tensor_io import read_at
+from pipeline.files.tensor_io import read_at
 
 CHUNK_BYTES = 4 * 2**20
 

@@ -21,12 +21,12 @@ from pipeline.engine.checkpoint.commit import (
     remove,
     verifies,
 )
-from pipeline.engine.checkpoint.durable import discard
 from pipeline.engine.checkpoint.host_copy import HostCopy, views
 from pipeline.engine.checkpoint.layout import Fragment, is_base_name, step_name
 from pipeline.engine.checkpoint.manifest import Manifest, library_versions, now
 from pipeline.errors import CheckpointError, ConfigError, require
 from pipeline.faults import fault_point
+from pipeline.files.durable import discard
 
 logger = logging.getLogger(__name__)
 

@@ -114,7 +114,34 @@ def decode_attention(
     parts = None
     if num_splits > 1:
         parts = out.new_empty((batch, heads, num_splits, size + 2), dtype=torch.float32)
-    params = Params(
+    params = _params(query, key, value, scores, out, parts, shape=shape, num_splits=num_splits)
+    defines = specialisation(query.dtype, shape)
+    kernel = gpu.kernel("decode_attention", "decode_attention", defines)
+    kernel(
+        params,
+        grid=(num_splits, kv_heads * shape.blocks_per_kv, batch),
+        block=(32 * WARPS, 1, 1),
+        shared_bytes=4 * WARPS * shape.group * (size + 2),
+    )
+    if num_splits > 1:
+        combine = gpu.kernel("decode_attention", "decode_attention_combine", defines)
+        combine(params, grid=(heads, batch, 1), block=(size, 1, 1))
+    return out
+
+
+def _params(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    out: Tensor,
+    parts: Tensor | None,
+    *,
+    shape: Shape,
+    num_splits: int,
+) -> Params:
+    """What the kernels read: addresses, strides in elements, sizes."""
+    return Params(
         query=query.data_ptr(),
         key=key.data_ptr(),
         value=value.data_ptr(),
@@ -140,18 +167,6 @@ def decode_attention(
         num_splits=num_splits,
         scale=scores.scaling,
     )
-    defines = specialisation(query.dtype, shape)
-    kernel = gpu.kernel("decode_attention", "decode_attention", defines)
-    kernel(
-        params,
-        grid=(num_splits, kv_heads * shape.blocks_per_kv, batch),
-        block=(32 * WARPS, 1, 1),
-        shared_bytes=4 * WARPS * shape.group * (size + 2),
-    )
-    if num_splits > 1:
-        combine = gpu.kernel("decode_attention", "decode_attention_combine", defines)
-        combine(params, grid=(heads, batch, 1), block=(size, 1, 1))
-    return out
 
 
 def specialisation(dtype: torch.dtype, shape: Shape) -> dict[str, str | int]:

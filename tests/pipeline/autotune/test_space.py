@@ -6,7 +6,7 @@ import pytest
 from pipeline.autotune.space import AS_IT_IS, known_dimensions, make_space
 from pipeline.budget.machine import GIB, Machine
 from pipeline.config import StepConfig, TrainedModelConfig
-from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.errors import ConfigError
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig

@@ -14,7 +14,7 @@ from pipeline.budget.mend import Mend, mend, refusal
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import Item, Phase, StepMemory
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
-from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 from tests.families import tiny_config

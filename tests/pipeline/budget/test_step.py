@@ -13,7 +13,7 @@ from pipeline.budget.models import models_of
 from pipeline.budget.step import RUNTIME_CPU, RUNTIME_GPU, step_memory
 from pipeline.budget.table import Item, Phase, StepMemory
 from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
-from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.predict import predict
 from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.known import KNOWN

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pipeline.data.chat_format import FORMATS, ChatFormat, resolve_format
+from pipeline.data.chat_format import FORMATS, ChatFormat
 from pipeline.data.examples import Encoded, Message
+from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError, DataError, ModelError
 from tests.pipeline.data.tokenizers import KINDS, byte_level, metaspace, prepending
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.chat_format import resolve_format
 from pipeline.data.examples import Message
 from pipeline.data.inspect import main, marked_text
+from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError, DataError
 from tests.pipeline.data.tokenizers import KINDS
 

@@ -2,9 +2,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.chat_format import ChatFormat, resolve_format
+from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.data.lint import Finding, encode_rows, lint
+from pipeline.data.resolve_format import resolve_format
 from tests.pipeline.data.tokenizers import byte_level, metaspace
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeline.distributed import global_sum, rank
 from pipeline.engine.engine import Engine
-from pipeline.watch.position import SAME_ORDER, DesyncError
+from pipeline.position import SAME_ORDER, DesyncError
 from tests.distributed import run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 

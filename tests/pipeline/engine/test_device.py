@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.distributed import local_device
-from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.families import VOCAB, tiny_causal_lm
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.config.zero import ZeroConfig
 from pipeline.distributed import barrier, rank
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import tree_sum
-from pipeline.engine.config import ZeroConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.shared_memory import AHEAD, SLOTS
+from pipeline.engine.meetings import AHEAD, SLOTS
 from tests.distributed import run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, TrainedModelConfig
+from pipeline.config.zero import OffloadConfig
 from pipeline.distributed import rank, world_size
-from pipeline.engine.config import OffloadConfig
 from pipeline.engine.engine import Engine
 from pipeline.models.lora import add_lora
 from tests.distributed import run_ranks

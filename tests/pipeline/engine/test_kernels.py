@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.errors import KernelError
 from tests.distributed import run_ranks

@@ -13,9 +13,9 @@ import torch
 from transformers import get_scheduler
 
 from pipeline.config import OptimConfig
+from pipeline.config.schedule_params import schedule_params
+from pipeline.config.schedules import SCHEDULES
 from pipeline.engine.lr import lr_factor, momentum
-from pipeline.engine.schedule_params import schedule_params
-from pipeline.engine.schedules import SCHEDULES
 from pipeline.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.distributed import run_ranks
 from tests.pipeline.engine.test_kernels import settings, trained

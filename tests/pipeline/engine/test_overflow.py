@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
+from pipeline.config.zero import ZeroConfig
 from pipeline.distributed import rank
-from pipeline.engine.config import ZeroConfig
 from pipeline.engine.engine import Engine, NonFiniteGradientError
 from tests.distributed import run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
-from pipeline.engine.config import OffloadConfig, ZeroConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.predict import HELD, KINDS, offloaded, predict, state_vectors, streamed

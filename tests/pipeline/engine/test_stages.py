@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
+from pipeline.config.zero import ZeroConfig
 from pipeline.distributed import rank, world_size
-from pipeline.engine.config import ZeroConfig
 from pipeline.engine.engine import Engine
 from tests.distributed import run_ranks
 from tests.families import VOCAB, tiny_causal_lm

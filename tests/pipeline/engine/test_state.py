@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.distributed import rank, world_size
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
-from pipeline.engine.config import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import describe, frozen_fragments, load, trained_fragments
 from pipeline.errors import CheckpointError

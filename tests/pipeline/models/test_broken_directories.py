@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import ModelError
+from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.models.directory import check_model_directory
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.load import load_causal_lm, load_classifier, load_for_inference
-from pipeline.models.safetensors_header import INDEX, SINGLE
 from tests.families import saved, tiny_causal_lm
 
 ROOT = Path(__file__).parents[3]

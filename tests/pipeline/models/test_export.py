@@ -15,16 +15,16 @@ from transformers import (
 )
 
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
+from pipeline.config.zero import ZeroConfig
 from pipeline.data.batches import collate
 from pipeline.distributed import rank, world_size
-from pipeline.engine.config import ZeroConfig
 from pipeline.engine.engine import Engine
+from pipeline.files.safetensors_header import SINGLE
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export, named_weights
 from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
-from pipeline.models.safetensors_header import SINGLE
 from pipeline.models.trained import trained_causal_lm, trained_classifier
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipeline.models.safetensors_header import INDEX, SINGLE
+from pipeline.files.safetensors_header import INDEX, SINGLE
+from pipeline.files.weight_files import WeightFiles
 from pipeline.models.stream_export import as_saved, stream_export
-from pipeline.models.weight_files import WeightFiles
 from tests.families import FAMILIES, PECULIAR, saved, tiny_causal_lm
 from tests.memory import live_bytes
 from tests.mixtures import MIXTURES, tiny_mixture

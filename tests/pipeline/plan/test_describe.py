@@ -14,7 +14,7 @@ from pipeline.cli import parse_step
 from pipeline.plan.estimate import in_words
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from pipeline.settings import as_options
+from pipeline.settings.plain import as_options
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -6,7 +6,7 @@ from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import EMBEDDED_PRESET, step_configs
-from pipeline.settings import flatten, plain
+from pipeline.settings.plain import flatten, plain
 from train import STAGES
 
 

@@ -16,7 +16,7 @@ import torch
 from pipeline.distributed import barrier, global_sum, rank
 from pipeline.engine.engine import Engine
 from pipeline.errors import DataError, JobFailed
-from pipeline.watch.position import SAME_ORDER
+from pipeline.position import SAME_ORDER
 from pipeline.watch.process import watching
 from tests.distributed import run_ranks
 from tests.jobs import Job, run_job

@@ -5,8 +5,9 @@ import signal
 from collections.abc import Sequence
 
 from pipeline.cli import run_main
-from pipeline.distributed import global_sum, process_group, rank
+from pipeline.distributed import global_sum, rank
 from pipeline.errors import ConfigError
+from pipeline.process_group import process_group
 
 
 def main(argv: Sequence[str]) -> None:

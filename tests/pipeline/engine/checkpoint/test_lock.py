@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.engine.checkpoint.lock import RunLock
 from pipeline.errors import ConfigError
+from pipeline.files.lock import RunLock
 
 ROOT = Path(__file__).parents[4]
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from pipeline.engine.checkpoint.lock import RunLock
+from pipeline.files.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:
         print(os.getpid(), flush=True)

@@ -1,0 +1,38 @@
+"""Settings shared by the steps.
+
+One frozen dataclass per concern. A field's docstring is its `--help` text and its documentation.
+"""
+
+from pipeline.config.data import EMBEDDED, DataConfig, check_split
+from pipeline.config.model import (
+    LORA_RATE,
+    FrozenModelConfig,
+    Kernels,
+    LoraConfig,
+    Precision,
+    TrainedModelConfig,
+)
+from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
+from pipeline.config.step import SaveInterval, StepConfig, Tracker, binds
+from pipeline.config.zero import OffloadConfig, ZeroConfig
+
+__all__ = [
+    "DEFAULT_OPTIM",
+    "EMBEDDED",
+    "LORA_RATE",
+    "DataConfig",
+    "FrozenModelConfig",
+    "Kernels",
+    "LoraConfig",
+    "LossScaleConfig",
+    "OffloadConfig",
+    "OptimConfig",
+    "Precision",
+    "SaveInterval",
+    "StepConfig",
+    "Tracker",
+    "TrainedModelConfig",
+    "ZeroConfig",
+    "binds",
+    "check_split",
+]

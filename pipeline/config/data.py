@@ -1,0 +1,94 @@
+"""Settings of the rows: where they lie, which step reads them, how they become tokens."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Literal
+
+from pipeline.errors import require
+
+EMBEDDED = "embedded"
+"""As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which rows a step reads and how they become tokens."""
+
+    path: tuple[str, ...] = (EMBEDDED,)
+    """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names
+    (data_path); each may end in `@split`, a split of a set, and `:weight`, its share of the
+    mixture. `embedded` is the built-in task."""
+
+    eval_path: tuple[str, ...] = ()
+    """Rows for evaluation; empty holds out `eval_fraction` of `path`, or its test split."""
+
+    eval_fraction: float = 0.1
+    """Share of the prompts held out for evaluation where `eval_path` is empty."""
+
+    seed: int = 0
+    """Decides which prompts are held out and which step gets each other one (data_seed). It has
+    nothing to do with the seed of training, and must be the same in all steps."""
+
+    max_eval_rows: int = 256
+    """At most this many rows are evaluated."""
+
+    split: tuple[float, float, float] = (2.0, 4.0, 4.0)
+    """Proportions of the prompts that steps 1, 2 and 3 see; no prompt is in two parts
+    (data_split)."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Column names where they differ from the usual: `{"prompt": "question", "chosen": "good"}`."""
+
+    format: str = "auto"
+    """Chat format: auto (the tokenizer's own template, else human_assistant), tokenizer,
+    human_assistant, chatml, llama2, llama3, alpaca, vicuna, plain, or a path to a Jinja file."""
+
+    template_args: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the chat template: `{"enable_thinking": false}` (chat_template_kwargs). They are
+    saved with the model."""
+
+    template_date: str = "2026-01-01"
+    """The date, as 2026-01-31, for chat templates that put today's into the prompt, so that tokens
+    don't depend on the day of training."""
+
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
+
+    max_length: int = 512
+    """Prompt + response, in tokens (max_seq_len). What is longer loses its end in step 1, and its
+    beginning in step 2, whose score is read at the end; step 3 has lengths of its own."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
+        require(
+            0 < self.eval_fraction < 1,
+            f"data.eval_fraction must lie between 0 and 1, got {self.eval_fraction}",
+        )
+        require(
+            self.max_eval_rows > 0, f"data.max_eval_rows must be above 0, got {self.max_eval_rows}"
+        )
+        check_split("data.split", self.split)
+        require(
+            _is_date(self.template_date),
+            f"data.template_date must be a date as 2026-01-31, got {self.template_date}",
+        )
+        require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
+
+
+def check_split(name: str, split: Sequence[float]) -> None:
+    """Raise `ConfigError`, which begins with `name`, unless the rows can be cut so."""
+    require(
+        all(part >= 0 and math.isfinite(part) for part in split) and sum(split) > 0,
+        f"{name} needs three proportions of 0 or more that are not all 0, as 2,4,4; got"
+        f" {','.join(f'{part:g}' for part in split)}",
+    )
+
+
+def _is_date(text: str) -> bool:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True

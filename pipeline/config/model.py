@@ -1,0 +1,116 @@
+"""Settings of models: where they come from, their number format, and how they are trained."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
+from pipeline.config.zero import ZeroConfig
+from pipeline.errors import require
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Kernels = Literal["auto", "required", "off"]
+
+LORA_RATE = 10.0
+"""Learning rate of adapters over that of whole weights: the best rates found lie about ten times
+higher (Schulman et al. 2025, "LoRA Without Regret"; Biderman et al. 2024, section 6)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021), through peft."""
+
+    rank: int = 16
+    """Rank r of the update B @ A (lora_dim)."""
+
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+
+    dropout: float = 0.0
+    """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""
+
+    targets: tuple[str, ...] = ("all-linear",)
+    """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
+
+    lr: float | None = None
+    """Learning rate of the adapters (lora_learning_rate); null is 10 times `optim.lr`, the rate of
+    whole weights, as adapters need it."""
+
+    def __post_init__(self) -> None:
+        require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
+        require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}")
+        require(0 <= self.dropout < 1, f"lora.dropout must lie in [0, 1), got {self.dropout}")
+        require(bool(self.targets), 'lora.targets must name a module, or "all-linear"')
+        require(self.lr is None or self.lr > 0, f"lora.lr must be above 0 or null, got {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModelConfig:
+    """A model that only answers."""
+
+    path: str | None = None
+    """Hugging Face model id or local directory; null takes the output of the step before."""
+
+    precision: Precision = "auto"
+    """Number format of the weights (dtype); auto is bf16 on a GPU that has it, else fp32. On a CPU
+    bf16 is fast only where the processor has instructions for it (AVX512-BF16, AMX)."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+    allow_pickle: bool = False
+    """Load weights that are there as a pickle alone (pytorch_model.bin), which may run code. Only
+    for sources you trust; the Hub has older models as safetensors too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig(FrozenModelConfig):
+    """A model that learns: where it starts and how it is trained."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What processes share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    checkpoint_every: int = 1
+    """With gradient_checkpointing, recompute every so-many-th block only, and keep the others."""
+
+    lora: LoraConfig | None = None
+    """Train adapters only; null trains all weights."""
+
+    head_lr: float | None = None
+    """Learning rate of a score head, which step 2 draws anew; null uses `optim.lr`."""
+
+    fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
+
+    optim: OptimConfig = field(default_factory=lambda: DEFAULT_OPTIM)
+
+    kernels: Kernels = "auto"
+    """Kernels of our own (docs/kernels.md): auto uses those that this machine can build, required
+    ends the run where one is missing, off leaves their work to PyTorch. They change memory and
+    speed, and how attention in bf16 is rounded on a CPU."""
+
+    @property
+    def lora_lr(self) -> float:
+        """Learning rate of the adapters, where there are any."""
+        given = None if self.lora is None else self.lora.lr
+        return LORA_RATE * self.optim.lr if given is None else given
+
+    def __post_init__(self) -> None:
+        self.zero.offload.check(self.zero_stage)
+        require(
+            self.head_lr is None or self.head_lr > 0,
+            f"head_lr must be above 0 or null, got {self.head_lr}",
+        )
+        require(
+            self.checkpoint_every > 0,
+            f"checkpoint_every must be above 0, got {self.checkpoint_every}",
+        )
+        plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
+        require(
+            self.zero.offload.optimizer != "nvme" or plain_adam,
+            "zero.offload.optimizer nvme keeps the two moments of Adam and AdamW on the disk, and"
+            f" optim.name {self.optim.name} has others; use one of these, or cpu",
+        )

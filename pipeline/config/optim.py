@@ -1,0 +1,158 @@
+"""Settings of the optimizer, its schedule and fp16's loss scale."""
+
+import math
+from dataclasses import dataclass, field
+
+from pipeline.config.element_wise import check_optimizer
+from pipeline.config.schedule_params import check_schedule_params
+from pipeline.config.schedules import SCHEDULES
+from pipeline.errors import require, suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: str = "AdamW"
+    """Element-wise class of torch.optim: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax,
+    Adadelta, ASGD or Rprop."""
+
+    params: dict[str, bool | int | float | str | list[float]] = field(default_factory=dict)
+    """Further arguments of that class: `{"momentum": 0.9, "nesterov": true}` with SGD."""
+
+    lr: float = 1e-5
+    """Peak learning rate (learning_rate), reached after the warm-up."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's first and second moment, for the classes that have them."""
+
+    eps: float = 1e-8
+    """Added to Adam's denominator, and to that of the other classes that have it."""
+
+    weight_decay: float = 0.0
+    """Weight decay, decoupled in AdamW, an L2 penalty in the other classes; biases, norms and other
+    one-dimensional weights are exempt."""
+
+    schedule: str = "cosine"
+    """Course of the learning rate (lr_scheduler_type): linear, cosine, cosine_with_restarts,
+    polynomial, constant or constant_with_warmup as in transformers; warmup, warmup_decay,
+    warmup_cosine, one_cycle or lr_range_test as in DeepSpeed; noam or exponential as in BMTrain.
+    `pipeline/config/schedules.py` has the formulas."""
+
+    schedule_params: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Parameters of the schedule where it has any: `{"power": 2}` with polynomial."""
+
+    warmup_steps: int | None = None
+    """Steps of the warm-up to `lr` (num_warmup_steps, warmup_num_steps); null takes
+    `warmup_ratio`. one_cycle and lr_range_test have none."""
+
+    warmup_ratio: float = 0.03
+    """Share of the steps spent in the warm-up."""
+
+    final_lr_ratio: float = 0.0
+    """The schedule ends at this share of `lr` (cos_min_ratio), where it is linear, cosine,
+    cosine_with_restarts, polynomial or warmup_cosine."""
+
+    max_grad_norm: float | None = 1.0
+    """Clip the global gradient L2 norm to this value; null turns clipping off."""
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.name, self.params)
+        require(
+            self.weight_decay == 0 or self.name != "Rprop",
+            f"optim.weight_decay must be 0: Rprop has none, got {self.weight_decay}",
+        )
+        require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"optim.betas must lie in [0, 1), got {self.betas}",
+        )
+        require(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
+        require(
+            self.weight_decay >= 0, f"optim.weight_decay must not be below 0: {self.weight_decay}"
+        )
+        require(
+            0 <= self.warmup_ratio < 1,
+            f"optim.warmup_ratio must lie in [0, 1), got {self.warmup_ratio}",
+        )
+        require(
+            0 <= self.final_lr_ratio <= 1,
+            f"optim.final_lr_ratio must lie in [0, 1], got {self.final_lr_ratio}",
+        )
+        require(
+            self.schedule in SCHEDULES,
+            f"optim.schedule {self.schedule} is no schedule;"
+            f" {suggestion(self.schedule, SCHEDULES)}",
+        )
+        schedule = SCHEDULES[self.schedule]
+        require(
+            self.warmup_steps is None or self.warmup_steps >= 0,
+            f"optim.warmup_steps must not be below 0, got {self.warmup_steps}",
+        )
+        require(
+            not self.warmup_steps or schedule.has_warmup,
+            f"optim.warmup_steps must be null or 0: the schedule {self.schedule} has no warm-up",
+        )
+        require(
+            self.final_lr_ratio == 0 or schedule.has_final_ratio,
+            f"optim.final_lr_ratio must be 0: the schedule {self.schedule} does not heed it",
+        )
+        check_schedule_params(self.schedule, self.schedule_params)
+        require(
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            f"optim.max_grad_norm must be above 0 or null, got {self.max_grad_norm}",
+        )
+
+
+DEFAULT_OPTIM = OptimConfig()
+"""What a model has whose optimizer nobody has set: a step may put its own default in its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Loss scaling of fp16, in DeepSpeed's words; no effect in other precisions."""
+
+    loss_scale: float = 0.0
+    """A fixed factor of the loss; 0 finds one as it goes (dynamic loss scaling)."""
+
+    initial_scale_power: int = 16
+    """The dynamic scale starts at 2 to this power."""
+
+    loss_scale_window: int = 1000
+    """Good steps in a row, after the first one, that double the dynamic scale."""
+
+    hysteresis: int = 2
+    """The overflow that halves the dynamic scale: the second by default, then every further one
+    until the scale is doubled again."""
+
+    consecutive_hysteresis: bool = False
+    """Count only overflows in a row: every good step starts the count of `hysteresis` again."""
+
+    min_loss_scale: float = 1.0
+    """The dynamic scale never falls below this; a further overflow there stops the training."""
+
+    def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.loss_scale) and self.loss_scale >= 0,
+            f"fp16.loss_scale must be a finite number, 0 or above, got {self.loss_scale}",
+        )
+        require(
+            0 <= self.initial_scale_power <= 127,
+            "fp16.initial_scale_power must lie in [0, 127], the powers of 2 that fp32 holds, got"
+            f" {self.initial_scale_power}",
+        )
+        require(
+            self.loss_scale_window > 0,
+            f"fp16.loss_scale_window must be above 0, got {self.loss_scale_window}",
+        )
+        require(self.hysteresis > 0, f"fp16.hysteresis must be above 0, got {self.hysteresis}")
+        require(
+            self.loss_scale > 0 or 0 < self.min_loss_scale <= self.initial_scale,
+            "fp16.min_loss_scale must be above 0 and at most the initial scale,"
+            f" {self.initial_scale:g}, got {self.min_loss_scale}",
+        )
+
+    @property
+    def initial_scale(self) -> float:
+        """The factor of the first step."""
+        return float(self.loss_scale or 2.0**self.initial_scale_power)

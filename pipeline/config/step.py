@@ -1,0 +1,136 @@
+"""Settings that every step has, and those that may change while a run is interrupted."""
+
+import re
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from pipeline.config.data import DataConfig
+from pipeline.errors import require
+
+Tracker = Literal["tensorboard", "wandb"]
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """How often a step's state is saved: every so many steps, or seconds."""
+
+    steps: int | None = None
+    seconds: int = 0
+
+    @classmethod
+    def parse(cls, text: int | str) -> "SaveInterval":
+        """Of `100` (steps), `90s`, `15m` or `2h`.
+
+        Raises:
+            ConfigError: it is none of them.
+        """
+        said = re.fullmatch(r"(\d+)([smh]?)", str(text).strip())
+        require(
+            said is not None and int(said[1]) > 0,
+            f"save_every takes a number of steps, as 100, or a time, as 90s, 15m or 2h, got {text}",
+        )
+        assert said is not None
+        number, unit = int(said[1]), said[2]
+        return cls(number) if not unit else cls(None, number * SECONDS[unit])
+
+
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What every step needs."""
+
+    output_dir: Path
+    """Receives config.yaml, metrics.jsonl and the model."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+
+    seed: int = 1234
+    """Seed of the data order, the sampling and the initialization of new weights."""
+
+    max_steps: int | None = None
+    """Optimizer steps (iterations of rollout and update in step 3); null runs `epochs`."""
+
+    epochs: float = 1.0
+    """Passes over the training rows (num_train_epochs), where `max_steps` is null."""
+
+    batch_size: int = 32
+    """Sequences in an optimizer step, over all processes (pairs in step 2)."""
+
+    micro_batch_size: int = 8
+    """Sequences in one forward pass of one process (per_device_train_batch_size); accumulation
+    follows from it. It changes memory and speed, not the result."""
+
+    threads: int | None = None
+    """Processor threads of each process; null takes the variable RLHF_THREADS, else one for each
+    core that is the process's share. Another number may round otherwise."""
+
+    timeout_seconds: float = 1800.0
+    """A process that keeps the others waiting for so long is named, and the step ends; more
+    than the longest time that one process works alone."""
+
+    eval_every: int | None = None
+    """Evaluate every so many steps; null chooses, up to 10 times a run in at most 8 % of its work;
+    0 evaluates before and after only."""
+
+    keep_best: bool = True
+    """Export the weights of the best evaluation, whichever step they came from, for a copy of the
+    trained weights in main memory; false exports the last ones."""
+
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+
+    trackers: tuple[Tracker, ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+
+    save_every: int | str | None = "15m"
+    """Time between checkpoints, as 90s, 15m or 2h, or a number of steps (save_steps); null saves
+    only when Ctrl-C or a scheduler ends the run."""
+
+    keep_last: int = 2
+    """Checkpoints that are kept (save_total_limit); at least 2, so that one may be damaged."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint in `output_dir` that verifies; without one, begin."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.timeout_seconds > 0,
+            f"timeout_seconds must be above 0, got {self.timeout_seconds}",
+        )
+        positive = {
+            name: getattr(self, name)
+            for name in ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every")
+        }
+        for name, value in positive.items():
+            require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.eval_every is None or self.eval_every >= 0,
+            f"eval_every must not be below 0, got {self.eval_every}",
+        )
+        require(self.epochs > 0, f"epochs must be above 0, got {self.epochs}")
+        require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
+        if self.save_every is not None:
+            SaveInterval.parse(self.save_every)
+
+    @property
+    def save_interval(self) -> SaveInterval | None:
+        """`save_every`, read."""
+        return None if self.save_every is None else SaveInterval.parse(self.save_every)
+
+
+FREE_SETTINGS = (
+    *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
+    *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
+    *("inference_tp_size", "replica", "offload_in_generation"),
+    *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
+)
+"""What may change while a run is interrupted: where it lies, memory and speed."""
+
+
+def binds(name: str) -> bool:
+    """Whether the setting of this dotted name decides what a run results in."""
+    return not any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)

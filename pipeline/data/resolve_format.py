@@ -1,0 +1,123 @@
+"""A chat format by its name: its template, checked against the tokenizer."""
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config import DataConfig
+from pipeline.data.chat_format import (
+    FORMATS,
+    PROBE_PROMPT,
+    PROBE_RESPONSE,
+    THINK,
+    ChatFormat,
+    adds_bos,
+)
+from pipeline.data.examples import Message
+from pipeline.data.template import Argument, with_arguments, with_date
+from pipeline.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBE_SYSTEM = Message("system", "Zero.")
+
+
+def resolve_format(
+    tokenizer: "PreTrainedTokenizerBase",
+    name: str,
+    arguments: Mapping[str, Argument] | None = None,
+    date: str | None = None,
+) -> ChatFormat:
+    """The chat format called `name`, for `tokenizer`.
+
+    Args:
+        tokenizer: of the model; it isn't changed.
+        name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
+            one of `FORMATS`, or a path to a Jinja file.
+        arguments: of the template, which keeps them.
+        date: what the template takes for today, as 2026-01-31; `DataConfig`'s default without it.
+
+    Raises:
+        ConfigError: there is no such format, or it has no such argument.
+        ModelError: the tokenizer lacks what the format needs.
+        DataError: the template can't be cut into prompts and responses.
+    """
+    if tokenizer.eos_token is None:
+        raise ModelError(
+            "the tokenizer has no end-of-sequence token, so the model could not learn to stop;"
+            " set eos_token in its tokenizer_config.json"
+        )
+    if name == "auto":
+        name = "tokenizer" if tokenizer.chat_template else "human_assistant"
+    today = dt.date.fromisoformat(date or DataConfig().template_date)
+    template = with_date(_template(tokenizer, name), today)
+    template = with_arguments(template, arguments or {})
+    chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ()))
+    chat_format = replace(chat_format, keeps_history=_keeps_history(chat_format))
+    chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
+    text = chat_format.render(PROBE_PROMPT, generation_prompt=True)
+    if adds_bos(tokenizer) and not text.startswith(str(tokenizer.bos_token)):
+        chat_format = replace(chat_format, template="{{- bos_token }}" + chat_format.template)
+    _check_complete(chat_format)
+    return chat_format
+
+
+def _template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+    """The Jinja text behind the name of a format."""
+    if name in FORMATS:
+        return (Path(__file__).parent / "formats" / f"{name}.jinja").read_text(encoding="utf-8")
+    if name == "tokenizer":
+        if not tokenizer.chat_template:
+            raise ModelError(
+                "--format tokenizer: the tokenizer has no chat template; choose"
+                f" {', '.join(FORMATS)} or a Jinja file"
+            )
+        try:
+            return tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ModelError(f"--format tokenizer: {error}") from error
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"--format {name} is neither a Jinja file nor one of auto, tokenizer,"
+            f" {', '.join(FORMATS)}"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _check_complete(chat_format: ChatFormat) -> None:
+    """Raise DataError unless the format can be cut and keeps the text of every turn."""
+    dialogue = (*PROBE_PROMPT, PROBE_RESPONSE)
+    text = "".join(segment.text for segment in chat_format.segments(dialogue))
+    if not all(message.content in text for message in dialogue):
+        raise DataError(
+            f"chat format {chat_format.name} leaves out the text of turns, perhaps because it was"
+            " written for images and text in parts; choose another --format"
+        )
+
+
+def _keeps_history(chat_format: ChatFormat) -> bool:
+    """Whether an assistant turn is rendered alike as the last one and with more turns after it."""
+    first, answer = PROBE_PROMPT[:1], PROBE_PROMPT[1]
+    prompt = chat_format.render(first, generation_prompt=True)
+    last = chat_format.render((*first, answer), generation_prompt=False)
+    longer = chat_format.render(PROBE_PROMPT, generation_prompt=True)
+    if prompt.rstrip().endswith(THINK):
+        return False
+    if not last.startswith(prompt):
+        return True  # `segments` says what is wrong
+    end = last.find(answer.content) + len(answer.content)
+    return longer.startswith(last[:end])
+
+
+def _has_system_slot(chat_format: ChatFormat) -> bool:
+    """Whether a dialogue with a system message renders, keeps it, and can be cut."""
+    dialogue = (_PROBE_SYSTEM, *PROBE_PROMPT, PROBE_RESPONSE)
+    try:
+        segments = chat_format.segments(dialogue)
+    except DataError:
+        return False
+    return any(_PROBE_SYSTEM.content in segment.text for segment in segments)

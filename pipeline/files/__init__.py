@@ -1,0 +1,1 @@
+"""Files that stay whole: durable writes, locks, tensors and their headers."""

@@ -1,0 +1,76 @@
+"""Pieces of the weights in a local Hugging Face directory."""
+
+import math
+from pathlib import Path
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from pipeline.errors import ModelError
+from pipeline.files.safetensors_header import stored_tensors
+from pipeline.files.tensor_io import bytes_of, read_at
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The number formats of weights and buffers, as safetensors calls them; those of quantized models,
+which mean nothing without their scales, are not among them."""
+
+
+class WeightFiles:
+    """The tensors of `model.safetensors`, or of the shards that its index names.
+
+    Only headers are read at first, and then no byte more than the elements that are asked for.
+    Several threads and processes may read at once.
+
+    Raises:
+        ModelError: the directory holds no safetensors, or a damaged or incomplete set of them.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self._stored = stored_tensors(self.path)
+
+    def names(self) -> list[str]:
+        """The tensors' names, as the files have them."""
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+        return self._stored[name].shape
+
+    def slice(
+        self, name: str, start: int, stop: int, *, dtype: torch.dtype
+    ) -> Shaped[Tensor, " n"]:
+        """Elements `start` to `stop` of the flattened tensor, on the CPU, converted to `dtype`.
+
+        Raises:
+            ModelError: the file ends before them, or holds another number format than `DTYPES`.
+        """
+        stored = self._stored[name]
+        if not 0 <= start <= stop <= math.prod(stored.shape):
+            raise ValueError(f"{name} of shape {stored.shape} has no elements {start} to {stop}")
+        stored_dtype = DTYPES.get(stored.dtype)
+        if stored_dtype is None:
+            raise ModelError(
+                f"{name} in {stored.file} has the number format {stored.dtype}; only models that"
+                f" are not quantized can be trained: {', '.join(DTYPES)}"
+            )
+        piece = torch.empty(stop - start, dtype=stored_dtype)
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                position = stored.position + start * stored_dtype.itemsize
+                read_at(file.fileno(), [bytes_of(piece)], position)
+        except (OSError, EOFError) as error:
+            raise ModelError(f"{name} can't be read from {stored.file}: {error}") from error
+        return piece.to(dtype)

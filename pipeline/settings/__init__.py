@@ -1,0 +1,1 @@
+"""Dataclasses of settings, filled from files and the command line."""

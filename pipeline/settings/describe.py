@@ -1,0 +1,107 @@
+"""What settings a dataclass has: names, types, defaults, descriptions."""
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import docstring_parser
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of a dataclass of settings."""
+
+    name: str
+    """Dotted: `model.optim.lr`."""
+
+    kind: object
+    """Its type."""
+
+    default: object
+
+    description: str
+
+
+def list_settings(
+    config_class: type, prefix: str = "", instance: object = None
+) -> Iterator[Setting]:
+    """All settings of a dataclass, in the order of its definition.
+
+    Defaults are read from `instance` where one is given: a section's default may differ from what
+    the section's class says.
+    """
+    hints = typing.get_type_hints(config_class)
+    descriptions = _descriptions(config_class)
+    for field in dataclasses.fields(config_class):
+        name, kind = prefix + field.name, hints[field.name]
+        default = _default(field) if instance is None else getattr(instance, field.name)
+        inner = section_class(kind)
+        if inner is not kind:
+            yield Setting(name, kind, default, descriptions.get(field.name, ""))
+        if inner is not None:
+            yield from list_settings(inner, f"{name}.", default)
+
+
+def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
+    """The sections of a dataclass of settings, with what each is about.
+
+    A section without a docstring of its own has that of its class.
+    """
+    descriptions = _descriptions(config_class)
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        inner = section_class(hints[field.name])
+        if inner is not None:
+            summary = (inner.__doc__ or "").strip().splitlines()[0]
+            yield field.name, descriptions.get(field.name) or summary
+
+
+def did_you_mean(settings: Sequence[Setting], name: str) -> list[str]:
+    """Up to two settings with the same last word, or of that name elsewhere, or a close one."""
+    names = [setting.name for setting in settings]
+    last = name.rpartition(".")[2]
+    ends = {known.rpartition(".")[2]: known for known in reversed(names)}
+    candidates = (
+        [known for known in names if known.rpartition(".")[2] == last],
+        # Descriptions give other systems' word for a setting in parentheses: (learning_rate).
+        [setting.name for setting in settings if f"({last})" in setting.description],
+        difflib.get_close_matches(name, names, n=1, cutoff=0.75),
+        [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)],
+    )
+    return next((found for found in candidates if found), [])[:2]
+
+
+def section_class(kind: object) -> type | None:
+    """The dataclass in `kind`, which may be `SomeConfig` or `SomeConfig | None`."""
+    kind = without_none(kind)
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def without_none(kind: object) -> object:
+    """`X` for `X | None`; every other type as it is."""
+    parts = typing.get_args(kind)
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    if not is_union or types.NoneType not in parts:
+        return kind
+    return typing.Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+@functools.cache
+def _descriptions(config_class: type) -> dict[str, str]:
+    """Field name to the docstring below it, base classes first."""
+    return {
+        parameter.arg_name: " ".join((parameter.description or "").split())
+        for base in reversed(config_class.__mro__[:-1])
+        for parameter in docstring_parser.parse_from_object(base).params
+    }

@@ -1,0 +1,91 @@
+"""Settings as the mappings, lists and words that YAML and the command line have."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.settings.describe import list_settings, without_none
+
+Option = tuple[str, list[str]]
+"""A name without its dashes, and the words that follow it: ("data.path", ["a", "b"])."""
+
+
+def plain(value: object) -> Any:  # noqa: ANN401
+    """Dataclasses, tuples and paths as the mappings, lists and strings that YAML has."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return value
+
+
+def config_yaml(config: object) -> str:
+    """The settings as YAML that `--config` reads back to an equal dataclass."""
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+
+
+def as_options(config: object) -> list[Option]:
+    """The settings that differ from their defaults, as the command line takes them.
+
+    An empty command line with these options gives an equal dataclass.
+    """
+    hints = {each.name: each.kind for each in list_settings(type(config))}
+    usual = flatten(plain(type(config)()))
+    options: list[Option] = []
+    for name, value in flatten(plain(config)).items():
+        if name in usual and usual[name] == value:
+            continue
+        kind = without_none(hints.get(name))
+        if value is None or isinstance(value, bool):
+            words = [json.dumps(value)]
+        elif _are_words(value) and typing.get_args(kind)[:1] == (str,):
+            words = list(value)
+        elif isinstance(value, list | dict):
+            words = [json.dumps(value)]
+        else:
+            words = [str(value)]
+        options.append((name, words))
+    return options
+
+
+def _are_words(value: object) -> bool:
+    """Whether a list of text can stand on the command line as it is, and is not taken for JSON."""
+    if not isinstance(value, list) or not value:
+        return False
+    return not str(value[0]).startswith(("[", "{", "-"))
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name: {"model": {"path": "x"}} is {"model.path": "x"}."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's settings by dotted name, with paths beside its directory written relative to it.
+
+    So a run that was moved, or is now named by another path, is still the same run.
+    """
+    root = Path(str(settings.get("output_dir", ""))).parent
+
+    def relative(name: str, value: object) -> object:
+        inside = name.endswith(".path") and isinstance(value, str) and Path(value).parent == root
+        return f"OUT/{Path(str(value)).name}" if inside else value
+
+    flat = flatten(settings)
+    flat.pop("output_dir", None)
+    return {name: relative(name, value) for name, value in flat.items()}

@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.errors import ConfigError
+
+
+def test_nothing_is_offloaded_unless_asked_for() -> None:
+    offload = ZeroConfig().offload
+
+    assert (offload.optimizer, offload.gradients, offload.params) == ("none", "none", "none")
+
+
+@pytest.mark.parametrize("place", [{"optimizer": "nvme"}, {"params": "nvme"}])
+def test_nvme_needs_a_directory(place: dict[str, str]) -> None:
+    name = next(iter(place))
+
+    with pytest.raises(ConfigError, match=rf"^offload\.{name} nvme needs offload\.nvme_path"):
+        OffloadConfig(**place)  # pyright: ignore[reportArgumentType]
+    OffloadConfig(**place, nvme_path=Path("disk"))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_leave_the_device_at_stage_3_only(stage: int) -> None:
+    offload = OffloadConfig(params="cpu")
+
+    offload.check(3)
+    with pytest.raises(ConfigError, match=rf"params cpu needs zero_stage 3, got {stage};"):
+        offload.check(stage)
+    OffloadConfig(optimizer="cpu", gradients="cpu").check(stage)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"prefetch_units": -1}, "zero.prefetch_units must not be below 0, got -1"),
+        ({"max_skipped_steps": 0}, "zero.max_skipped_steps must be above 0, got 0"),
+        (
+            {"unit_classes": ("a.B",)},
+            "zero.unit_classes takes class names such as LlamaDecoderLayer, got a.B",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ZeroConfig(**wrong)  # pyright: ignore[reportArgumentType]
+
+    assert str(error.value) == sentence

@@ -1,0 +1,173 @@
+from dataclasses import dataclass, field
+
+import pytest
+import yaml
+
+from pipeline.config import LoraConfig, TrainedModelConfig
+from pipeline.errors import ConfigError, require
+from pipeline.settings.build import Layer, build_config
+from pipeline.settings.describe import list_settings
+from pipeline.settings.plain import config_yaml, flatten, plain
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A section."""
+
+    rate: float = 0.5
+    """How fast (speed)."""
+
+    def __post_init__(self) -> None:
+        require(self.rate > 0, f"rate must be above 0, got {self.rate}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Settings."""
+
+    count: int = 1
+    names: tuple[str, ...] = ()
+    split: tuple[float, float] = (1.0, 2.0)
+    words: dict[str, str] = field(default_factory=dict)
+    inner: Inner = field(default_factory=lambda: Inner(rate=2.0))
+    maybe: Inner | None = None
+    flag: bool = False
+
+
+def layer(**settings: object) -> Layer:
+    return Layer(settings, "my.yaml")
+
+
+def test_later_layers_win_and_sections_merge() -> None:
+    low = layer(count=2, inner={"rate": 3}, words={"a": "b"})
+    high = layer(inner={"rate": 4}, words={"c": "d"})
+
+    config = build_config(Outer, [low, high])
+
+    assert config == Outer(count=2, inner=Inner(rate=4.0), words={"c": "d"})
+
+
+def test_overrides_win_over_layers() -> None:
+    assert build_config(Outer, [layer(count=2)], [("count", ["3"])]).count == 3
+
+
+def test_a_section_keeps_the_defaults_of_its_role() -> None:
+    config = build_config(PPOConfig, [], [("actor.optim.weight_decay", ["0.1"])])
+
+    assert (config.actor.optim.lr, config.actor.optim.eps) == (1e-6, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["a", "b c"], ("a", "b c")), (["a,b"], ("a,b",)), (['["x", "y"]'], ("x", "y"))],
+)
+def test_a_list_of_text_is_words_or_json(words: list[str], expected: tuple[str, ...]) -> None:
+    assert build_config(Outer, [], [("names", words)]).names == expected
+
+
+@pytest.mark.parametrize("words", [["3,4"], ["3", "4"], ["[3, 4]"]])
+def test_a_list_of_numbers_may_be_joined_by_commas(words: list[str]) -> None:
+    assert build_config(Outer, [], [("split", words)]).split == (3.0, 4.0)
+
+
+def test_a_single_text_in_a_file_is_a_list_of_one() -> None:
+    assert build_config(Outer, [layer(names="a.jsonl", split="5,6")]) == Outer(
+        names=("a.jsonl",), split=(5.0, 6.0)
+    )
+
+
+def test_a_mapping_takes_pairs_or_dotted_names() -> None:
+    pairs = build_config(Outer, [], [("words", ["prompt=q", "chosen=a=b"])])
+    dotted = build_config(Outer, [], [("words.prompt", ["q"])])
+
+    assert (pairs.words, dotted.words) == ({"prompt": "q", "chosen": "a=b"}, {"prompt": "q"})
+
+
+def test_a_switch_alone_is_true() -> None:
+    assert build_config(Outer, [], [("flag", [])]).flag
+
+
+def test_an_optional_section_is_switched_on_by_its_name_or_by_a_setting_in_it() -> None:
+    assert build_config(Outer, [], [("maybe", [])]).maybe == Inner()
+    assert build_config(Outer, [], [("maybe.rate", ["7"])]).maybe == Inner(rate=7.0)
+    assert build_config(Outer, [layer(maybe={"rate": 7})], [("maybe", ["null"])]).maybe is None
+
+
+@pytest.mark.parametrize("number", ["1e-4", 1e-4, "0.0001"])
+def test_numbers_in_exponent_form_are_numbers(number: object) -> None:
+    assert build_config(Outer, [layer(inner={"rate": number})]).inner.rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("option", "words", "sentence"),
+    [
+        ("count", ["x"], "s.count must be a whole number, got x"),
+        ("count", ["1.5"], "s.count must be a whole number, got 1.5"),
+        ("count", ["null"], "s.count must be a whole number, got null"),
+        ("maybe.rate", ["null"], "s.maybe.rate can't be null"),
+        ("count", [], "--s.count takes one value, got none"),
+        ("count", ["1", "2"], "--s.count takes one value, got 2: 1 2"),
+        ("names", [], "--s.names takes at least one value, got none"),
+        ("split", ["1"], "s.split must be a list of 2, got ['1']"),
+        ("flag", ["maybe"], "s.flag must be true or false, got maybe"),
+        ("inner.rate", ["-1"], "s.inner.rate must be above 0, got -1.0"),
+        ("maybe.rate", ["-1"], "s.maybe.rate must be above 0, got -1.0"),
+        ("maybe.rate", ["x"], "s.maybe.rate must be a number, got x"),
+        ("inner", ["x"], "--s.inner holds settings: set them one by one, --s.inner.NAME VALUE"),
+        ("counts", ["1"], "there is no setting s.counts; did you mean s.count?"),
+        ("rate", ["1"], "there is no setting s.rate; did you mean s.inner.rate or s.maybe.rate?"),
+        ("speed", ["1"], "there is no setting s.speed; did you mean s.inner.rate or s.maybe.rate?"),
+        ("zzz", ["1"], "there is no setting s.zzz; --help lists the settings"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_with_the_full_name(
+    option: str, words: list[str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_config(Outer, [], [(option, words)], section="s.")
+
+    assert str(error.value) == sentence
+
+
+def test_an_unknown_name_in_a_file_is_named_with_the_file() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_config(Outer, [layer(inner={"rat": 1})])
+
+    assert str(error.value) == "there is no setting inner.rat in my.yaml; did you mean inner.rate?"
+
+
+def test_a_section_of_a_file_must_hold_settings() -> None:
+    with pytest.raises(ConfigError, match=r"inner in my\.yaml holds no settings: 3"):
+        build_config(Outer, [layer(inner=3)])
+
+
+def test_a_contradiction_names_the_setting_by_its_full_path() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^ppo\.batch_size 64 is larger than ppo\.rollout_size 8"
+    ):
+        build_config(PPOConfig, [], [("rollout_size", ["8"])], section="ppo.")
+
+    with pytest.raises(ConfigError, match=r"^sft\.model\.lora\.rank must be above 0, got 0"):
+        build_config(SFTConfig, [], [("model.lora.rank", ["0"])], section="sft.")
+
+
+def test_yaml_reads_back_to_the_same_settings() -> None:
+    model = TrainedModelConfig(path="a/b", lora=LoraConfig(targets=("q_proj", "v_proj")))
+    config = SFTConfig(model=model, max_steps=3)
+
+    assert build_config(SFTConfig, [Layer(yaml.safe_load(config_yaml(config)), "")]) == config
+
+
+def test_flatten_names_every_leaf() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+
+
+def test_list_settings_has_every_leaf_with_the_default_of_its_role() -> None:
+    settings = {setting.name: setting for setting in list_settings(PPOConfig)}
+
+    assert flatten(plain(PPOConfig())).keys() <= settings.keys()
+    assert settings["actor.optim.lr"].default == 1e-6
+    assert settings["critic.optim.lr"].default == 9e-6
+    assert settings["kl_coef"].description.startswith("Weight of the per-token KL penalty")

@@ -1,0 +1,115 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import parse_step
+from pipeline.errors import ConfigError
+from pipeline.plan.request import parse_request
+from pipeline.plan.resolve import step_configs
+from pipeline.settings.file import read_settings
+from step1_sft.config import SFTConfig
+from train import STAGES
+
+SENTENCES = (
+    ("a: [", "--config {} is not valid YAML in line 1: a bracket or a value is missing at the end"),
+    ("a:\n  b: [c, d\ne: 1", "{} is not valid YAML in line 3: the [ of line 2 is not closed"),
+    ("sft: {a: 2\nppo: {b: 3}", "in line 2: the { of line 1 is not closed, or a comma is missing"),
+    ("sft:\n\tepochs: 2", "in line 2: a tab stands where only spaces may; indent with spaces"),
+    ("a: b: c", "in line 1: a second colon; put quotation marks around a value that has one"),
+    ("sft:\n  a: 1\n   b: 2", "in line 3: it does not go on from the line above, which lacks its"),
+    ("sft:\n  a: 1\n b: 2", "in line 3: it fits nothing above it; the settings of a section"),
+    ('a: "b\nc: 1', "in line 2: the quotation mark of line 1 is not closed"),
+    ("a: @b", "in line 1: found character '@' that cannot start any token; put quotation marks"),
+    ("- 1", "--config {} must hold settings, `name: value`; it holds a list"),
+    ("epochs", "--config {} must hold settings, `name: value`; it holds text"),
+    ("3: 4", "3 in --config {} is a number where a setting's name belongs"),
+    (
+        "epochs: 1\nmodel:\n  path: a\n  zero_stage: 1\n  path: b",
+        "model.path stands twice in --config {}, in lines 3 and 5; keep one of them",
+    ),
+    ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
+    ("epochs: x", "epochs in {} must be a number, got x"),
+    ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
+    ("epochs: -1", "epochs in {} must be above 0, got -1.0"),
+    ("seed: null", "seed in {} can't be null"),
+    (
+        "data: {split: [-1, 4, 4]}",
+        "data.split in {} needs three proportions of 0 or more that are not all 0, as 2,4,4; got"
+        " -1,4,4",
+    ),
+    ("a: " + 3000 * "[", "--config {} is nested too deeply to be settings"),
+)
+"""What a file holds, and what the sentence about it has, with the file in place of {}."""
+
+
+@pytest.mark.parametrize(("text", "sentence"), SENTENCES)
+def test_a_file_that_cant_be_used_is_named_with_the_line_and_the_mend(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError) as error:
+        parse_step(SFTConfig, ["--config", str(file)])
+
+    assert sentence.replace("{}", str(file)) in str(error.value)
+
+
+def test_a_file_in_another_encoding_is_named_with_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "latin.yaml"
+    file.write_bytes("seed: 1\ndata: {format: caf\xe9}\n".encode("latin-1"))
+
+    with pytest.raises(ConfigError, match=r"^--config .*latin\.yaml is not UTF-8 text in line 2;"):
+        read_settings(file)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+    file = tmp_path / "windows.yaml"
+    file.write_bytes(b"\xef\xbb\xbfseed: 1\r\nsft:\r\n  epochs: 2\r\n")
+
+    assert read_settings(file).settings == {"seed": 1, "sft": {"epochs": 2}}
+
+
+def test_an_anchor_may_be_used_twice(tmp_path: Path) -> None:
+    file = tmp_path / "anchor.yaml"
+    file.write_text("sft: &one {epochs: 2}\nreward: *one\nppo: {<<: *one, epochs: 3}\n")
+
+    assert read_settings(file).settings == {
+        "sft": {"epochs": 2},
+        "reward": {"epochs": 2},
+        "ppo": {"epochs": 3},
+    }
+
+
+def test_what_the_command_line_says_is_not_blamed_on_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text("epochs: 2\n")
+
+    with pytest.raises(ConfigError, match=r"^epochs must be above 0, got -1"):
+        parse_step(SFTConfig, ["--config", str(file), "--epochs", "-1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("step: 4", "step in {} must be one of 1, 2, 3, got 4"),
+        ("seed: x", "seed in {} must be a whole number or null, got x"),
+        ("batch_size: 0", "batch_size in {} must be above 0, got 0"),
+        ("sft: {epochs: -1}", "sft.epochs in {} must be above 0, got -1.0"),
+        ("ppo: {rollout_size: x}", "ppo.rollout_size in {} must be a whole number, got x"),
+    ],
+)
+def test_train_names_the_file_of_a_wrong_value(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError) as error:
+        step_configs(parse_request(["--config", str(file)], STAGES), STAGES)
+
+    assert str(error.value) == sentence.format(file)
+
+
+def test_one_step_in_a_file_is_a_list_of_one(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("step: 2\n")
+
+    assert parse_request(["--config", str(tmp_path / "my.yaml")], STAGES).request.step == (2,)

@@ -1,0 +1,46 @@
+"""Code stays in pieces that fit on a screen: the loops of the steps above all."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("pipeline", "inference", "step1_sft", "step2_reward", "step3_ppo", "rlhf_pipeline")
+LOOP_LINES, FUNCTION_LINES, FILE_LINES = 40, 60, 400
+
+
+def functions(file: Path) -> Iterator[tuple[str, int]]:
+    """Names and lengths of the functions of a file, those within others included."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_the_loop_of_each_step_is_one_screen() -> None:
+    files = sorted(ROOT.glob("step*/train.py"))
+    loops = {
+        str(file.relative_to(ROOT)): length
+        for file in files
+        for name, length in functions(file)
+        if name in ("train", "iterate")
+    }
+
+    assert len(files) == 3
+    assert not {name: length for name, length in loops.items() if length > LOOP_LINES}
+
+
+def test_no_function_and_no_file_is_long() -> None:
+    sources = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    long = [
+        f"{name}() of {file.relative_to(ROOT)} has {length} lines"
+        for file in sources
+        for name, length in functions(file)
+        if length > FUNCTION_LINES
+    ]
+    for file in sources:
+        length = file.read_text(encoding="utf-8").count("\n")
+        if length > FILE_LINES:
+            long.append(f"{file.relative_to(ROOT)} has {length} lines")
+
+    assert not long, "\n".join(long)
