@@ -33,6 +33,15 @@ def engine_bytes(model: CountedModel, shape: Shape, machine: Machine) -> Mapping
     return dict.fromkeys(KINDS, 0) | {kind: sizes[kind] for kind in kept}
 
 
+def sums_directly(model: CountedModel, shape: Shape, machine: Machine) -> bool:
+    """Whether the first pass of an optimizer step writes its gradients into the sums themselves."""
+    assert model.engine is not None
+    sizes = predict(
+        model.present, model.engine, world=shape.world, device=device_of(machine), micro_batches=1
+    )
+    return sizes["gradient_buffers"] == 0
+
+
 def places_of(model: CountedModel, machine: Machine) -> Mapping[str, Place]:
     """Of the kinds that do not lie where the model computes: the place."""
     if model.engine is None:

@@ -21,7 +21,7 @@ from pipeline.budget.meter import PassBytes
 from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
 from pipeline.budget.shape import Shape
-from pipeline.budget.states import engine_bytes, held, places_of
+from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
 from pipeline.config import StepConfig
 
@@ -130,14 +130,16 @@ class _Step:
         if self.shape.keeps_replica:
             yield from self.replica()
         trained = [model for model in self.present if model.trained is not None]
-        after = frozenset({"update"})
+        after = later = frozenset({"update"})
         if self.shape.micro_batches > 1:  # sums of all are there while each works on the next one
             after = after.union(*(_moments(model.role) for model in trained))
         for model in reversed(trained):
             if self.shape.has_ptx and model.role == "actor":
                 after |= _moments("texts")
-            yield from self.gradients(model, after)
+                later |= _moments("texts")
+            yield from self.gradients(model, after, later)
             after |= _moments(model.role)
+            later |= _moments(model.role)
         if self.shape.reuses_forward and len(trained) > 1:
             yield from self.waiting(*trained)
 
@@ -164,8 +166,13 @@ class _Step:
         gathered = self.sizes[second.role]["gathered"]
         yield Item("gathered", second.role, gathered, moments=both)
 
-    def gradients(self, model: CountedModel, after: frozenset[str]) -> Iterator[Item]:
-        """What comes and goes while one model finds its gradients, and what stays `after` that."""
+    def gradients(
+        self, model: CountedModel, after: frozenset[str], later: frozenset[str]
+    ) -> Iterator[Item]:
+        """What comes and goes while one model finds its gradients, and what stays `after` that.
+
+        `later` are the moments that follow in the last micro-batch.
+        """
         sizes = self.sizes[model.role]
         place = places_of(model, self.machine).get("gradients", "device")
         on_the_way = frozenset({f"{model.role} blocks", f"{model.role} head"})
@@ -173,12 +180,17 @@ class _Step:
         accumulates = self.shape.passes(model.role) > 1
         from_then = after | backward | (on_the_way if accumulates else frozenset())
         yield Item("gradients", model.role, sizes["gradients"], place, from_then)
+        root = 4 * sum(each.numel() for each in _trained_root(model))
         buffers = after | on_the_way | backward
+        if self.shape.passes(model.role) == 2 and sums_directly(model, self.shape, self.machine):
+            # They come with the second backward pass, which begins with the root.
+            head = frozenset({f"{model.role} head"})
+            buffers = later | backward | on_the_way - head
+            yield Item("gradient_buffers", model.role, root, moments=head)
         yield Item("gradient_buffers", model.role, sizes["gradient_buffers"], moments=buffers)
         yield from self.passing(model, self.training(model), backward=not accumulates)
         if not accumulates:  # sums grow as activations go: the highest moment is at either end
-            root = 4 * sum(each.numel() for each in _trained_root(model)) // self.shape.world
-            yield Item("gradients", model.role, root, place, on_the_way)
+            yield Item("gradients", model.role, root // self.shape.world, place, on_the_way)
         if self.shape.has_ptx and model.role == "actor":
             yield from self.passing(model, self.reading_texts(model), during="texts")
 
