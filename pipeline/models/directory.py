@@ -42,7 +42,11 @@ JSON_FILES = (
 
 
 def check_model_directory(
-    path: str | Path, *, tokenizer: bool = True, allow_pickle: bool = False
+    path: str | Path,
+    *,
+    tokenizer: bool = True,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> None:
     """Return if nothing is seen to be wrong with a local model directory.
 
@@ -53,15 +57,33 @@ def check_model_directory(
         path: of the directory; `~` is the home directory.
         tokenizer: whether it must hold a tokenizer too.
         allow_pickle: whether weights in `pytorch_model*.bin` will do.
+        trust_remote_code: whether Python code in the directory may run.
 
     Raises:
         ModelError: what is missing or broken, by the file's name, and what to do.
     """
     directory = Path(path).expanduser()
-    check_configuration(directory)
+    settings = check_configuration(directory)
+    if "auto_map" in settings and not trust_remote_code:
+        _check_own_code(directory, settings["model_type"])
     check_weights(directory, allow_pickle=allow_pickle)
     if tokenizer:
         check_tokenizer(directory)
+
+
+def untrusted_code(path: str | Path) -> str:
+    """Why a model that comes with code is not loaded."""
+    return (
+        f"{path} comes with Python code of its own, which loading it would run; read the code, and"
+        " set trust_remote_code true for this model if you trust it"
+    )
+
+
+def _check_own_code(directory: Path, model_type: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(untrusted_code(directory))
 
 
 def check_configuration(directory: Path) -> dict[str, Any]:

@@ -31,7 +31,12 @@ from pipeline.models.deferred import (
     deferred_model,
     stored_parameters,
 )
-from pipeline.models.directory import check_configuration, check_tokenizer, check_weights
+from pipeline.models.directory import (
+    check_configuration,
+    check_tokenizer,
+    check_weights,
+    untrusted_code,
+)
 from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.finite import require_finite
 from pipeline.models.packing import how_to_run
@@ -301,6 +306,8 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
     except Exception as error:  # transformers and tokenizers raise any kind, bare ones too
         if is_out_of_memory(error):
             raise
+        if "trust_remote_code" in str(error):
+            raise ModelError(untrusted_code(path)) from error
         if local_directory(path) is None:
             raise ModelError(
                 f"no such model: {path} is neither a local model directory nor a Hub model that can"

@@ -124,7 +124,11 @@ def _model_files(plan: Plan, stage: Stage) -> None:
         to_make = [each for each in plan.stages if each.name not in plan.finished]
         made = Path(path) in {plan.configs[each.name].output_dir for each in to_make}
         if path != EMBEDDED and is_local(path) and not made:
-            check_model_directory(path, allow_pickle=model.allow_pickle)
+            check_model_directory(
+                path,
+                allow_pickle=model.allow_pickle,
+                trust_remote_code=model.trust_remote_code,
+            )
 
 
 def _rows(plan: Plan, stage: Stage, previews: dict[str, Preview], *, downloads: bool) -> None:
