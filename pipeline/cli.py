@@ -15,7 +15,7 @@ A step's module ends with
     if __name__ == "__main__":
         run_main(main)
 
-and begins with `help_before_imports(SFTConfig)` under the same condition.
+and begins with `before_imports(SFTConfig)` under the same condition.
 
 `python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4`: dataclass
 defaults, then each file in order, then the command line. Option names take dashes or underscores;
@@ -23,10 +23,12 @@ lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a swit
 """
 
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 from pipeline.errors import (
@@ -87,11 +89,14 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
     return config
 
 
-def help_before_imports(config_class: type) -> None:
-    """Print a step's help or its settings and exit, where its command line asks for that.
+def before_imports(config_class: type) -> None:
+    """What a step's module does when it is run, before it imports PyTorch, which takes seconds.
 
-    A step's module calls this when it is run, before it imports PyTorch, which takes seconds.
+    Help or settings are printed, where the command line asks for them, and the process exits.
+    Until `run_main` Ctrl-C ends it without a traceback of whatever was being imported.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
     names = {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     if names & {"-h", "--help", "--print-config"}:
 
@@ -99,6 +104,11 @@ def help_before_imports(config_class: type) -> None:
             parse_step(config_class, argv)
 
         run_main(main)
+
+
+def _interrupted(_number: int, _frame: FrameType | None) -> None:
+    complain("interrupted")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _deepspeed_layer(
@@ -162,6 +172,8 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     only. A `KeyboardInterrupt` with a message prints it. Where memory ran out the code is 79, where
     training diverged 80. Anything else keeps its traceback.
     """
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:

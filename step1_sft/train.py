@@ -4,11 +4,11 @@ python -m step1_sft.train --config configs/sft/opt-125m.yaml
 torchrun --nproc_per_node 2 -m step1_sft.train --config configs/sft/opt-125m.yaml
 """
 
-from pipeline.cli import help_before_imports
+from pipeline.cli import before_imports
 from step1_sft.config import SFTConfig
 
 if __name__ == "__main__":
-    help_before_imports(SFTConfig)
+    before_imports(SFTConfig)
 
 import logging
 import math

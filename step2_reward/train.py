@@ -4,11 +4,11 @@ python -m step2_reward.train --config configs/reward/opt-350m.yaml --actor.path 
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-350m.yaml
 """
 
-from pipeline.cli import help_before_imports
+from pipeline.cli import before_imports
 from step2_reward.config import RewardConfig
 
 if __name__ == "__main__":
-    help_before_imports(RewardConfig)
+    before_imports(RewardConfig)
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

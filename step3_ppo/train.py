@@ -5,11 +5,11 @@ python -m step3_ppo.train --actor.path OUT/step1_sft --critic.path OUT/step2_rew
 torchrun --nproc_per_node 2 -m step3_ppo.train ...
 """
 
-from pipeline.cli import help_before_imports
+from pipeline.cli import before_imports
 from step3_ppo.config import PPOConfig
 
 if __name__ == "__main__":
-    help_before_imports(PPOConfig)
+    before_imports(PPOConfig)
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,3 +1,7 @@
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +15,8 @@ from pipeline.settings.describe import list_settings
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_a_step_takes_a_deepspeed_file_between_its_files_and_its_options(
@@ -185,3 +191,15 @@ def test_where_memory_ran_out_the_exit_code_says_so(
 
     assert end.value.code == EXIT_OUT_OF_MEMORY
     assert capsys.readouterr().err.startswith("out of memory: ")
+
+
+def test_ctrl_c_while_a_step_imports_pytorch_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "step1_sft.train", "--data.max_eval_rows", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as step:
+        maps = Path(f"/proc/{step.pid}/maps")
+        while "libtorch" not in maps.read_text():
+            time.sleep(0.01)
+        step.send_signal(signal.SIGINT)
+        _, errors = step.communicate(timeout=60)
+
+    assert (step.returncode, errors) == (130, "interrupted\n")
