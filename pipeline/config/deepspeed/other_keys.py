@@ -122,7 +122,8 @@ MODEL_KEYS = {
             " attention",
             "elasticity": "would choose the batch size by the number of GPUs; remove it and set"
             " train_batch_size, which any number of processes can share",
-            "autotuning": "is not available; remove it and read python -m pipeline.engine.memory",
+            "autotuning": "belongs to DeepSpeed's own search; remove it and run train.py --autotune"
+            " tune",
             "compression_training": "is not available: models are trained, not compressed; remove"
             " it",
             "quantize_training": "is not available: models are trained, not compressed; remove it",
