@@ -1,7 +1,7 @@
 """Steps beside other programs: one thread, all threads, and the project's own way, side by side.
 
     python -m benchmarks.busy                         # quiet, and with four busy processes
-    python -m benchmarks.busy --busy 4 --steps 1 2 --rounds 3
+    python -m benchmarks.busy --busy 4 --apart --steps 1 2 --rounds 3
 
 Runs the three steps of the embedded default, bounded, once to have models; then each step in each
 way, in turn, so many rounds. `one` and `all` spin as OpenMP does by itself; `ours` is what a user
@@ -12,24 +12,31 @@ of one and all, and what ours loses against it. The machine must have nothing el
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from pipeline.signals import EXIT_INTERRUPTED
 
 STEPS = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 LENGTHS = {1: 40, 2: 40, 3: 3}
 """Optimizer steps of a trial, iterations in step 3."""
+
+TRIAL_SECONDS = 45
 
 BOUNDS = {
     1: ("--data.max_eval_rows", "16"),
     2: ("--data.max_eval_rows", "16", "--normalization_prompts", "8"),
     3: ("--data.max_eval_rows", "16"),
 }
-DECIDED = ("OMP_NUM_THREADS", "RLHF_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+DECIDED = ("OMP_NUM_THREADS", "RLHF_THREADS", *OPENMP)
 SPIN = {"GOMP_SPINCOUNT": "300000"}
 """As libgomp does where no variable says anything; named, it keeps ours out."""
 
@@ -50,16 +57,31 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **more}
 
 
+BURN = """
+import os, sys
+for _ in range(int(sys.argv[1]) - 1):
+    if os.fork() == 0:
+        break
+while True:
+    pass
+"""
+
+
 @contextmanager
-def busy(number: int) -> Iterator[None]:
-    """So many other processes, each of which wants a core, in a session of their own each."""
-    loop = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(loop, start_new_session=True) for _ in range(number)]
+def busy(number: int, *, apart: bool) -> Iterator[None]:
+    """So many other processes, each of which wants a core.
+
+    They share a session, as the jobs of one terminal do, or each has its own (`apart`): where
+    Linux's autogroups are on, cores are shared out among sessions first.
+    """
+    sizes = [1] * number if apart else [number] * (number > 0)
+    command = [sys.executable, "-c", BURN]
+    others = [subprocess.Popen([*command, str(size)], start_new_session=True) for size in sizes]
     try:
         yield
     finally:
         for other in others:
-            other.kill()
+            os.killpg(other.pid, signal.SIGKILL)
             other.wait()
 
 
@@ -76,22 +98,39 @@ def make_models(out: Path) -> None:
 
 
 def speed(number: int, models: Path, out: Path, way: Mapping[str, str], length: int) -> float:
-    """Optimizer steps a second of one trial, the first two and evaluations not counted."""
+    """Optimizer steps a second of one trial, the first two and evaluations not counted.
+
+    A trial that is not over `TRIAL_SECONDS` after its first step ends with the step at hand.
+    """
     name = STEPS[number]
     command = [sys.executable, "-m", f"{name}.train", "--config", f"{models / name}/config.yaml"]
     command += ["--output_dir", str(out), "--max_steps", str(length), *BOUNDS[number]]
-    subprocess.run(
+    with subprocess.Popen(
         command,
         env=environment({**way, "RLHF_PLANNED": "1"}),
-        check=True,
+        start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if "tokens_per_second" in line]
+    ) as trial:
+        while trial.poll() is None and not steps_of(out):
+            time.sleep(0.1)
+        with suppress(subprocess.TimeoutExpired):
+            trial.wait(TRIAL_SECONDS)
+        if trial.poll() is None:
+            trial.send_signal(signal.SIGINT)
+    if trial.returncode not in (0, EXIT_INTERRUPTED):
+        raise SystemExit(f"{' '.join(command)} ended with code {trial.returncode}")
+    trained = steps_of(out)
     skipped = min(2, len(trained) - 1)
     seconds = sum(line["tokens"] / line["tokens_per_second"] for line in trained[skipped:])
     return (len(trained) - skipped) / seconds
+
+
+def steps_of(out: Path) -> list[dict[str, float]]:
+    """The metrics of the steps so far, evaluations left out."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [line for line in map(json.loads, lines) if "tokens_per_second" in line]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -100,6 +139,7 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 4], help="busy processes")
+    parser.add_argument("--apart", action="store_true", help="give each busy process a session")
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, help="optimizer steps of every trial")
@@ -112,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
         for others in args.busy:
             for number in args.steps:
                 found: dict[str, list[float]] = {name: [] for name in ways()}
-                with busy(others):
+                with busy(others, apart=args.apart):
                     for turn in range(args.rounds):
                         for name, way in ways().items():
                             out = Path(scratch) / f"{others}-{number}-{turn}-{name}"
