@@ -17,7 +17,7 @@ from inference.peers import peers_of
 from inference.requests import Recorder, Request
 from inference.sampling import Sampler
 from inference.slots import Continuation, NextToken, SlotCache
-from pipeline.kernels.choice import chosen
+from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.cpu.rows import fewest_rows
 from pipeline.models.attention import Layout, Ragged, round_up
 from pipeline.models.forward import base_model
@@ -202,7 +202,7 @@ class Slots:
         layout = (
             Continuation(slots[0], first, lengths[0])
             if first
-            else Ragged([*lengths[:-1], lengths[-1] + padding], self.device, kernels=chosen())
+            else Ragged([*lengths[:-1], lengths[-1] + padding], self.device, kernels=kernel_mode())
         )
         ends = torch.tensor(lengths).cumsum(0) - 1
         # Logits of as many tokens as there are rows in a pass at least, for the same reason.

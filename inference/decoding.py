@@ -16,7 +16,7 @@ from inference.graphs import Capture, CudaCapture, GraphedRows
 from inference.passes import Column, Pass, Repeated, RepeatError, Stage
 from inference.slots import NextToken
 from inference.taped import TapedRows
-from pipeline.kernels.choice import chosen
+from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.cpu.linear import is_built
 from pipeline.kernels.cpu.rows import fewest_rows
 from pipeline.models.attention import round_up
@@ -144,7 +144,7 @@ class Decoder:
 
     def _few_rows_are_equal(self) -> bool:
         """Whether a kernel rounds products of one row like those of many."""
-        return chosen() != "off" and is_built(self._dtype)
+        return kernel_mode() != "off" and is_built(self._dtype)
 
 
 @cache

@@ -139,7 +139,7 @@ class Replica:
             self._arena = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
             for slot in self.slots:
                 slot.show(self._memory(slot, self._arena))
-        for params in weights.turns():
+        for params in weights.iter_gathered_units():
             for slot in (slot for param in params for slot in self._by_source.get(param, ())):
                 if slot.start is not None:
                     self._memory(slot, self._arena).copy_(slot.value())

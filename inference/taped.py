@@ -15,7 +15,7 @@ from torch import Tensor
 from inference.passes import Column, Pass, Repeated, RepeatError
 from inference.slots import NextToken, prepare_attention
 from inference.tape import Call, Repeat, Tape, Writer
-from pipeline.kernels.choice import chosen
+from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.cpu.linear import Linear, prepare
 
 
@@ -124,7 +124,7 @@ class TapedRows(Repeated):
 
     def _product(self, call: Call) -> Repeat | None:
         """A product of few rows by the kernel, if it has the bits that products of many have."""
-        if chosen() == "off" or len(call.made) != 1 or call.kwargs:
+        if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
             return None
         if call.made[0].shape[:-1].numel() != self._inputs.shape[1]:
             return None  # not one row for each token: which of them count is not known

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import binds
+from pipeline.config import affects_result
 from pipeline.distributed import (
     barrier,
     gather_objects,
@@ -256,7 +256,7 @@ class Checkpoints:
     def _settings(self) -> dict[str, Any]:
         """The settings that must stay as they are, by dotted name."""
         flat = portable(plain(self.config))
-        return {name: value for name, value in flat.items() if binds(name)}
+        return {name: value for name, value in flat.items() if affects_result(name)}
 
     def _resume(self) -> None:
         checkpoint = newest_on_all(self.root)

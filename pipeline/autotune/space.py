@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.budget.ladder import changed, trained_models
 from pipeline.budget.machine import Machine
-from pipeline.config import StepConfig, binds
+from pipeline.config import StepConfig, affects_result
 from pipeline.errors import ConfigError, require
 from pipeline.settings.build import typed_settings
 from pipeline.settings.plain import flatten, plain
@@ -320,7 +320,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _is_tunable(setting: str) -> bool:
-    return not binds(setting) and setting not in OF_THE_RUN
+    return not affects_result(setting) and setting not in OF_THE_RUN
 
 
 def _values(config: StepConfig, name: str, settings: Sequence[str], text: str) -> tuple[Value, ...]:

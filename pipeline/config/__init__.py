@@ -13,7 +13,7 @@ from pipeline.config.model import (
     TrainedModelConfig,
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
-from pipeline.config.step import SaveInterval, StepConfig, Tracker, binds
+from pipeline.config.step import SaveInterval, StepConfig, Tracker, affects_result
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 
 __all__ = [
@@ -33,6 +33,6 @@ __all__ = [
     "Tracker",
     "TrainedModelConfig",
     "ZeroConfig",
-    "binds",
+    "affects_result",
     "check_split",
 ]

@@ -131,6 +131,6 @@ FREE_SETTINGS = (
 """What may change while a run is interrupted: where it lies, memory and speed."""
 
 
-def binds(name: str) -> bool:
+def affects_result(name: str) -> bool:
     """Whether the setting of this dotted name decides what a run results in."""
     return not any(fnmatch(name, pattern) for pattern in FREE_SETTINGS)

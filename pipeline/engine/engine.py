@@ -216,7 +216,7 @@ class Engine:
                     if name in weights:
                         own[place] = weights[name].reshape(-1)[elements]
 
-    def turns(self) -> Iterator[list[nn.Parameter]]:
+    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each unit, whole until the next are asked for; in step on all."""
         for unit in self.zero.one_by_one():
             yield [param for flat in unit.flats for param in flat.params.values()]

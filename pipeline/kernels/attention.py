@@ -55,7 +55,7 @@ def decode_attention(
         )
     if kernel is not None:
         reason = "it is not written for left padding and ALiBi on CPUs"
-        choice.settle("attention", reason, choice.chosen())
+        choice.settle("attention", reason, choice.kernel_mode())
     result = decode_reference.decode_attention(query, key, value, scores)
     return result if out is None else out.copy_(result)
 
@@ -85,7 +85,7 @@ def kernel_for(
 def _on_cpu(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "S G M D"], value: Float[Tensor, "S G M E"]
 ) -> Built | None:
-    kernels = choice.chosen()
+    kernels = choice.kernel_mode()
     if kernels == "off":
         return None
     found = next(cpu.refusals(query, key, value), None) or cpu.kernel(query.dtype, query.shape[2])

@@ -19,7 +19,7 @@ SWITCH = "RLHF_PIPELINE_KERNELS"
 """Variable of the environment: auto, required or off for the kernels of generation."""
 
 
-def chosen() -> Kernels:
+def kernel_mode() -> Kernels:
     """What the environment says about the kernels of generation; auto if nothing.
 
     Raises:
@@ -34,7 +34,7 @@ def chosen() -> Kernels:
 
 def wanted(device: torch.device) -> bool:
     """Whether an operator of generation is to look for a kernel for GPUs there."""
-    return device.type == "cuda" and chosen() != "off"
+    return device.type == "cuda" and kernel_mode() != "off"
 
 
 def gpu_for(
@@ -62,7 +62,7 @@ def gpu_for(
     found = refusal or find(device, source, defines)
     if isinstance(found, Gpu):
         return found
-    settle(operator, found, chosen())
+    settle(operator, found, kernel_mode())
     return None
 
 

@@ -85,9 +85,9 @@ def linear_logprobs(
     matrix_learns = weight.requires_grad or (bias is not None and bias.requires_grad)
     if torch.is_grad_enabled() and not entropy and (uniform or not matrix_learns):
         tile = tile or TILE.get(weight.device.type, TILE["cpu"])
-        return _Ahead.apply(hidden, weight, bias, targets, temperature, tile), None
+        return _FusedGradLogprobs.apply(hidden, weight, bias, targets, temperature, tile), None
     tile = tile or VOCABULARY_TILE.get(weight.device.type, VOCABULARY_TILE["cpu"])
-    return _Again.apply(hidden, weight, bias, targets, temperature, tile, entropy)
+    return _RecomputeLogprobs.apply(hidden, weight, bias, targets, temperature, tile, entropy)
 
 
 def check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
@@ -126,7 +126,7 @@ def check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) 
             )
 
 
-class _Again(torch.autograd.Function):
+class _RecomputeLogprobs(torch.autograd.Function):
     """Tiles of the vocabulary, computed again on the way back."""
 
     @staticmethod
@@ -184,7 +184,7 @@ class _Again(torch.autograd.Function):
         ), *[None] * 4
 
 
-class _Ahead(torch.autograd.Function):
+class _FusedGradLogprobs(torch.autograd.Function):
     """Tiles of tokens, their gradients computed on the way forth."""
 
     @staticmethod

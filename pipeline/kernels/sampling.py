@@ -67,7 +67,7 @@ def draw(
         KernelError: kernels are required, and there is none.
     """
     check_draw(logprobs, keys, positions)
-    kernels = choice.chosen()
+    kernels = choice.kernel_mode()
     if logprobs.device.type != "cpu" or kernels == "off":
         return None
     built = cpu.library()

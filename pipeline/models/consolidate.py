@@ -95,7 +95,7 @@ class _Stored:
 
     model: nn.Module
 
-    def turns(self) -> Iterator[list[nn.Parameter]]:
+    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each unit, in place until the next is asked for."""
         for unit in find_units(self.model):
             params = [cast("StoredParameter", param) for param in unit.params.values()]

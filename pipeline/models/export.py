@@ -27,7 +27,7 @@ ADAPTER_PREFIX = "base_model.model."
 class HasTurns(Protocol):
     """What brings a model's parameters in place, some at a time."""
 
-    def turns(self) -> Iterator[Collection[nn.Parameter]]:
+    def iter_gathered_units(self) -> Iterator[Collection[nn.Parameter]]:
         """Parameters that are in place until the next are asked for; each comes once."""
         ...
 
@@ -78,7 +78,7 @@ def named_weights(
         names: dict[Tensor, list[str]] = {}
         for name, tensor in state.items():
             names.setdefault(tensor, []).append(name)
-        for params in weights.turns():
+        for params in weights.iter_gathered_units():
             for param in params:
                 for name in names.get(param, ()):
                     yield name, state.pop(name).detach()

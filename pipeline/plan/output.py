@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import StepConfig, binds
+from pipeline.config import StepConfig, affects_result
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
@@ -247,7 +247,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
         if stage.number not in request.step and not shared:
             continue
         there, here = recorded.get(name), wanted.get(name)
-        if there != here and binds(name):
+        if there != here and affects_result(name):
             return f"{stage.section}.{name} {_shown(there)} where this run has {_shown(here)}"
     return ""
 

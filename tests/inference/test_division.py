@@ -47,7 +47,7 @@ class InPlace:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def turns(self) -> Iterator[list[nn.Parameter]]:
+    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
         yield list(self.model.parameters())
 
 

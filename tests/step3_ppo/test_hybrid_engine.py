@@ -431,7 +431,7 @@ def test_averaged_weights_generate_as_soon_as_they_are_set(llama: str) -> None:
 
 def test_a_flip_that_is_broken_off_leaves_the_engine_sharded_and_usable(llama: str) -> None:
     actor = Actor(llama, zero_stage=3)
-    turns = actor.engine.turns()
+    turns = actor.engine.iter_gathered_units()
     next(turns)
     turns.close()
 
@@ -445,7 +445,7 @@ def units_gathered(path: str) -> tuple[int, int]:
     zero = actor.engine.zero
     sizes = sorted(sum(flat.full.numel() * 4 for flat in unit.flats) for unit in zero.units)
     most = 0
-    for _ in actor.engine.turns():
+    for _ in actor.engine.iter_gathered_units():
         most = max(most, zero.gathered_bytes)
     return most, sum(sizes[-2:])
 

@@ -95,7 +95,7 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
     Raises:
         KernelError: kernels are required, and there is none for these.
     """
-    kernels = choice.chosen()
+    kernels = choice.kernel_mode()
     if kernels == "off" or not is_of_few_rows(x, weight, bias, out):
         return None
     found = next(refusals(x, weight, bias, out), None) or kernel(
