@@ -100,6 +100,10 @@ class Conversation:
         self.messages = [*asked, Message("assistant", answer)]
         return Answer(answer, num_left_out, interrupted)
 
+    def leave_unanswered(self, text: str) -> None:
+        """Keep the user's `text` in the dialogue with an empty answer."""
+        self.messages = [*self.messages, Message("user", text), Message("assistant", "")]
+
     def _encode(self, asked: list[Message]) -> tuple[list[int], int]:
         """Token ids of the turns that fit the context, and how many messages do not."""
         limit = context_length(self.model)

@@ -113,14 +113,19 @@ class Terminal:
 
     def answer(self, text: str) -> None:
         """Print the model's answer as it comes; log lines wait for its end."""
+        so_far = len(self.conversation.messages)
         with held_logs():
-            if self.interactive:
-                self.write("Model: ")
             try:
+                if self.interactive:
+                    self.write("Model: ")
                 answer = self.conversation.answer(text, self.write)
             except UserError as error:
                 self.say(f"({error})")
                 return
+            except KeyboardInterrupt:  # just before the answer began, or just after it ended
+                if len(self.conversation.messages) == so_far:
+                    self.conversation.leave_unanswered(text)
+                raise
             self.say(" [stopped]" if answer.interrupted else "")
             if answer.num_left_out:
                 self.say(

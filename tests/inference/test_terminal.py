@@ -1,7 +1,9 @@
 """The chat's terminal."""
 
+import contextlib
 import io
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -161,3 +163,21 @@ def test_wrong_input_is_one_sentence_and_code_2(arguments: list[str], sentence: 
     assert done.stderr.startswith("error: ")
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_message_stays_where_ctrl_c_comes_before_its_answer_begins(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the model's name on the screen and the first token."""
+    terminal = Terminal(conversation)
+    terminal.interactive = True
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(Terminal, "write", lambda *_: signal.raise_signal(signal.SIGINT))
+    with contextlib.suppress(KeyboardInterrupt):
+        terminal.answer("Hi")
+    signal.signal(signal.SIGINT, before)
+
+    assert [(m.role, m.content) for m in conversation.messages] == [
+        ("user", "Hi"),
+        ("assistant", ""),
+    ]
