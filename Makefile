@@ -3,7 +3,7 @@
 # make check   lint, types and tests in the current environment
 # make test-faults   the faults that take long: kills at random instants, lost machines, every pair of layouts
 # make test-grid     the kernels for GPUs: all cases, planted faults, every architecture; every
-#                    family of models of transformers
+#                    family of models of transformers; every stage, family and format
 #
 # PYTHON chooses the interpreter: make demo PYTHON=python3.12
 # TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,
