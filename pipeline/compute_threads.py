@@ -3,7 +3,7 @@
 A thread of an operator that has done its share waits for the others. GNU's OpenMP, which PyTorch's
 Linux packages bring, has it spin for some milliseconds, so that the next operator finds it awake.
 Where another program wants the core, it spins while the thread that all wait for has no core to
-run on: a step of a small model then takes up to thirty times as long. So the threads of a step
+run on: a step of a small model then takes up to fifty times as long. So the threads of a step
 spin only while no other program needs their cores. Else they sleep, on as many cores as the others
 leave free: a thread that is woken on a core of its own waits there for its turn among the others,
 and all wait for it, after every operator.
@@ -143,18 +143,23 @@ class FewCores:
     def __init__(self) -> None:
         self._own = _cores()
         # Processes of one machine that share its cores keep out of each other's way.
-        first = int(os.environ.get("LOCAL_RANK", "0")) * torch.get_num_threads()
-        self._order = [self._own[(first + each) % len(self._own)] for each in range(len(self._own))]
+        rank, world = (
+            int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+        first = len(self._own) * rank // max(1, world)
+        self._order = self._own[first:] + self._own[:first]
         self._before: dict[int, set[int]] = {}
         self.number = 0
         """Of cores; 0 while the threads run wherever they may."""
 
     def hold(self, number: int) -> None:
         """From now on threads run on so many cores."""
+        is_first = self.number == 0
         self.number = number
         for thread in _threads():
             with suppress(OSError):  # it has ended
-                self._before.setdefault(thread, os.sched_getaffinity(thread))
+                if is_first:
+                    self._before[thread] = os.sched_getaffinity(thread)
                 os.sched_setaffinity(thread, self._order[:number])
 
     def release(self) -> None:

@@ -63,8 +63,9 @@ def run(program: str, *words: str, **environment: str) -> list[str]:
 
 @contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """Other programs, each of which wants a core for itself."""
-    loop = [sys.executable, "-c", "while True: pass"]
+    """Other programs, each of which wants one of the two cores that `PROGRAM` has."""
+    cores = set(sorted(os.sched_getaffinity(0))[:2])
+    loop = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {cores})\nwhile True: pass"]
     others = [subprocess.Popen(loop) for _ in range(number)]
     try:
         time.sleep(0.5)
@@ -152,11 +153,15 @@ later = threading.Thread(target=stop.wait)
 later.start()
 first = result()
 print(all(each == cores[:1] for each in where()), few.number)
+few.hold(2)
 few.release()
 print(where() == [*before, cores], few.number, result() == first)
 stop.set()
 """
     assert run(program) == ["True", "1", "True", "0", "True"]
+    second = program.replace("cores[:1]", "cores[1:]")  # of two processes, which share the cores
+    environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert run(second, **environment) == ["True", "1", "True", "0", "True"]
 
 
 def test_what_a_hypervisor_takes_is_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
