@@ -1,7 +1,7 @@
 """What steps that learn from fixed rows share: the rows in order, evaluations, checkpoints."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,6 +14,7 @@ from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.fingerprint import fingerprint
+from pipeline.data.lengths import Fit, check_lengths
 from pipeline.data.stages import StageData
 from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.distributed import rank, world_size
@@ -106,6 +107,32 @@ def set_up(
         cost=FORWARD_SHARE * len(held_out) / config.batch_size,
     )
     return Training(config, model, engine, rows, held_out, best, checkpoints, every)
+
+
+def check_rows(
+    data: StageData,
+    fit: Callable[[Sequence[Example]], list[Fit]],
+    config: StepConfig,
+    *,
+    rows: str,
+    end: str,
+    empty: str,
+) -> None:
+    """Log how many training and evaluation rows are cut.
+
+    Args:
+        data: the step's rows.
+        fit: how examples fit, as token ids.
+        config: settings of the step.
+        rows: what a message calls them: rows, pairs.
+        end: what a row that is too long loses: its end, its beginning.
+        empty: what is wrong with a row from which nothing can be learned.
+
+    Raises:
+        DataError: nothing is left to train on, or to evaluate.
+    """
+    for name, examples in ((f"training {rows}", data.train), (f"evaluation {rows}", data.eval)):
+        check_lengths(examples, fit, config.data, name=name, end=end, empty=empty)
 
 
 def local_parts(

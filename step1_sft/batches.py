@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate_part
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.lengths import Fit
 from pipeline.data.stages import StageData
 from pipeline.distributed import local_device
-from pipeline.offline import local_parts
 from step1_sft.config import SFTConfig
 
 
@@ -30,20 +30,14 @@ def check_rows(data: StageData, chat: ChatFormat, config: SFTConfig) -> None:
         rows = [chat.encode(each.prompt, each.chosen, config.data.train_on) for each in examples]
         return [Fit(len(row) > limit, row.head(limit).num_targets) for row in rows]
 
-    for name, examples in (("training rows", data.train), ("evaluation rows", data.eval)):
-        check_lengths(
-            examples,
-            fit,
-            config.data,
-            name=name,
-            end="end",
-            empty="have nothing left to train on",
-        )
+    offline.check_rows(
+        data, fit, config, rows="rows", end="end", empty="have nothing left to train on"
+    )
 
 
 def cut(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:
     """This process's micro-batches of the rows."""
-    parts = local_parts(
+    parts = offline.local_parts(
         [len(row) for row in rows],
         config,
         max_tokens=config.micro_batch_size * config.data.max_length,

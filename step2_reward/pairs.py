@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.lengths import Fit
 from pipeline.data.stages import StageData
 from pipeline.distributed import local_device
-from pipeline.offline import local_parts
 from step2_reward.config import RewardConfig
 
 
@@ -80,20 +80,14 @@ def check_pairs(data: StageData, chat: ChatFormat, config: RewardConfig) -> None
             fits.append(Fit(max(len(chosen), len(rejected)) > limit, int(differ)))
         return fits
 
-    for name, examples in (("training pairs", data.train), ("evaluation pairs", data.eval)):
-        check_lengths(
-            examples,
-            fit,
-            config.data,
-            name=name,
-            end="beginning",
-            empty="have equal responses",
-        )
+    offline.check_rows(
+        data, fit, config, rows="pairs", end="beginning", empty="have equal responses"
+    )
 
 
 def cut(pairs: Sequence[EncodedPair], config: RewardConfig) -> list[PairBatch]:
     """This process's micro-batches of the pairs."""
-    parts = local_parts(
+    parts = offline.local_parts(
         [pair.num_tokens for pair in pairs],
         config,
         max_tokens=2 * config.micro_batch_size * config.data.max_length,
