@@ -7,15 +7,41 @@ from collections.abc import Sequence
 
 from pipeline import orchestrator
 from pipeline.cli import run_main
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import BEFORE, Stage
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 
 STAGES = (
-    Stage(1, "step1_sft", "sft", SFTConfig, "step1_sft.train"),
-    Stage(2, "step2_reward", "reward", RewardConfig, "step2_reward.train"),
-    Stage(3, "step3_ppo", "ppo", PPOConfig, "step3_ppo.train"),
+    Stage(
+        1,
+        "step1_sft",
+        "sft",
+        SFTConfig,
+        "step1_sft.train",
+        models={"model": BEFORE},
+        options={"model": "actor"},
+        chat_model=".",
+    ),
+    Stage(
+        2,
+        "step2_reward",
+        "reward",
+        RewardConfig,
+        "step2_reward.train",
+        models={"model": "sft", "actor": "sft"},
+        options={"model": "reward"},
+    ),
+    Stage(
+        3,
+        "step3_ppo",
+        "ppo",
+        PPOConfig,
+        "step3_ppo.train",
+        models={"actor": "sft", "critic": "reward", "reward": "reward", "base": BEFORE},
+        options={"actor": "actor", "critic": "reward"},
+        chat_model="actor",
+    ),
 )
 
 

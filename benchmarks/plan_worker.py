@@ -92,7 +92,7 @@ def compare(
 def predicted(config: SFTConfig) -> dict[str, float]:
     """By the plan."""
     world = dist.get_world_size()
-    memory = step_memory(config, section="sft", machine=Machine(world, world, None, None))
+    memory = step_memory(config, machine=Machine(world, world, None, None))
     assert not memory.unknown
     train = next(phase for phase in memory.phases if phase.name == "train")
     sizes = train.by_kind("device")

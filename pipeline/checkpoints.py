@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import affects_result
+from pipeline.config import StepConfig, affects_result
 from pipeline.distributed import (
     barrier,
     gather_objects,
@@ -255,8 +255,7 @@ class Checkpoints:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that must stay as they are, by dotted name."""
-        flat = portable(plain(self.config))
-        return {name: value for name, value in flat.items() if affects_result(name)}
+        return _deciding(self.config)
 
     def _resume(self) -> None:
         checkpoint = newest_on_all(self.root)
@@ -270,7 +269,8 @@ class Checkpoints:
     def _check(self, checkpoint: Checkpoint) -> None:
         """Raise where the run would not go on as if nothing had happened."""
         state, settings = checkpoint.state, self._settings()
-        theirs = state["settings"]
+        # A setting that did not exist then had the effect of today's default.
+        theirs = _deciding(type(self.config)(output_dir=self.config.output_dir)) | state["settings"]
         for name in sorted(theirs.keys() | settings.keys()):
             there, here = theirs.get(name), settings.get(name)
             if there != here:
@@ -301,3 +301,9 @@ class Checkpoints:
         load_random_state(checkpoint)
         self.done = self._kept = checkpoint.step
         logger.info("%s goes on after step %d", self.run.name, self.done)
+
+
+def _deciding(config: StepConfig) -> dict[str, Any]:
+    """The settings that decide what a run results in, by dotted name."""
+    flat = portable(plain(config))
+    return {name: value for name, value in flat.items() if affects_result(name)}

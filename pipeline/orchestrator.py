@@ -25,7 +25,7 @@ from pipeline.plan.output import (
     record_step,
 )
 from pipeline.plan.plan import Plan
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 from pipeline.report.findings import findings
 from pipeline.report.results import read_results
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
@@ -165,10 +165,9 @@ def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
     if ending.code == EXIT_USER_ERROR:  # the step has said what is wrong
         raise SystemExit(EXIT_USER_ERROR)
     if ending.code == EXIT_DIVERGED:  # the step has said when and why, and kept its best weights
-        model = "actor" if stage.section == "ppo" else "model"
         complain(
             f"step {stage.number} diverged, and no later step was started; the same command with"
-            f" --resume and a smaller --{stage.section}.{model}.optim.lr begins it again"
+            f" --resume and a smaller --{stage.section}.{stage.main_role}.optim.lr begins it again"
         )
         raise SystemExit(EXIT_DIVERGED)
     if ending.code == EXIT_OUT_OF_MEMORY:
@@ -192,7 +191,7 @@ def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
 
 def _savings(plan: Plan, stage: Stage) -> str:
     """What saves memory in this step and is not in use yet, the cheapest first."""
-    name = "actor" if stage.section == "ppo" else "model"
+    name = stage.main_role
     model: TrainedModelConfig = getattr(plan.configs[stage.name], name)
     option = f"--{stage.section}.{name}"
     ways = [
@@ -225,8 +224,8 @@ def _closing_table(plan: Plan) -> Iterator[str]:
     made = [out / stage.name for stage in plan.stages]
     models = [path / "actor" if (path / "actor").is_dir() else path for path in made]
     yield f"models   {'  '.join(str(path) for path in models)}"
-    actors = (out / "step3_ppo" / "actor", out / "step1_sft")
-    for model in [path for path in actors if (path / "config.json").is_file()][:1]:
+    actors = [out / stage.name / stage.chat_model for stage in plan.all_stages if stage.chat_model]
+    for model in [path for path in actors if (path / "config.json").is_file()][-1:]:
         yield f"chat     {CHAT} --path {model}"
         if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):
             yield from (f"try      {prompt}" for prompt in to_try())

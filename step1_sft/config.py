@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.config import EMBEDDED, OptimConfig, StepConfig, TrainedModelConfig
+from pipeline.config import (
+    EMBEDDED,
+    ModelUse,
+    OptimConfig,
+    StepConfig,
+    TrainedModelConfig,
+    Workload,
+)
 from pipeline.errors import require
 
 
@@ -31,4 +38,17 @@ class SFTConfig(StepConfig):
         require(
             self.patience is None or self.eval_every != 0,
             "patience counts evaluations: eval_every must not be 0",
+        )
+
+    def workload(self, world: int) -> Workload:
+        """One language model learns from whole rows."""
+        return Workload(
+            world=world,
+            models=(ModelUse(role="model", settings=self.model, keeps_best=self.keep_best),),
+            iteration_rows=self.batch_size,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            length=self.data.max_length,
+            targets=self.data.max_length - 1,
+            uniform=True,
         )

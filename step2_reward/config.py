@@ -3,8 +3,19 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.config import FrozenModelConfig, OptimConfig, StepConfig, TrainedModelConfig
+from pipeline.config import (
+    FrozenModelConfig,
+    Generation,
+    ModelUse,
+    OptimConfig,
+    StepConfig,
+    TrainedModelConfig,
+    Workload,
+)
 from pipeline.errors import require
+
+GENERATED_AT_ONCE = 64
+"""Responses of step 1's model, as `inference.generation` generates them by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +53,27 @@ class RewardConfig(StepConfig):
             f"normalization_prompts must be above 1, got {self.normalization_prompts}",
         )
         require(self.max_new_tokens > 0, f"max_new_tokens must be above 0: {self.max_new_tokens}")
+
+    def workload(self, world: int) -> Workload:
+        """A scorer learns from pairs; then step 1's model generates what sets the score's unit."""
+        return Workload(
+            world=world,
+            models=(
+                ModelUse(role="model", settings=self.model, scores=True, keeps_best=self.keep_best),
+                ModelUse(role="actor", settings=self.actor, phase_only=True),
+            ),
+            iteration_rows=self.batch_size,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            sequences_per_row=2,
+            length=self.data.max_length,
+            targets=self.data.max_length - 1,
+            generation=Generation(
+                role="actor",
+                phase="after training",
+                count=-(-self.normalization_prompts // world),
+                batch_size=GENERATED_AT_ONCE,
+                prompt_length=self.data.max_length,
+                new_tokens=self.max_new_tokens,
+            ),
+        )

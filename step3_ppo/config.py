@@ -1,5 +1,6 @@
 """Settings of step 3."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -12,14 +13,30 @@ from pipeline.config import (
     OptimConfig,
     StepConfig,
     TrainedModelConfig,
+    Workload,
 )
 from pipeline.errors import require
+from step3_ppo.workload import workload_of
 
 
 def _adam(lr: float) -> OptimConfig:
     """Adam as PPO wants it (Huang et al. 2024, details 16 and 17)."""
     return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
 
+
+@dataclass(frozen=True)
+class Needs:
+    """What an advantage estimator works with."""
+
+    critic: bool = False
+    """A value model, which is trained beside the policy."""
+
+    group: bool = False
+    """Several responses to each prompt, which are compared with each other."""
+
+
+ESTIMATOR_NEEDS = {"gae": Needs(critic=True), "grpo": Needs(group=True)}
+"""By the setting `advantage`; the functions are in `step3_ppo.advantages`."""
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 """Of whole weights, by default."""
@@ -54,7 +71,22 @@ class PPOConfig(StepConfig):
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
-    """Prompts answered before each round of updates, over all processes."""
+    """Responses generated before each round of updates, over all processes."""
+
+    group_size: int = 1
+    """Responses to each prompt of a rollout (num_generations, rollout.n)."""
+
+    advantage: Literal["gae", "grpo"] = "gae"
+    """How advantages are estimated: gae by a critic (Schulman et al. 2016), grpo by comparing the
+    responses to a prompt (Shao et al. 2024), without a critic."""
+
+    loss: Literal["clip", "none"] = "clip"
+    """The policy's loss: clip is PPO's clipped ratio, none the plain policy gradient, which is
+    right for one update on each rollout."""
+
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    """What each token weighs in that loss: token all the same, sequence all responses the same,
+    constant 1 / max_new_tokens of each response."""
 
     generation_batch_size: int = 64
     """Prompts answered at once by one process; changes memory and speed, not the result."""
@@ -107,7 +139,8 @@ class PPOConfig(StepConfig):
     """GAE's bias-variance trade-off: 1 is Monte Carlo, 0 is one-step TD."""
 
     whiten_advantages: bool = True
-    """Shift and scale advantages to mean 0, variance 1 over the whole rollout of all processes."""
+    """Shift and scale the advantages of gae to mean 0, variance 1 over the whole rollout of all
+    processes; those of estimators that compare responses stay as they are."""
 
     whiten_rewards: bool = False
     """Scale token rewards to variance 1, keeping their mean."""
@@ -158,9 +191,33 @@ class PPOConfig(StepConfig):
 
     def reuses_forward(self, *, processes: int) -> bool:
         """Whether the rollout of each of so many processes is one micro-batch, and is reused."""
-        of_process = -(-self.rollout_size // processes)
+        of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
         return self.reuse_forward and is_one
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return ESTIMATOR_NEEDS[self.advantage].critic
+
+    @property
+    def reward_layout(self) -> TrainedModelConfig:
+        """The trained model as which the reward model is sharded."""
+        return self.critic if self.has_critic else self.actor
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Over all processes; each process has all responses to its prompts."""
+        return self.rollout_size // self.group_size
+
+    def responses_per_process(self, processes: int) -> int:
+        """Responses of a rollout that one of so many processes has, at most."""
+        return -(-self.prompts_per_rollout // processes) * self.group_size
+
+    def used_models(self) -> Mapping[str, FrozenModelConfig]:
+        """Without the critic where there is none."""
+        models = super().used_models()
+        return {role: models[role] for role in models if role != "critic" or self.has_critic}
 
     def trains_actor(self, step: int) -> bool:
         """Whether iteration `step` updates the actor beside the critic."""
@@ -182,14 +239,19 @@ class PPOConfig(StepConfig):
         data = replace(self.data, path=self.ptx_data, fields={}, eval_path=())
         return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
+    def workload(self, world: int) -> Workload:
+        """As `step3_ppo.workload` describes it."""
+        return workload_of(self, world)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for role, lr in LEARNING_RATES.items():
             model: TrainedModelConfig = getattr(self, role)
             if model.optim is DEFAULT_OPTIM:  # nobody has set it: it is of the class alone
                 object.__setattr__(self, role, replace(model, optim=_adam(lr)))
-        counts = ("rollout_size", "generation_batch_size", "max_prompt_length", "max_new_tokens")
-        for name in (*counts, "inference_tp_size", "ppo_epochs", "kl_horizon", "samples_every"):
+        counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
+        counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
+        for name in (*counts, "samples_every"):
             require(getattr(self, name) > 0, f"ppo.{name} must be above 0: {getattr(self, name)}")
         require(
             self.rollout_size >= self.batch_size,
@@ -197,6 +259,22 @@ class PPOConfig(StepConfig):
             f" {self.rollout_size}: a minibatch is cut from one rollout",
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
+        require(
+            self.rollout_size % self.group_size == 0,
+            f"ppo.group_size {self.group_size} doesn't divide ppo.rollout_size {self.rollout_size}:"
+            " a rollout holds all responses to each of its prompts",
+        )
+        needs = ESTIMATOR_NEEDS[self.advantage]
+        require(
+            not needs.group or self.group_size > 1,
+            f"ppo.advantage {self.advantage} compares the responses to a prompt: set ppo.group_size"
+            " to 2 or more",
+        )
+        require(
+            needs.critic or self.critic_warmup_steps == 0,
+            f"ppo.critic_warmup_steps trains the critic alone, and ppo.advantage {self.advantage}"
+            " has none; leave it at 0",
+        )
         require(self.temperature > 0, f"ppo.temperature must be above 0, got {self.temperature}")
         require(self.kl_coef >= 0, f"ppo.kl_coef must not be below 0, got {self.kl_coef}")
         require(0 <= self.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {self.gamma}")

@@ -1,4 +1,6 @@
-"""The mathematics of PPO on token sequences: pure functions of tensors, no models, no settings.
+"""The mathematics of RL on token sequences: pure functions of tensors, no models, no settings.
+
+Advantages are in `step3_ppo.advantages`, policy losses in `step3_ppo.policy_losses`.
 
 Dimension names: B responses, T response tokens (padded; masks are True on real tokens), K response
 tokens without padding. Conventions follow Ziegler et al. 2019 and Ouyang et al. 2022. Losses are
@@ -31,35 +33,6 @@ def token_rewards(
     return rewards.scatter_add(1, last, score[:, None])
 
 
-def gae(
-    rewards: Float[Tensor, "B T"],
-    values: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16).
-
-        delta_t = r_t + gamma * V_{t+1} - V_t
-        A_t     = delta_t + gamma * lam * A_{t+1}
-
-    `values[:, t]` is the value of the state before token t. The value after the last token is 0:
-    the episode ends there, by its end-of-turn token or by the length limit.
-
-    Returns:
-        (advantages, returns), both zero on padding; returns = advantages + values.
-    """
-    values = values * mask
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = (delta + gamma * lam * next_advantage) * mask[:, t]
-        next_value, next_advantage = values[:, t], advantages[:, t]
-    return advantages, advantages + values
-
-
 def whiten(
     values: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
@@ -77,28 +50,6 @@ def whiten(
     if not shift_mean:
         whitened = whitened + mean
     return whitened * mask
-
-
-def policy_loss(
-    logprobs: Float[Tensor, " K"],
-    old_logprobs: Float[Tensor, " K"],
-    advantages: Float[Tensor, " K"],
-    *,
-    clip: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Float[Tensor, ""]:
-    """Clipped surrogate objective (Schulman et al. 2017, eq. 7), negated, summed over tokens.
-
-    The ratio is clipped to [1 - clip, 1 + clip_high] (two sides: Yu et al. 2025, section 3.1).
-    `dual_clip` c bounds the loss of a negative advantage by -c * A (Ye et al. 2020, eq. 5).
-    """
-    ratio = policy_ratio(logprobs, old_logprobs)
-    losses = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip_high))
-    if dual_clip is not None:
-        bounded = torch.min(losses, -advantages * dual_clip)
-        losses = torch.where(advantages < 0, bounded, losses)
-    return losses.sum()
 
 
 def policy_ratio(

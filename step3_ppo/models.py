@@ -1,4 +1,4 @@
-"""The four models of RLHF: actor and critic learn, reference and reward model answer.
+"""The models of RLHF: actor and critic learn, reference and reward model score.
 
 Dimension names: N tokens of a batch, K response tokens (its targets), B responses.
 """
@@ -53,7 +53,7 @@ class Reference:
 class RewardModel:
     """The frozen judge, with the mean and standard deviation that step 2 stored, if it did.
 
-    It is sharded as the critic is.
+    It is sharded as the critic is, or as the actor where there is no critic.
     """
 
     def __init__(
@@ -95,16 +95,23 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class Models:
-    """What step 3 trains and asks."""
+    """What step 3 trains and scores with."""
 
     actor: Engine
-    critic: Engine
+    critic: Engine | None
+    """None where advantages are estimated without one."""
     reference: Reference
     reward: RewardModel
     hybrid_engine: HybridEngine
     """The actor, to generate with."""
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
+
+    @property
+    def trained(self) -> dict[str, Engine]:
+        """The engines of the models that learn, by role."""
+        actor = {"actor": self.actor}
+        return actor if self.critic is None else actor | {"critic": self.critic}
 
     @property
     def policy(self) -> nn.Module:
@@ -114,6 +121,8 @@ class Models:
     def set_moments(self, mean: float, std: float) -> None:
         """Shift and scale scores, and values where the critic has none of its own, by these."""
         self.reward.mean, self.reward.std = mean, std
+        if self.critic is None:
+            return
         critic = cast("Critic", self.critic.model)
         if not critic.has_moments:
             critic.mean, critic.std = mean, std
@@ -122,6 +131,7 @@ class Models:
     @property
     def value_model(self) -> nn.Module:
         """The critic's Hugging Face model, with its adapters if it has any."""
+        assert self.critic is not None
         return cast("Critic", self.critic.model).scorer.model
 
 
@@ -137,47 +147,60 @@ def load_models(
     """
     device = local_device()
     peers = make_peers(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
-    for model in (config.critic, config.reference):
-        if model.path is not None:
-            require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
+    models = config.used_models()
+    for model in (models[role] for role in ("critic", "reference") if role in models):
+        require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
     reward_chat = text_format(tokenizer, config.reward)
 
     updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
     actor_iterations = max(1, iterations - config.critic_warmup_steps)
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
     set_stop_tokens(actor, chat.stop_ids)
-    critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
+    critic = load_critic(config, tokenizer, device=device)
     reward, text = load_reward(config, tokenizer, reward_chat, device=device)
-    readers = {"actor": actor, "critic": critic} | ({} if text else {"reward": reward})
+    readers = {"actor": actor, "critic": critic, "reward": None if text else reward}
     for role, model in readers.items():
-        require_context(base_model(model), role, config)
+        if model is not None:
+            require_context(base_model(model), role, config)
     engine = Engine(
         Policy(actor, kernels=config.actor.kernels),
         config.actor,
         total_steps=actor_iterations * updates,
         name="actor",
     )
-    critic_engine = Engine(
-        Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
-        config.critic,
-        total_steps=iterations * updates,
-        name="critic",
-    )
+    critic_engine = None
+    if critic is not None:
+        critic_engine = Engine(
+            Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
+            config.critic,
+            total_steps=iterations * updates,
+            name="critic",
+        )
+    trained = (engine,) if critic_engine is None else (engine, critic_engine)
     return Models(
         actor=engine,
         critic=critic_engine,
         reference=load_reference(config, engine, tokenizer, device=device),
-        reward=RewardModel(reward, config.critic, text),
+        reward=RewardModel(reward, config.reward_layout, text),
         hybrid_engine=HybridEngine(
             engine,
             actor,
             peers=peers,
             resident=config.replica == "resident",
-            napping=(engine, critic_engine) if config.offload_in_generation else (),
+            napping=trained if config.offload_in_generation else (),
         ),
         tokenizer=tokenizer,
         chat=chat,
     )
+
+
+def load_critic(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
+) -> nn.Module | None:
+    """The model of the critic; None where advantages are estimated without one."""
+    if not config.has_critic:
+        return None
+    return trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
 
 
 def load_reward(
@@ -189,7 +212,7 @@ def load_reward(
 ) -> tuple[PreTrainedModel, RewardText | None]:
     """The reward model, and how it is given text where it has a chat format of its own."""
     reward = load_classifier(
-        config.reward, device=device, seed=config.seed, defer=config.critic.zero_stage == 3
+        config.reward, device=device, seed=config.seed, defer=config.reward_layout.zero_stage == 3
     )
     if chat is None:
         return reward, None

@@ -31,7 +31,7 @@ class PromptBatch:
     """This process's prompts of an iteration."""
 
     inputs: list[list[int]]
-    """Token ids."""
+    """Token ids; those of a group are equal and neighbours."""
 
     keys: list[int]
     """Of the random numbers that sample each response; no other iteration of the run has them."""
@@ -49,6 +49,9 @@ class Prompts:
     fingerprint: str
     """Of the rows that the training prompts come from."""
 
+    group_size: int
+    """Responses to each prompt."""
+
     record: PromptRecord
     """Of what this step and the earlier ones train on and hold out."""
 
@@ -63,9 +66,12 @@ class Prompts:
         return self._batch(next(rows), 1)
 
     def _batch(self, rows: Sequence[int], step: int) -> PromptBatch:
-        size = len(rows)
-        keys = share_of_rank(range((step - 1) * size, step * size))
-        return PromptBatch([self.train[row].input_ids for row in share_of_rank(rows)], list(keys))
+        group, size = self.group_size, len(rows)
+        places = share_of_rank(range((step - 1) * size, step * size))
+        return PromptBatch(
+            inputs=[self.train[row].input_ids for row in share_of_rank(rows) for _ in range(group)],
+            keys=[place * group + sample for place in places for sample in range(group)],
+        )
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
@@ -75,10 +81,11 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
         DataError: no prompt is short enough.
         ConfigError: an iteration has fewer prompts than there are processes.
     """
-    if config.rollout_size < world_size():
+    if config.prompts_per_rollout < world_size():
+        of_groups = f" in groups of {config.group_size}" if config.group_size > 1 else ""
         raise ConfigError(
-            f"ppo.rollout_size {config.rollout_size} leaves some of {world_size()} processes"
-            " without a prompt; raise it"
+            f"ppo.rollout_size {config.rollout_size}{of_groups} leaves some of {world_size()}"
+            " processes without a prompt; raise it"
         )
     data = load_step_rows(config, step=3)
     train = _encode(data.train, chat)
@@ -102,7 +109,10 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     return Prompts(
         train=short,
         held_out=held_out,
-        stream=RowStream(num_rows=len(short), batch_size=config.rollout_size, seed=config.seed),
+        stream=RowStream(
+            num_rows=len(short), batch_size=config.prompts_per_rollout, seed=config.seed
+        ),
+        group_size=config.group_size,
         fingerprint=fingerprint(data.train),
         record=data.prompts,
     )

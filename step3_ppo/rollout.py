@@ -1,10 +1,11 @@
-"""What the four models say about a batch of prompts, before any update.
+"""Responses to a batch of prompts and what the models make of them, before any update.
 
 Dimension names: B responses of this process, T response tokens (padded), K without padding.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from pipeline.data.examples import Encoded
 from pipeline.distributed import global_sums, local_device, world_size
 from pipeline.models.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
-from step3_ppo.config import PPOConfig
-from step3_ppo.losses import gae, token_rewards, whiten
+from step3_ppo.advantages import ESTIMATORS, Rewarded
+from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
+from step3_ppo.losses import token_rewards, whiten
 from step3_ppo.models import Models
 from step3_ppo.scoring import raw_scores
 
@@ -28,16 +30,17 @@ class Forward:
     """One pass of actor and critic over a process's whole rollout, with the graph to go back."""
 
     policy: TokenLogprobs
-    values: Float[Tensor, " K"]
+    values: Float[Tensor, " K"] | None
+    """None without a critic."""
 
-    def answers(self) -> dict[str, Tensor]:
-        """What the models said, without graphs."""
+    def outputs(self) -> dict[str, Tensor]:
+        """Those of the models, without graphs."""
         assert self.policy.entropy is not None
-        return {
+        outputs = {
             "logprobs": self.policy.logprobs.detach(),
             "entropy": self.policy.entropy.detach(),
-            "values": self.values.detach(),
         }
+        return outputs if self.values is None else outputs | {"values": self.values.detach()}
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Experience:
 
     ref_logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
-    values: Float[Tensor, "B T"]
-    """Value of the state before each token."""
+    values: Float[Tensor, "B T"] | None
+    """Value of the state before each token; None without a critic."""
 
     score: Float[Tensor, " B"]
     """The reward model's raw score of the whole sequence."""
@@ -77,22 +80,30 @@ class Minibatch:
 
     tokens: TokenBatch
     old_logprobs: Float[Tensor, " K"]
-    old_values: Float[Tensor, " K"]
     advantages: Float[Tensor, " K"]
-    returns: Float[Tensor, " K"]
+    lengths: Float[Tensor, " K"]
+    """Of each token: the tokens of its response."""
+
+    old_values: Float[Tensor, " K"] | None
+    returns: Float[Tensor, " K"] | None
+    """What the critic learns; both are None without a critic."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Experience with what PPO derives from it; fixed over all epochs of updates."""
+    """Experience with what is derived from it; fixed over all epochs of updates."""
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
-    """What PPO makes of the reward model's score."""
+    """The reward model's score as it counts in the reward."""
 
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
-    returns: Float[Tensor, "B T"]
+    returns: Float[Tensor, "B T"] | None
+    """What the critic learns; None without a critic."""
+
+    group_size: int = 1
+    """Responses to each prompt, which are neighbours."""
 
     def minibatch(self, rows: Sequence[int]) -> Minibatch:
         """The rows laid end to end; without rows, one that teaches nothing."""
@@ -102,12 +113,18 @@ class Rollout:
         sequences = [experience.sequences[row] for row in index.tolist()]
         if not rows:
             sequences = [Encoded.untrained(sequences[0].input_ids)]
+        lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)
+
+        def tokens_of(padded: Float[Tensor, "B T"] | None) -> Float[Tensor, " K"] | None:
+            return None if padded is None else padded[index][mask]
+
         return Minibatch(
             tokens=collate(sequences).to(local_device()),
             old_logprobs=experience.logprobs[index][mask],
-            old_values=experience.values[index][mask],
             advantages=self.advantages[index][mask],
-            returns=self.returns[index][mask],
+            lengths=lengths[mask].float(),
+            old_values=tokens_of(experience.values),
+            returns=tokens_of(self.returns),
         )
 
 
@@ -141,12 +158,12 @@ def score_responses(
     train_actor: bool = True,
     learns: bool = True,
 ) -> Experience:
-    """Ask actor, reference, critic and reward model about the responses, without dropout.
+    """Run actor, reference, critic and reward model over the responses, without dropout.
 
     Args:
-        models: all four.
+        models: all of the step.
         prompts: token ids.
-        responses: the answers to them.
+        responses: to them.
         config: settings of the step.
         train_actor: whether the first update will train the actor beside the critic.
         learns: whether an update follows at all, which may go back through this pass; without one
@@ -156,47 +173,44 @@ def score_responses(
         Encoded([*prompt, *response.ids], [False] * len(prompt) + [True] * len(response.ids))
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    answers: dict[str, list[Tensor]] = {
-        name: [torch.empty(0)] * len(sequences)
-        for name in ("logprobs", "entropy", "ref_logprobs", "values", "score")
-    }
+    outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
     reuses = learns and config.reuses_forward(processes=world_size())
     kept: Forward | None = None
     max_tokens = config.micro_batch_size * config.max_length
     for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
         rows = part or [0]
         batch = collate([sequences[row] for row in rows]).to(local_device())
-        said = _ask_frozen(models, batch, config)  # before there are graphs in memory
+        found = _of_frozen(models, batch, config)  # before there are graphs in memory
         with nullcontext() if reuses else _without_graphs(models):
             forward = _forward(models, batch, config, train_actor=train_actor)
-        said |= forward.answers()
+        found |= forward.outputs()
         kept = forward if reuses else None
         lengths = [len(responses[row].ids) for row in rows]
-        for name, answer in said.items():
-            pieces = answer.split(lengths) if name != "score" else answer.unbind()
+        for name, output in found.items():
+            pieces = output.split(lengths) if name != "score" else output.unbind()
             for row, piece in zip(rows, pieces, strict=True):
-                answers[name][row] = piece
+                outputs[name][row] = piece
     device = local_device()
     if models.reward.text:
-        answers["score"] = list(raw_scores(models, prompts, responses, config))
+        outputs["score"] = list(raw_scores(models, prompts, responses, config))
     sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
     return Experience(
         sequences=sequences,
         stopped=torch.tensor([response.stopped for response in responses], device=device),
         mask=mask,
         sampled_logprobs=sampled,
-        logprobs=pad(answers["logprobs"])[0],
-        ref_logprobs=pad(answers["ref_logprobs"])[0],
-        entropy=pad(answers["entropy"])[0],
-        values=pad(answers["values"])[0],
-        score=torch.stack(answers["score"]),
+        logprobs=pad(outputs["logprobs"])[0],
+        ref_logprobs=pad(outputs["ref_logprobs"])[0],
+        entropy=pad(outputs["entropy"])[0],
+        values=pad(outputs["values"])[0] if "values" in outputs else None,
+        score=torch.stack(outputs["score"]),
         forward=kept,
     )
 
 
-def _ask_frozen(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
-    said = {"ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature)}
-    return said if models.reward.text else said | {"score": models.reward.scores(batch)}
+def _of_frozen(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
+    found = {"ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature)}
+    return found if models.reward.text else found | {"score": models.reward.scores(batch)}
 
 
 def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_actor: bool) -> Forward:
@@ -207,19 +221,21 @@ def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_acto
             entropy=True,
             entropy_learns=config.entropy_coef > 0,
         )
-    return Forward(policy, models.critic(batch))
+    return Forward(policy, None if models.critic is None else models.critic(batch))
 
 
 @contextmanager
 def _without_graphs(models: Models) -> Iterator[None]:
-    with evaluating(models.actor.model), evaluating(models.critic.model):
+    with ExitStack() as stack:
+        for engine in models.trained.values():
+            stack.enter_context(evaluating(engine.model))
         yield
 
 
 def compute_advantages(
     experience: Experience, reward_score: Float[Tensor, " B"], config: PPOConfig, *, kl_coef: float
 ) -> Rollout:
-    """Turn the responses' rewards and their KL into token rewards, advantages and returns.
+    """Turn the responses' rewards and their KL into token rewards and advantages.
 
     Args:
         experience: the responses as the models saw them.
@@ -234,11 +250,17 @@ def compute_advantages(
     if config.whiten_rewards:
         mean, variance = global_moments(rewards, mask)
         rewards = whiten(rewards, mask, mean=mean, variance=variance, shift_mean=False)
-    advantages, returns = gae(rewards, experience.values, mask, gamma=config.gamma, lam=config.lam)
-    if config.whiten_advantages:
+    rewarded = Rewarded(
+        rewards, mask, experience.values, config.group_size, gamma=config.gamma, lam=config.lam
+    )
+    estimate = ESTIMATORS[config.advantage](rewarded)
+    advantages = estimate.advantages
+    if config.whiten_advantages and not ESTIMATOR_NEEDS[config.advantage].group:
         mean, variance = global_moments(advantages, mask)
         advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
-    return Rollout(experience, reward_score, rewards, advantages, returns)
+    return Rollout(
+        experience, reward_score, rewards, advantages, estimate.returns, config.group_size
+    )
 
 
 def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:

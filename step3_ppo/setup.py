@@ -69,7 +69,7 @@ def set_up(
     alarms = Alarms()
     checkpoints = Checkpoints(
         run,
-        engines={"actor": models.actor, "critic": models.critic},
+        engines=models.trained,
         parts={
             "stream": prompts.stream,
             "controller": kl,

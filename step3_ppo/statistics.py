@@ -35,14 +35,11 @@ def rollout_statistics(
         "entropy": experience.entropy[mask].double().sum(),
         "stopped": experience.stopped.sum(),
         "gap": gap.double().sum(),
-        "value": experience.values[mask].double().sum(),
         "repeated": float(repeated_tokens(experience)),
     }
     totals = dict(zip(sums, global_sums([float(value) for value in sums.values()]), strict=True))
     responses, tokens = totals["responses"], totals["tokens"]
     score = totals["score"] / responses
-    residual_variance = global_moments(rollout.returns - experience.values, mask)[1]
-    return_variance = global_moments(rollout.returns, mask)[1]
     return {
         "score": score,
         "score_std": max(0.0, totals["score_squares"] / responses - score**2) ** 0.5,
@@ -50,16 +47,42 @@ def rollout_statistics(
         "kl": totals["kl"] / responses,
         "kl_k3": totals["kl_k3"] / responses,
         "entropy": totals["entropy"] / tokens,
-        "value": totals["value"] / tokens,
-        "explained_variance": explained_variance(
-            residual_variance=residual_variance, return_variance=return_variance
-        ),
         "response_length": tokens / responses,
         "stop_rate": totals["stopped"] / responses,
         "repetition": totals["repeated"] / tokens,
         "rollout_gap": totals["gap"] / tokens,
         "rollout_gap_max": global_max(gap.max().item()),
+        **critic_statistics(rollout),
+        **group_statistics(rollout),
     }
+
+
+def critic_statistics(rollout: Rollout) -> dict[str, float]:
+    """The mean value of a token, and how much of the returns' variance values explain."""
+    mask, values = rollout.experience.mask, rollout.experience.values
+    if values is None or rollout.returns is None:
+        return {}
+    mean, _ = global_moments(values, mask)
+    _, residual_variance = global_moments(rollout.returns - values, mask)
+    _, return_variance = global_moments(rollout.returns, mask)
+    return {
+        "value": mean,
+        "explained_variance": explained_variance(
+            residual_variance=residual_variance, return_variance=return_variance
+        ),
+    }
+
+
+def group_statistics(rollout: Rollout) -> dict[str, float]:
+    """Mean standard deviation of a group's rewards, and the share of groups without any."""
+    if rollout.group_size == 1:
+        return {}
+    grouped = rollout.reward_score.double().view(-1, rollout.group_size)
+    is_dead = grouped.amax(dim=1) == grouped.amin(dim=1)
+    std, dead, count = global_sums(
+        [grouped.std(dim=1).sum().item(), is_dead.sum().item(), len(grouped)]
+    )
+    return {"group_std": std / count, "dead_groups": dead / count}
 
 
 def repeated_tokens(experience: Experience) -> int:

@@ -104,7 +104,8 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
     if best.step != best.last_step:
         best.restore()
     export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
-    export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
+    if models.critic is not None:
+        export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
 
 
 def main(argv: Sequence[str]) -> None:

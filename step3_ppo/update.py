@@ -1,4 +1,4 @@
-"""The updates of actor and critic on one rollout."""
+"""The updates of the actor, and of a critic, on one rollout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,16 @@ from torch import Tensor
 
 from pipeline.data.batches import local_micro_batches
 from pipeline.distributed import global_max, global_sum, global_sums, rank, world_size
+from pipeline.models.forward import TokenLogprobs
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
-from step3_ppo.losses import policy_loss, policy_ratio, value_loss
+from step3_ppo.losses import policy_ratio, value_loss
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_first_update
+from step3_ppo.policy_losses import LOSSES, TrustRegion
 from step3_ppo.ptx import PtxStream
 from step3_ppo.rollout import Forward, Minibatch, Rollout
+from step3_ppo.weights import Weighting
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,8 @@ def update_policy(
         )
         order = torch.randperm(config.rollout_size, generator=generator)
         for minibatch in order.split(config.batch_size):
-            # In order: a minibatch of all responses then is the rollout as it was scored. Slot s of
-            # the rollout is row s // W of process s % W.
-            slots = sorted(minibatch.tolist())
-            rows = [slot // world_size() for slot in slots if slot % world_size() == rank()]
+            # In order: a minibatch of all responses then is the rollout as it was scored.
+            rows = own_rows(sorted(minibatch.tolist()), group_size=config.group_size)
             update = update_minibatch(
                 models,
                 rollout,
@@ -107,6 +108,19 @@ def update_policy(
     return updates
 
 
+def own_rows(slots: Sequence[int], *, group_size: int) -> list[int]:
+    """This process's rows among these slots of a rollout.
+
+    Groups go round the processes: that of slot s is the (s // G // W)-th of process s // G % W.
+    """
+    rows: list[int] = []
+    for slot in slots:
+        group, sample = divmod(slot, group_size)
+        if group % world_size() == rank():
+            rows.append(group // world_size() * group_size + sample)
+    return rows
+
+
 def update_minibatch(
     models: Models,
     rollout: Rollout,
@@ -119,29 +133,30 @@ def update_minibatch(
 ) -> Update:
     """Learn from this process's `rows` of a minibatch that all processes share.
 
-    Every token of the minibatch weighs the same, wherever and in whichever micro-batch it lies.
+    What a token weighs does not depend on where and in which micro-batch it lies.
     `forward` is the rollout's own pass over these rows, if the models have not changed since.
     With `target_kl`, a minibatch whose approximate KL to the old policy is over 1.5 times the
     target changes nothing and says so.
     """
     lengths = [len(rollout.experience.sequences[row]) for row in rows]
     max_tokens = config.micro_batch_size * config.max_length
-    num_tokens = int(global_sum(rollout.experience.mask[list(rows)].sum().item()))
+    num_tokens, num_responses = (
+        int(total)
+        for total in global_sums(
+            [rollout.experience.mask[list(rows)].sum().item(), float(len(rows))]
+        )
+    )
+    weighting = Weighting(config.aggregate, num_tokens, num_responses, config.max_new_tokens)
     sums: dict[str, float] = {}
     maxima = {"ratio_max": 0.0, "ratio_error": 0.0}
     for part in local_micro_batches(lengths, max_tokens=max_tokens):
         minibatch = rollout.minibatch([rows[index] for index in part])
-        said = _backward(
-            models,
-            minibatch,
-            config,
-            num_tokens=num_tokens,
-            train_actor=train_actor,
-            forward=forward,
+        found = _backward(
+            models, minibatch, config, weighting, train_actor=train_actor, forward=forward
         )
         for name, largest in maxima.items():
-            maxima[name] = max(largest, said.pop(name).item())
-        for name, value in said.items():
+            maxima[name] = max(largest, found.pop(name).item())
+        for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + value.item()
 
     totals = dict(zip(sums, global_sums(list(sums.values())), strict=True))
@@ -149,13 +164,15 @@ def update_minibatch(
     metrics |= {name: global_max(largest) for name, largest in maxima.items()}
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
-        models.actor.discard()
-        models.critic.discard()
+        for engine in models.trained.values():
+            engine.discard()
         return Update(metrics, num_tokens, stopped=True)
 
-    critic = models.critic.step()
-    metrics |= {"critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
-    metrics["skipped"] = float(critic.skipped)
+    metrics["skipped"] = 0.0
+    if models.critic is not None:
+        critic = models.critic.step()
+        metrics |= {"critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
+        metrics["skipped"] += float(critic.skipped)
     if train_actor:
         if ptx is not None:
             metrics["ptx_loss"] = _backward_ptx(models, ptx, config)
@@ -169,8 +186,8 @@ def _backward(
     models: Models,
     minibatch: Minibatch,
     config: PPOConfig,
+    weighting: Weighting,
     *,
-    num_tokens: int,
     train_actor: bool,
     forward: Forward | None,
 ) -> dict[str, Tensor]:
@@ -179,56 +196,68 @@ def _backward(
     One model is through before the other begins, so that one graph is in memory, unless both are
     there already.
     """
-    clip_high = config.clip if config.clip_high is None else config.clip_high
-    entropy_learns = config.entropy_coef > 0
-    if forward is None:
-        with torch.set_grad_enabled(train_actor):
-            said = models.actor(
-                minibatch.tokens, temperature=config.temperature, entropy=entropy_learns
-            )
-    else:
-        said = forward.policy
-    actor_loss = policy_loss(
-        said.logprobs,
-        minibatch.old_logprobs,
-        minibatch.advantages,
-        clip=config.clip,
-        clip_high=clip_high,
-        dual_clip=config.dual_clip,
+    figures = _backward_policy(
+        models,
+        minibatch,
+        config,
+        weighting,
+        learns=train_actor,
+        policy=None if forward is None else forward.policy,
     )
-    objective = actor_loss
-    if entropy_learns and said.entropy is not None:
-        objective = objective - config.entropy_coef * said.entropy.sum()
-    if train_actor:
-        models.actor.backward(objective / num_tokens)
-
+    if models.critic is None:
+        return figures
+    assert minibatch.old_values is not None
+    assert minibatch.returns is not None
     values = models.critic(minibatch.tokens) if forward is None else forward.values
-    critic_loss = value_loss(
-        values, minibatch.old_values, minibatch.returns, clip=config.value_clip
-    )
-    models.critic.backward(critic_loss / num_tokens)
+    assert values is not None
+    loss = value_loss(values, minibatch.old_values, minibatch.returns, clip=config.value_clip)
+    models.critic.backward(loss / weighting.num_tokens)
+    beyond = values.new_zeros(())
+    if config.value_clip is not None:
+        beyond = ((values - minibatch.old_values).abs() > config.value_clip).sum()
+    return figures | {"value_loss": loss.detach(), "value_clip_fraction": beyond}
 
-    with torch.no_grad():
-        ratio = policy_ratio(said.logprobs, minibatch.old_logprobs)
-        beyond = torch.where(
-            minibatch.advantages > 0, ratio > 1 + clip_high, ratio < 1 - config.clip
+
+def _backward_policy(
+    models: Models,
+    minibatch: Minibatch,
+    config: PPOConfig,
+    weighting: Weighting,
+    *,
+    learns: bool,
+    policy: TokenLogprobs | None,
+) -> dict[str, Tensor]:
+    """Add the policy's gradient; `policy` is of a pass that it can go back through."""
+    region = TrustRegion(
+        config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
+    )
+    entropy_learns = config.entropy_coef > 0
+    with torch.set_grad_enabled(learns):
+        outputs: TokenLogprobs = policy or models.actor(
+            minibatch.tokens, temperature=config.temperature, entropy=entropy_learns
         )
+    logprobs, entropy = outputs.logprobs, outputs.entropy
+    advantages, weights = minibatch.advantages, weighting.of(minibatch.lengths)
+    losses = LOSSES[config.loss](logprobs, minibatch.old_logprobs, advantages, region)
+    loss = (weights * losses).sum()
+    objective = loss
+    if entropy_learns and entropy is not None:
+        objective = objective - config.entropy_coef * (weights * entropy).sum()
+    if learns:
+        models.actor.backward(objective / weighting.num_tokens)
+    with torch.no_grad():
+        ratio = policy_ratio(logprobs, minibatch.old_logprobs)
+        beyond = torch.where(advantages > 0, ratio > 1 + region.clip_high, ratio < 1 - region.clip)
+        largest = ratio.max() if len(ratio) else ratio.new_zeros(())
+        error = (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros(())
         return {
-            "policy_loss": actor_loss.detach(),
-            "value_loss": critic_loss.detach(),
+            "policy_loss": loss.detach(),
             "approx_kl": 0.5 * ratio.log().square().sum(),
             "clip_fraction": beyond.sum(),
-            "value_clip_fraction": _value_clipped(values, minibatch, config),
             "ratio_mean": ratio.sum(),
-            "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
-            "ratio_error": (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros(()),
+            "ratio_max": largest,
+            "ratio_error": error,
         }
-
-
-def _value_clipped(values: Tensor, minibatch: Minibatch, config: PPOConfig) -> Tensor:
-    if config.value_clip is None:
-        return values.new_zeros(())
-    return ((values - minibatch.old_values).abs() > config.value_clip).sum()
 
 
 def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:

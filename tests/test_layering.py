@@ -96,6 +96,22 @@ def test_rooms_of_the_pipeline_import_lower_rooms_alone() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
+def test_nothing_below_the_steps_knows_one_by_name() -> None:
+    """A step describes itself by `StepConfig.workload` and `Stage`."""
+    # They name packages, or the splits of sets on the Hub.
+    lists = {"pipeline/run.py", "pipeline/launch/probe.py", "pipeline/data/splits.py"}
+    names = STEPS | {"ppo", "step1", "step2", "step3"}
+    found = {
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sorted((ROOT / "pipeline").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+        if str(file.relative_to(ROOT)) not in lists
+    }
+
+    assert not found
+
+
 def test_no_module_imports_a_program() -> None:
     programs = {path.removesuffix(".py").replace("/", ".") for path in PROGRAMS}
     files = [file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")]

@@ -12,8 +12,9 @@ from pipeline.budget.ladder import nested
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.installation import TRAIN
 from pipeline.launch.deployment import Deployment
-from pipeline.plan.request import CommandLine, Request, Stage
+from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.resolve import step_configs
+from pipeline.plan.stage import Stage
 from pipeline.settings.plain import flatten, plain
 
 

@@ -18,7 +18,7 @@ from pipeline.launch.environment import PLANNED
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 

@@ -23,7 +23,7 @@ from pipeline.launch.environment import PLANNED
 from pipeline.launch.local import count_gpus
 from pipeline.plan.output import AUTOTUNE, MARK
 from pipeline.plan.plan import Plan
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 from pipeline.settings.plain import plain, portable
 
 TRIALS, LOGS = "trials.jsonl", "logs"
@@ -173,7 +173,7 @@ class Tuning:
             return None
         config = on_rehearsals(self.space.config(candidate), self.plan)
         machine = self.plan.machine
-        return shortage(step_memory(config, section=self.stage.section, machine=machine), machine)
+        return shortage(step_memory(config, machine=machine), machine)
 
     def _try(self, candidate: Candidate, *, number: int) -> Point:
         request = self.plan.request

@@ -7,7 +7,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from pipeline.budget.models import CountedModel
-from pipeline.budget.shape import Shape
+from pipeline.config import Generation
 from pipeline.engine.units import ROOT
 from pipeline.models.forward import context_length
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
@@ -23,11 +23,11 @@ SAMPLED = 4 * 4
 blocks, in fp32."""
 
 
-def slot_bytes(model: CountedModel, shape: Shape, *, tensor_parallel: int = 1) -> int:
+def slot_bytes(model: CountedModel, generation: Generation) -> int:
     """Keys and values of one sequence, of one of the processes that generate together."""
-    longest = min(shape.prompt_length + shape.new_tokens, context_length(model.plain))
+    longest = min(generation.prompt_length + generation.new_tokens, context_length(model.plain))
     width = -(-longest // SLOT_BLOCK) * SLOT_BLOCK + SLOT_BLOCK
-    heads = max(1, num_key_heads(model.plain) // tensor_parallel)
+    heads = max(1, num_key_heads(model.plain) // generation.tensor_parallel)
     return width * kv_bytes_per_token(model.plain, key_heads=heads)
 
 
@@ -38,7 +38,7 @@ def sampling_bytes(model: CountedModel) -> int:
     return SAMPLED * table.shape[0]
 
 
-def replica_bytes(actor: CountedModel, shape: Shape) -> int:
+def replica_bytes(actor: CountedModel, generation: Generation) -> int:
     """Copies of the weights to generate with: of what is sharded, merged or divided.
 
     Matrices of the blocks are divided among the processes that generate together.
@@ -49,13 +49,13 @@ def replica_bytes(actor: CountedModel, shape: Shape) -> int:
     total = 0
     for unit in actor.units():
         for name, param in unit.params.items():
-            divided = unit.name != ROOT and param.ndim == 2 and shape.tensor_parallel > 1
+            divided = unit.name != ROOT and param.ndim == 2 and generation.tensor_parallel > 1
             if ".lora_" not in name and (actor.is_sharded or id(param) in merged or divided):
-                total += param.nbytes // (shape.tensor_parallel if divided else 1)
+                total += param.nbytes // (generation.tensor_parallel if divided else 1)
     return total
 
 
-def turn_bytes(actor: CountedModel) -> int:
+def weight_sync_bytes(actor: CountedModel) -> int:
     """Most that making the replica takes for a while.
 
     A matrix with its adapter is added up in fp32: both, their sum and a factor. At stage 3 a unit

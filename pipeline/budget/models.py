@@ -1,7 +1,7 @@
 """The models of a step, without memory for their weights."""
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,8 +11,8 @@ from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,
     Precision,
-    StepConfig,
     TrainedModelConfig,
+    Workload,
 )
 from pipeline.errors import ModelError
 from pipeline.models.known import KNOWN
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pipeline.engine.units import UnitParams
-
-SCORERS: Mapping[str, Collection[str]] = {"reward": ("model",), "ppo": ("critic", "reward")}
-"""By the step's section the models that score; the others are language models."""
-
-SHARDED_LIKE = {"reference": "actor", "reward": "critic"}
-"""In step 3 the frozen models that are sharded as a trained one is."""
 
 
 @dataclass(frozen=True)
@@ -97,36 +91,27 @@ class CountedModel:
 
 
 def models_of(
-    config: StepConfig, origins: Mapping[str, str], *, section: str, has_gpu: bool
+    workload: Workload, origins: Mapping[str, str], *, has_gpu: bool
 ) -> list[CountedModel]:
     """The models that a step loads, in the order in which it does.
 
     Args:
-        config: the step's settings.
+        workload: what the step does.
         origins: for a directory that an earlier step has yet to fill, the model it starts from.
-        section: the step's name in files of settings: sft, reward or ppo.
         has_gpu: `auto` precision is bf16 then.
     """
     return [
         model_of(
-            settings,
+            use.settings,
             origins,
-            role=role,
+            role=use.role,
             has_gpu=has_gpu,
-            scores=role in SCORERS.get(section, ()),
-            sharded_like=_sharded_like(config, role, section),
+            scores=use.scores,
+            sharded_like=use.sharded_like,
         )
-        for role, settings in _settings_of(config)
+        for use in workload.models
+        if use.settings.path is not None
     ]
-
-
-def _settings_of(config: StepConfig) -> Iterator[tuple[str, FrozenModelConfig]]:
-    for field in fields(config):
-        model = getattr(config, field.name)
-        if isinstance(model, FrozenModelConfig):
-            model = model if model.path is not None else _stands_in(config, field.name)
-            if model is not None:
-                yield field.name, model
 
 
 def model_of(
@@ -146,23 +131,6 @@ def model_of(
     settings = replace(settings, path=source or path, precision=precision)
     module = None if source is None else _module(settings, scores=scores)
     return CountedModel(role, path, settings, module, scores, sharded_like)
-
-
-def _sharded_like(config: StepConfig, role: str, section: str) -> TrainedModelConfig | None:
-    like = SHARDED_LIKE.get(role) if section == "ppo" else None
-    trained: TrainedModelConfig | None = getattr(config, like) if like else None
-    return trained if trained is not None and trained.zero_stage == 3 else None
-
-
-def _stands_in(config: StepConfig, role: str) -> FrozenModelConfig | None:
-    """The reference is a copy of the actor, except where the actor trains adapters only."""
-    actor = getattr(config, "actor", None)
-    if role != "reference" or not isinstance(actor, TrainedModelConfig) or actor.lora:
-        return None
-    if actor.path is None:
-        return None
-    shared = {field.name: getattr(actor, field.name) for field in fields(FrozenModelConfig)}
-    return FrozenModelConfig(**shared)
 
 
 def _module(settings: FrozenModelConfig, *, scores: bool) -> "nn.Module | None":

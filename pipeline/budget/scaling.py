@@ -8,13 +8,12 @@ reaches, and the bandwidth between machines.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.budget.machine import GIB, parse_machine
 from pipeline.budget.speed import PEAK
 from pipeline.cli import run_main, say, split_options
-from pipeline.config import DataConfig, LoraConfig, StepConfig, TrainedModelConfig
+from pipeline.config import LoraConfig, ModelUse, TrainedModelConfig, Workload
 from pipeline.errors import require
 from pipeline.help import help_entry, settings_help
 from pipeline.settings.build import build_config
@@ -111,13 +110,6 @@ class Scaled:
     are in one machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Training(StepConfig):
-    """A step that trains one language model, as step 1 does."""
-
-    model: TrainedModelConfig
-
-
 def scale(config: ScalingConfig) -> Iterator[Scaled]:
     """Each number of GPUs at each stage.
 
@@ -127,7 +119,7 @@ def scale(config: ScalingConfig) -> Iterator[Scaled]:
     import torch
 
     from pipeline.budget.flops import model_flops
-    from pipeline.budget.step import step_memory
+    from pipeline.budget.step import workload_memory
     from pipeline.engine.volumes import step_volumes
 
     model = _module(config)
@@ -139,14 +131,17 @@ def scale(config: ScalingConfig) -> Iterator[Scaled]:
         machine = replace(parse_machine(f"{each}x{config.card}"), world=gpus)
         for stage in config.stages:
             settings = replace(_settings(config), zero_stage=stage)
-            step = _Training(
-                output_dir=Path("out"),
-                model=settings,
-                data=DataConfig(max_length=config.length),
+            workload = Workload(
+                world=gpus,
+                models=(ModelUse(role="model", settings=settings, keeps_best=True),),
+                iteration_rows=config.micro_batches * gpus,
                 batch_size=config.micro_batches * gpus,
                 micro_batch_size=1,
+                length=config.length,
+                targets=config.length - 1,
+                uniform=True,
             )
-            memory = step_memory(step, section="sft", machine=machine)
+            memory = workload_memory(workload, machine=machine)
             moved = step_volumes(
                 model,
                 settings,

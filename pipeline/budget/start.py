@@ -35,7 +35,7 @@ def check_memory(config: StepConfig, *, section: str) -> None:
     from pipeline.budget.text import line, there
 
     def count(config: StepConfig, machine: Machine) -> StepMemory:
-        return step_memory(config, section=section, machine=machine)
+        return step_memory(config, machine=machine)
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))

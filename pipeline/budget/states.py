@@ -6,8 +6,8 @@ import torch
 
 from pipeline.budget.machine import Machine
 from pipeline.budget.models import CountedModel
-from pipeline.budget.shape import Shape
 from pipeline.budget.table import Item, Place
+from pipeline.config import Workload
 from pipeline.engine.predict import KINDS, offloaded, predict, state_vectors, streamed
 
 PLACES: Mapping[str, Place] = {"cpu": "host", "nvme": "disk"}
@@ -18,26 +18,30 @@ def device_of(machine: Machine) -> torch.device:
     return torch.device("cuda" if machine.has_gpu else "cpu")
 
 
-def engine_bytes(model: CountedModel, shape: Shape, machine: Machine) -> Mapping[str, int]:
+def engine_bytes(model: CountedModel, workload: Workload, machine: Machine) -> Mapping[str, int]:
     """Bytes of a process by the kinds of `pipeline.engine.predict`."""
     if model.engine is None:
         return dict.fromkeys(KINDS, 0) | {"weights": model.weight_bytes}
     sizes = predict(
         model.present,
         model.engine,
-        world=shape.world,
+        world=workload.world,
         device=device_of(machine),
-        micro_batches=shape.passes(model.role),
+        micro_batches=workload.passes(model.role),
     )
     kept = KINDS if model.trained is not None else ("weights", "gathered")
     return dict.fromkeys(KINDS, 0) | {kind: sizes[kind] for kind in kept}
 
 
-def sums_directly(model: CountedModel, shape: Shape, machine: Machine) -> bool:
+def sums_directly(model: CountedModel, workload: Workload, machine: Machine) -> bool:
     """Whether the first pass of an optimizer step writes its gradients into the sums themselves."""
     assert model.engine is not None
     sizes = predict(
-        model.present, model.engine, world=shape.world, device=device_of(machine), micro_batches=1
+        model.present,
+        model.engine,
+        world=workload.world,
+        device=device_of(machine),
+        micro_batches=1,
     )
     return sizes["gradient_buffers"] == 0
 
@@ -53,31 +57,32 @@ def places_of(model: CountedModel, machine: Machine) -> Mapping[str, Place]:
 def held(
     model: CountedModel,
     sizes: Mapping[str, int],
-    shape: Shape,
+    workload: Workload,
     machine: Machine,
     *,
-    kinds: tuple[str, ...] = ("weights", "masters", "moments"),
-    napping: frozenset[str] = frozenset(),
+    kinds: tuple[str, ...],
+    moved: frozenset[str],
 ) -> Iterator[Item]:
-    """Items of a model that stay; those of the `napping` kinds in main memory for a while.
+    """Items of a model that stay; those of the `moved` kinds in main memory for a while.
 
     `sizes` are its `engine_bytes`.
     """
     places = places_of(model, machine)
     for kind in kinds:
         place = places.get(kind, "device")
-        asleep = kind in napping and place == "device" and machine.has_gpu
-        yield Item(kind, model.role, sizes[kind], "host" if asleep else place)
+        is_moved = kind in moved and place == "device" and machine.has_gpu
+        yield Item(kind, model.role, sizes[kind], "host" if is_moved else place)
     beside: Place = "host" if machine.has_gpu else "device"
     if model.engine is not None:
-        passing = streamed(model.present, model.engine, world=shape.world)
+        passing = streamed(model.present, model.engine, world=workload.world)
         yield Item("streaming", model.role, passing, beside)
     if model.trained is None or "moments" not in kinds:
         return
     vectors = state_vectors(model.trained.optim)
     own = sizes["moments"] // vectors if vectors else sizes["masters"]
-    if shape.averages and model.role == "actor":
+    use = workload.model(model.role)
+    if use.keeps_average:
         place = places.get("masters", "device")
         yield Item("ema", model.role, own, "host" if place == "disk" else place)
-    if shape.keeps_best(model.role):
+    if use.keeps_best:
         yield Item("best", model.role, own, beside)

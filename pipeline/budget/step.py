@@ -14,43 +14,44 @@ from pipeline.budget.generation import (
     replica_bytes,
     sampling_bytes,
     slot_bytes,
-    turn_bytes,
+    weight_sync_bytes,
 )
 from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.meter import PassBytes
 from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
-from pipeline.budget.shape import Shape
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
-from pipeline.config import StepConfig
+from pipeline.config import Generation, StepConfig, Workload
 
 RUNTIME_GPU = 768 * 2**20
 """Of a GPU before it holds a tensor: CUDA's context, the libraries' kernels and workspaces."""
-
-LATE = {"reward": ("actor",), "ppo": ("base",)}
-"""By the step's section the models that are there only while they answer."""
 
 OPTIONAL = ("compare",)
 """Phases that a step leaves out where they don't fit."""
 
 
 def step_memory(
-    config: StepConfig, *, section: str, machine: Machine, origins: Mapping[str, str] | None = None
+    config: StepConfig, *, machine: Machine, origins: Mapping[str, str] | None = None
 ) -> StepMemory:
     """The bytes of a step on such machines; nothing is allocated.
 
     Args:
         config: the step's settings.
-        section: the step's name in files of settings: sft, reward or ppo.
         machine: what it runs on.
         origins: for a directory that an earlier step has yet to fill, the model it starts from.
     """
-    models = models_of(config, origins or {}, section=section, has_gpu=machine.has_gpu)
+    return workload_memory(config.workload(machine.world), machine=machine, origins=origins)
+
+
+def workload_memory(
+    workload: Workload, *, machine: Machine, origins: Mapping[str, str] | None = None
+) -> StepMemory:
+    """As `step_memory`, of what a step does rather than of its settings."""
+    models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     counted = tuple(model for model in models if model.module is not None)
-    shape = Shape(config, section, machine.world)
-    sizes = {model.role: engine_bytes(model, shape, machine) for model in counted}
-    step = _Step(shape, machine, counted, sizes)
+    sizes = {model.role: engine_bytes(model, workload, machine) for model in counted}
+    step = _Step(workload, machine, counted, sizes)
     phases = tuple(
         Phase(name, (*step.runtime(), *items), optional=name in OPTIONAL)
         for name, items in step.phases().items()
@@ -69,7 +70,7 @@ def step_memory(
 class _Step:
     """A step whose phases are being put together."""
 
-    shape: Shape
+    workload: Workload
     machine: Machine
     models: tuple[CountedModel, ...]
     sizes: Mapping[str, Mapping[str, int]]
@@ -79,15 +80,16 @@ class _Step:
 
     def phases(self) -> dict[PhaseName, list[Item]]:
         """In the order in which they come first."""
+        generation = self.workload.generation
         phases: dict[PhaseName, list[Item]] = {"load": list(self.load())}
-        if self.shape.section == "ppo":
-            phases["generate"] = list(self.generate("actor"))
+        if generation is not None and generation.phase == "each iteration":
+            phases["generate"] = list(self.generate(generation))
         phases["score"] = list(self.score())
         phases["train"] = list(self.train())
-        if self.shape.section == "reward" and self.of("actor") is not None:
-            phases["generate"] = list(self.generate("actor"))
-        if self.of("base") is not None:
-            phases["compare"] = list(self.compare())
+        if generation is not None and "generate" not in phases and self.of(generation.role):
+            phases["generate"] = list(self.generate(generation))
+        for model in self.compared:
+            phases["compare"] = list(self.compare(model))
         return phases
 
     def of(self, role: str) -> CountedModel | None:
@@ -103,20 +105,28 @@ class _Step:
     @property
     def present(self) -> list[CountedModel]:
         """The models that are there all the time."""
-        late = LATE.get(self.shape.section, ())
-        return [model for model in self.models if model.role not in late]
+        return [model for model in self.models if not self.workload.model(model.role).phase_only]
+
+    @property
+    def compared(self) -> list[CountedModel]:
+        """The models that come to generate beside the others when the step is done."""
+        generation = self.workload.generation
+        return [
+            model
+            for model in self.models
+            if model not in self.present and generation and model.role != generation.role
+        ]
+
+    @property
+    def keeps_replica(self) -> bool:
+        """Whether the weights that generate stay in memory."""
+        return self.workload.generation is not None and self.workload.generation.keeps_replica
 
     def load(self) -> Iterator[Item]:
         """Each model is read in main memory first, and laid out unit by unit in flat vectors."""
         for model in self.present:
             alone = frozenset({model.role})
-            yield from held(
-                model,
-                self.sizes[model.role],
-                self.shape,
-                self.machine,
-                kinds=("weights", "masters"),
-            )
+            yield from self.held(model, kinds=("weights", "masters"))
             if self.machine.has_gpu and not model.is_sharded:
                 yield Item("weights", model.role, model.weight_bytes, "host", alone)
             if model.engine is not None:
@@ -126,21 +136,23 @@ class _Step:
     def train(self) -> Iterator[Item]:
         """The models that learn take their turns in each micro-batch, and are updated together."""
         for model in self.present:
-            yield from held(model, self.sizes[model.role], self.shape, self.machine)
-        if self.shape.keeps_replica:
+            yield from self.held(model)
+        if self.keeps_replica:
             yield from self.replica()
         trained = [model for model in self.present if model.trained is not None]
         after = later = frozenset({"update"})
-        if self.shape.micro_batches > 1:  # sums of all are there while each works on the next one
+        if (
+            self.workload.micro_batches > 1
+        ):  # sums of all are there while each works on the next one
             after = after.union(*(_moments(model.role) for model in trained))
         for model in reversed(trained):
-            if self.shape.has_ptx and model.role == "actor":
+            if self.learns_from_texts(model):
                 after |= _moments("texts")
                 later |= _moments("texts")
             yield from self.gradients(model, after, later)
             after |= _moments(model.role)
             later |= _moments(model.role)
-        if self.shape.reuses_forward and len(trained) > 1:
+        if self.workload.reuses_forward and len(trained) > 1:
             yield from self.waiting(*trained)
 
     def waiting(self, first: CountedModel, second: CountedModel) -> Iterator[Item]:
@@ -177,12 +189,14 @@ class _Step:
         place = places_of(model, self.machine).get("gradients", "device")
         on_the_way = frozenset({f"{model.role} blocks", f"{model.role} head"})
         backward = frozenset({f"{model.role} backward"})
-        accumulates = self.shape.passes(model.role) > 1
+        accumulates = self.workload.passes(model.role) > 1
         from_then = after | backward | (on_the_way if accumulates else frozenset())
         yield Item("gradients", model.role, sizes["gradients"], place, from_then)
         root = 4 * sum(each.numel() for each in _trained_root(model))
         buffers = after | on_the_way | backward
-        if self.shape.passes(model.role) == 2 and sums_directly(model, self.shape, self.machine):
+        if self.workload.passes(model.role) == 2 and sums_directly(
+            model, self.workload, self.machine
+        ):
             # They come with the second backward pass, which begins with the root.
             head = frozenset({f"{model.role} head"})
             buffers = later | backward | on_the_way - head
@@ -190,8 +204,8 @@ class _Step:
         yield Item("gradient_buffers", model.role, sizes["gradient_buffers"], moments=buffers)
         yield from self.passing(model, self.training(model), backward=not accumulates)
         if not accumulates:  # sums grow as activations go: the highest moment is at either end
-            yield Item("gradients", model.role, root // self.shape.world, place, on_the_way)
-        if self.shape.has_ptx and model.role == "actor":
+            yield Item("gradients", model.role, root // self.workload.world, place, on_the_way)
+        if self.learns_from_texts(model):
             yield from self.passing(model, self.reading_texts(model), during="texts")
 
     def passing(
@@ -213,64 +227,78 @@ class _Step:
             yield Item("activations", model.role, taken.tail, moments=last)
 
     def score(self) -> Iterator[Item]:
-        """Questions without gradients: evaluation, and in step 3 experience."""
+        """Passes without gradients: evaluation, and the scoring of responses."""
         for model in self.present:
-            yield from held(model, self.sizes[model.role], self.shape, self.machine)
+            yield from self.held(model)
             yield from self.passing(model, self.asking(model))
-        if self.shape.keeps_replica:
+        if self.keeps_replica:
             yield from self.replica()
 
-    def generate(self, role: str) -> Iterator[Item]:
-        """Answers of the actor: what it needs beside all that stays."""
+    def generate(self, generation: Generation) -> Iterator[Item]:
+        """What the model that generates needs beside all that stays."""
         for model in self.models:
-            if model.role == "base":
+            if model in self.compared:
                 continue
             kinds = frozenset({"masters", "moments"})
-            if model.role != role or model.is_sharded:  # else the replica reads them where they are
-                kinds |= {"weights"}
-            napping = kinds if self.shape.naps and model.trained is not None else frozenset()
-            yield from held(
-                model, self.sizes[model.role], self.shape, self.machine, napping=napping
-            )
-        actor = self.of(role)
+            if model.role != generation.role or model.is_sharded:
+                kinds |= {"weights"}  # else the replica reads them where they are
+            moves = generation.offloads_training and model.trained is not None
+            yield from self.held(model, moved=kinds if moves else frozenset())
+        actor = self.of(generation.role)
         if actor is None:
             return
         yield from self.replica()
-        yield Item("gathered", role, turn_bytes(actor), moments=frozenset({"replica"}))
-        yield from self.answers(actor, tensor_parallel=self.shape.tensor_parallel)
+        syncing = frozenset({"replica"})
+        yield Item("gathered", actor.role, weight_sync_bytes(actor), moments=syncing)
+        yield from self.responses(actor, generation)
 
-    def compare(self) -> Iterator[Item]:
-        """Answers of the base model, which comes whole beside all that stays."""
+    def compare(self, base: CountedModel) -> Iterator[Item]:
+        """Responses of a model that comes whole beside all that stays."""
         for model in self.models:
-            yield from held(model, self.sizes[model.role], self.shape, self.machine)
-        if self.shape.keeps_replica:
+            yield from self.held(model)
+        if self.keeps_replica:
             yield from self.replica()
-        base = self.of("base")
-        assert base is not None
         if self.machine.has_gpu:
             reading = frozenset({"load"})
-            yield Item("weights", "base", base.weight_bytes, "host", reading)
-        yield from self.answers(base)
+            yield Item("weights", base.role, base.weight_bytes, "host", reading)
+        assert self.workload.generation is not None
+        yield from self.responses(base, replace(self.workload.generation, tensor_parallel=1))
 
-    def answers(self, model: CountedModel, *, tensor_parallel: int = 1) -> Iterator[Item]:
-        """What a model takes to answer, beside its weights."""
-        answering = frozenset({"answers"})
+    def responses(self, model: CountedModel, generation: Generation) -> Iterator[Item]:
+        """What a model takes to generate, beside its weights."""
+        generating = frozenset({"answers"})
         for kind, each in (
-            ("kv_cache", slot_bytes(model, self.shape, tensor_parallel=tensor_parallel)),
+            ("kv_cache", slot_bytes(model, generation)),
             ("logits", sampling_bytes(model)),
         ):
-            yield Item(kind, model.role, self.shape.slots * each, moments=answering, least=each)
-        length = min(self.shape.prompt_length, PREFILL)
-        count = max(1, min(PREFILL // length, self.shape.slots))
+            yield Item(kind, model.role, generation.slots * each, moments=generating, least=each)
+        length = min(generation.prompt_length, PREFILL)
+        count = max(1, min(PREFILL // length, generation.slots))
         taken = self.measured(model, Pass(Rows(count, length, 0), "read"))
         if taken is not None:
-            yield Item("activations", model.role, taken.peak, moments=answering)
+            yield Item("activations", model.role, taken.peak, moments=generating)
 
     def replica(self) -> Iterator[Item]:
-        """The copy of the actor that generates."""
-        for model in self.models:
-            if model.role == "actor":
-                yield Item("replica", model.role, replica_bytes(model, self.shape))
+        """The copy of the weights that generates."""
+        generation = self.workload.generation
+        actor = None if generation is None else self.of(generation.role)
+        if generation is not None and actor is not None:
+            yield Item("replica", actor.role, replica_bytes(actor, generation))
+
+    def held(
+        self,
+        model: CountedModel,
+        *,
+        kinds: tuple[str, ...] = ("weights", "masters", "moments"),
+        moved: frozenset[str] = frozenset(),
+    ) -> Iterator[Item]:
+        """What of a model stays through a phase."""
+        sizes = self.sizes[model.role]
+        return held(model, sizes, self.workload, self.machine, kinds=kinds, moved=moved)
+
+    def learns_from_texts(self, model: CountedModel) -> bool:
+        """Whether it has passes over texts beside those of the step."""
+        return self.workload.model(model.role).text_length is not None
 
     def measured(self, model: CountedModel, how: Pass) -> PassBytes | None:
         """What a pass takes; None where the model's code can't be followed."""
@@ -287,7 +315,7 @@ class _Step:
 
     def micro_batch(self) -> Rows:
         """The largest that the step makes."""
-        return Rows(self.shape.sequences, self.shape.length, self.shape.targets)
+        return Rows(self.workload.sequences, self.workload.length, self.workload.targets)
 
     def training(self, model: CountedModel) -> Pass:
         """How a model that learns is run."""
@@ -300,19 +328,20 @@ class _Step:
             scores=model.scores,
             gpu=self.machine.has_gpu,
             kernels=engine.kernels,
-            uniform=self.shape.section == "sft",
-            entropy=self.shape.counts_entropy,
-            temperature=self.shape.temperature,
+            uniform=self.workload.uniform,
+            entropy=self.workload.learns_entropy,
+            temperature=self.workload.temperature,
             checkpoint_every=engine.checkpoint_every if engine.gradient_checkpointing else None,
-            narrow=self.shape.world > 1 and shared,
+            narrow=self.workload.world > 1 and shared,
         )
 
     def reading_texts(self, model: CountedModel) -> Pass:
-        """How the actor is run for the language-model loss beside PPO."""
-        length = self.shape.config.data.max_length
+        """How a model is run for the language-model loss beside the step's own."""
+        length = self.workload.model(model.role).text_length
+        assert length is not None
         return replace(
             self.training(model),
-            rows=Rows(self.shape.rows, length, length - 1),
+            rows=Rows(self.workload.rows, length, length - 1),
             uniform=True,
             entropy=False,
             temperature=1.0,
@@ -327,8 +356,8 @@ class _Step:
             scores=model.scores,
             gpu=self.machine.has_gpu,
             kernels="auto" if like is None else like.kernels,
-            entropy=(self.shape.section, model.role) == ("ppo", "actor"),
-            temperature=self.shape.temperature,
+            entropy=self.workload.model(model.role).scores_entropy,
+            temperature=self.workload.temperature,
         )
 
 

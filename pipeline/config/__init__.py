@@ -14,6 +14,7 @@ from pipeline.config.model import (
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
 from pipeline.config.step import SaveInterval, StepConfig, Tracker, affects_result
+from pipeline.config.workload import Generation, ModelUse, Workload
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "LORA_RATE",
     "DataConfig",
     "FrozenModelConfig",
+    "Generation",
     "Kernels",
     "LoraConfig",
     "LossScaleConfig",
+    "ModelUse",
     "OffloadConfig",
     "OptimConfig",
     "Precision",
@@ -32,6 +35,7 @@ __all__ = [
     "StepConfig",
     "Tracker",
     "TrainedModelConfig",
+    "Workload",
     "ZeroConfig",
     "affects_result",
     "check_split",

@@ -1,12 +1,15 @@
 """Settings that every step has, and those that may change while a run is interrupted."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 from pipeline.config.data import DataConfig
+from pipeline.config.model import FrozenModelConfig
+from pipeline.config.workload import Workload
 from pipeline.errors import require
 
 Tracker = Literal["tensorboard", "wandb"]
@@ -115,6 +118,19 @@ class StepConfig:
         require(self.keep_last >= 2, f"keep_last must be at least 2, got {self.keep_last}")
         if self.save_every is not None:
             SaveInterval.parse(self.save_every)
+
+    def used_models(self) -> Mapping[str, FrozenModelConfig]:
+        """The models that the step loads, by the field that names them."""
+        models = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            role: model
+            for role, model in models.items()
+            if isinstance(model, FrozenModelConfig) and model.path is not None
+        }
+
+    def workload(self, world: int) -> Workload:
+        """What the step does on each of so many processes."""
+        raise NotImplementedError
 
     @property
     def save_interval(self) -> SaveInterval | None:

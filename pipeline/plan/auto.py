@@ -14,15 +14,15 @@ from pipeline.budget.division import divisions
 from pipeline.budget.fit import shortage
 from pipeline.budget.ladder import Settings, micro_batches, nested, of_models, rungs
 from pipeline.budget.machine import Machine
-from pipeline.budget.shape import Shape
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import StepMemory
 from pipeline.budget.text import there
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError, ModelError, require
 from pipeline.plan.memory import origins_of
-from pipeline.plan.request import CommandLine, Stage
+from pipeline.plan.request import CommandLine
 from pipeline.plan.resolve import step_config, step_configs
+from pipeline.plan.stage import Stage
 from pipeline.settings.build import Layer
 
 ENOUGH = 2048
@@ -72,7 +72,7 @@ class _Choice:
             raise ModelError(
                 f"--plan auto can't choose for step {self.stage.number}: {memory.unknown[0]}"
             )
-        length = Shape(config, self.stage.section, self.machine.world).length
+        length = config.workload(self.machine.world).length
         most = max(1, min(-(-config.batch_size // self.machine.world), MOST // length))
         best: Settings = {}
         best_size = 0
@@ -116,8 +116,9 @@ class _Choice:
         return None
 
     def variants(self, settings: Settings) -> Iterator[Settings]:
-        """In step 3 ways to generate, the fastest first: by as few processes together as fit."""
-        if self.stage.section != "ppo":
+        """Ways to generate, the fastest first: by as few processes together as fit."""
+        config, _ = self.with_settings({})
+        if not config.workload(self.machine.world).generates_first:
             yield settings
             return
         for naps in (False, True) if self.machine.has_gpu else (False,):
@@ -135,16 +136,16 @@ class _Choice:
         return divisions(config, processes=self.machine.processes, origins=self.origins)
 
     def answers(self, config: StepConfig, memory: StepMemory) -> Settings:
-        """In step 3 the answers at once that the keys and values have room for."""
-        if self.stage.section != "ppo":
+        """The responses at once that the keys and values have room for."""
+        generation = config.workload(self.machine.world).generation
+        if generation is None or generation.phase != "each iteration":
             return {}
-        shape = Shape(config, "ppo", self.machine.world)
         generate = next(phase for phase in memory.phases if phase.name == "generate")
         least = [item for item in generate.items if item.least is not None]
         taken = generate.least().peak("device") - sum(item.least or 0 for item in least)
         room = self.tight.gpu_bytes or (self.tight.host_bytes or 0) // self.machine.processes
         count = (room - taken) // sum(item.least or 0 for item in least)
-        return {"generation_batch_size": max(1, min(count, shape.answers))}
+        return {"generation_batch_size": max(1, min(count, generation.most_at_once))}
 
     def with_settings(self, settings: Settings) -> tuple[StepConfig, StepMemory]:
         """The step's settings with these below the user's, and what it takes then."""
@@ -155,9 +156,7 @@ class _Choice:
             world=self.machine.world,
             chosen=Layer(nested(settings), "--plan auto"),
         )
-        memory = step_memory(
-            config, section=self.stage.section, machine=self.machine, origins=self.origins
-        )
+        memory = step_memory(config, machine=self.machine, origins=self.origins)
         return config, memory
 
     @property

@@ -6,7 +6,7 @@ format of that step. Nothing but tokenizers is loaded.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.plan.inputs import is_local
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,10 +131,5 @@ def _is_cached(name: str) -> bool:
 
 def _models(config: StepConfig) -> Iterator[tuple[str, FrozenModelConfig]]:
     """The step's models whose tokens must be the same, the one that learns first."""
-    models = [(each.name, getattr(config, each.name)) for each in fields(config)]
-    present = [
-        (name, model)
-        for name, model in models
-        if isinstance(model, FrozenModelConfig) and model.path is not None and name != LATE
-    ]
+    present = [(role, model) for role, model in config.used_models().items() if role != LATE]
     yield from sorted(present, key=lambda each: not isinstance(each[1], TrainedModelConfig))

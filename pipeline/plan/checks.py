@@ -19,7 +19,7 @@ from pipeline.plan.chats import Chats, is_here
 from pipeline.plan.inputs import is_local, model_paths
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview, count_tokens, read_rows
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 from pipeline.trackers import require_trackers
 
 
@@ -141,7 +141,7 @@ def _chat(plan: Plan, stage: Stage, chats: Chats, previews: dict[str, Preview]) 
     preview = previews.get(stage.name)
     if chat is not None and preview is not None and preview.data is not None:
         config = plan.configs[stage.name]
-        tokens = count_tokens(preview.data, config, chat, step=stage.number)
+        tokens = count_tokens(preview.data, config, chat, stage)
         previews[stage.name] = replace(preview, tokens=tokens)
 
 

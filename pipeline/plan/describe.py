@@ -15,7 +15,7 @@ from pipeline.plan.inputs import model_paths
 from pipeline.plan.memory import chosen_settings, crowded, memory_of, refusals
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview, rows_of_a_step
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 from pipeline.settings.plain import as_options
 
 WIDTH = 100

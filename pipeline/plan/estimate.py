@@ -8,19 +8,15 @@ answers will be, is taken from the settings.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
-from pipeline.budget.machine import Machine
 from pipeline.budget.models import CountedModel, models_of
-from pipeline.budget.shape import Shape
 from pipeline.budget.speed import CpuSpeed, Speed, Work, gpu_speed
-from pipeline.config import StepConfig
+from pipeline.config import Generation, StepConfig, Workload
 from pipeline.launch.local import gpu_names, share_of_cores
 from pipeline.plan.memory import origins_of
 from pipeline.plan.plan import Plan
-from pipeline.plan.preview import Preview, rows_of_a_step
-from pipeline.plan.request import Stage
+from pipeline.plan.preview import Preview
+from pipeline.plan.stage import Stage
 
 ANSWERED = 0.6
 """Of the longest response that settings allow, the length of one on the average."""
@@ -62,15 +58,13 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, speed: Speed) -> Estima
         return "not known before the rows are read"
     if preview.tokens is None or steps is None:
         return "not known before the tokenizer is there"
-    models = models_of(
-        config, origins_of(plan.configs), section=stage.section, has_gpu=plan.machine.has_gpu
-    )
+    workload = config.workload(plan.machine.world)
+    models = models_of(workload, origins_of(plan.configs), has_gpu=plan.machine.has_gpu)
     work = {model.role: _work(model) for model in models if model.module is not None}
     if len(work) < len(models):
         return "not known before the models are there"
-    count = _Count(config, stage.section, plan.machine, work, preview, speed)
-    of_step = {"sft": count.sft, "reward": count.reward}.get(stage.section, count.ppo)
-    return Estimate(START + preview.seconds + of_step(steps), speed.spread)
+    counted = _Count(config, workload, work, preview, speed)
+    return Estimate(START + preview.seconds + counted.seconds(steps), speed.spread)
 
 
 @dataclass(frozen=True)
@@ -78,19 +72,14 @@ class _Count:
     """The passes of one process."""
 
     config: StepConfig
-    section: str
-    machine: Machine
+    workload: Workload
     work: Mapping[str, Work]
     preview: Preview
     speed: Speed
 
-    @cached_property
-    def shape(self) -> Shape:
-        return Shape(self.config, self.section, self.machine.world)
-
     @property
     def row(self) -> float:
-        """Tokens of a row."""
+        """Tokens of a row of the data."""
         assert self.preview.tokens is not None
         return self.preview.tokens.row
 
@@ -102,88 +91,76 @@ class _Count:
 
     @property
     def held_out(self) -> int:
+        """Held-out rows of a process."""
         assert self.preview.data is not None
-        return -(-len(self.preview.data.eval) // self.machine.world)
+        return -(-len(self.preview.data.eval) // self.workload.world)
 
-    def sft(self, steps: int) -> float:
-        """Every process encodes all rows of a step, and computes its share."""
-        model = self.work["model"]
-        return (
-            steps * self._train(model, rows=self.shape.share, sequences=1)
-            + steps * (self.config.batch_size * self.encoding + self.speed.update(model))
-            + self._evaluations(steps) * self._ask(model, rows=self.held_out, sequences=1)
+    def seconds(self, steps: int) -> float:
+        """Of so many iterations and the evaluations beside them."""
+        generation = self.workload.generation
+        rows = -(-self.workload.iteration_rows // self.workload.world)
+        seconds = steps * self._learning(rows)
+        if self.workload.generates_first:
+            assert generation is not None
+            # Greedy and sampled responses to the held-out prompts, before and after; the base's
+            # once.
+            compared = 1 + 4 * self._evaluations(steps) / 2
+            seconds += steps * (self._generate(generation, rows, self.row) + self._scoring(rows))
+            return seconds + compared * self._generate(generation, self.held_out, self.row)
+        # Every process encodes all rows of a step, and computes its share.
+        seconds += steps * self.workload.iteration_rows * self.encoding
+        seconds += self._evaluations(steps) * self._evaluation()
+        if generation is not None and generation.role in self.work:
+            # A row has two sequences, of each of which the prompt is about a half.
+            seconds += self._generate(generation, generation.count, self.row / 4)
+        return seconds
+
+    def _learning(self, rows: int) -> float:
+        """Passes over an iteration's rows of all models that learn, and their updates."""
+        batches = -(-self.workload.iteration_rows // self.workload.batch_size)
+        learning = 0.0
+        for model in self.workload.models:
+            if model.learns:
+                work = self.work[model.role]
+                learning += self._passes(work, rows, learns=True)
+                learning += batches * self.speed.update(work)
+        return self.workload.epochs * learning
+
+    def _scoring(self, rows: int) -> float:
+        """Passes without gradients over an iteration's responses."""
+        return sum(
+            model.scored * self._passes(self.work[model.role], rows)
+            for model in self.workload.models
+            if model.role in self.work
         )
 
-    def reward(self, steps: int) -> float:
-        """Pairs; in the end the actor's answers are scored."""
-        model, actor = self.work["model"], self.work.get("actor")
-        settings: Any = self.config
-        seconds = (
-            steps * self._train(model, rows=self.shape.share, sequences=2)
-            + steps * (self.config.batch_size * self.encoding + self.speed.update(model))
-            + self._evaluations(steps) * self._ask(model, rows=self.held_out, sequences=2)
-        )
-        prompts = -(-settings.normalization_prompts // self.machine.world)
-        return seconds + (0 if actor is None else self._generate(actor, prompts, self.row / 4))
-
-    def ppo(self, steps: int) -> float:
-        """Each iteration answers, scores, and learns from what it scored."""
-        settings: Any = self.config
-        actor, critic = self.work["actor"], self.work["critic"]
-        rows = -(-rows_of_a_step(self.config) // self.machine.world)
-        whole = self.row + ANSWERED * settings.max_new_tokens
-        passes = float(-(-rows // self.config.micro_batch_size))
-
-        def asked(role: str) -> float:
-            model = self.work.get(role, actor)
-            return self.speed.forward(model, tokens=rows * whole, length=whole, passes=passes)
-
-        experience = sum(map(asked, ("actor", "reference", "critic", "reward")))
-        learning = settings.ppo_epochs * sum(
-            self.speed.train(model, tokens=rows * whole, length=whole, passes=passes)
-            for model in (actor, critic)
-        )
-        minibatches = settings.ppo_epochs * -(-rows_of_a_step(self.config) // settings.batch_size)
-        updates = minibatches * (self.speed.update(actor) + self.speed.update(critic))
-        answers = self._generate(actor, rows, self.row)
-        # Greedy and sampled answers to the held-out prompts, before and after; the base's once.
-        compared = (1 + 4 * self._evaluations(steps) / 2) * self._generate(
-            actor, self.held_out, self.row
-        )
-        return steps * (answers + experience + learning + updates) + compared
+    def _evaluation(self) -> float:
+        """Passes of the model that learns over the held-out rows, which are encoded each time."""
+        work = next(self.work[model.role] for model in self.workload.models if model.learns)
+        return self.held_out * self.encoding + self._passes(work, self.held_out)
 
     def _evaluations(self, steps: int) -> int:
         every = self.config.eval_every
         return 2 + (steps // every if every else 0)
 
-    def _train(self, model: Work, *, rows: int, sequences: int) -> float:
-        """One optimizer step; micro-batches are filled by tokens, not by rows."""
-        tokens = rows * self.row
-        return self.speed.train(
-            model,
-            tokens=tokens,
-            length=self.row / sequences,
-            passes=self._passes(tokens, sequences),
-        )
+    def _passes(self, work: Work, rows: int, *, learns: bool = False) -> float:
+        """Over rows with their responses; micro-batches are filled by tokens, not by rows."""
+        workload = self.workload
+        sequences = workload.sequences_per_row
+        row = self.row
+        if workload.generates_first and workload.generation is not None:
+            row += ANSWERED * workload.generation.new_tokens
+        most = workload.micro_batch_size * workload.length * sequences
+        passes = float(max(1, math.ceil(rows * row / most)))
+        run = self.speed.train if learns else self.speed.forward
+        return run(work, tokens=rows * row, length=row / sequences, passes=passes)
 
-    def _ask(self, model: Work, *, rows: int, sequences: int) -> float:
-        tokens = rows * self.row
-        return rows * self.encoding + self.speed.forward(
-            model,
-            tokens=tokens,
-            length=self.row / sequences,
-            passes=self._passes(tokens, sequences),
-        )
-
-    def _passes(self, tokens: float, sequences: int) -> float:
-        most = self.config.micro_batch_size * self.config.data.max_length * sequences
-        return float(max(1, math.ceil(tokens / most)))
-
-    def _generate(self, model: Work, prompts: int, prompt: float) -> float:
+    def _generate(self, generation: Generation, prompts: int, prompt: float) -> float:
         """Prompts are read in passes of their own, then each step adds a token to all of them."""
-        slots = max(1, min(self.shape.slots, prompts))
+        model = self.work[generation.role]
+        slots = max(1, min(generation.slots, prompts))
         rounds = float(-(-prompts // slots))
-        new = ANSWERED * self.shape.new_tokens
+        new = ANSWERED * generation.new_tokens
         reading = self.speed.forward(model, tokens=prompts * prompt, length=prompt, passes=rounds)
         decoding = self.speed.forward(
             model, tokens=rounds * new * slots, length=1.0, passes=rounds * new

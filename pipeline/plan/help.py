@@ -9,7 +9,8 @@ from pipeline.errors import ConfigError
 from pipeline.help import INDENT, WIDTH, help_entry, settings_help, step_help
 from pipeline.installation import MODULE, TRAIN
 from pipeline.launch.deployment import Deployment
-from pipeline.plan.request import Request, Stage
+from pipeline.plan.request import Request
+from pipeline.plan.stage import Stage
 from pipeline.plan.tuning_options import Autotuning
 from pipeline.settings.describe import Setting, list_settings
 

@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from pipeline.config import EMBEDDED, FrozenModelConfig, StepConfig
+from pipeline.config import EMBEDDED, StepConfig
 from pipeline.data.sources import HUB_NAME, SUFFIXES, split_name
 from pipeline.errors import DataError, ModelError
 from pipeline.installation import TRAIN
 from pipeline.plan.output import MARK, RESULT
-from pipeline.plan.request import Request, Stage
+from pipeline.plan.request import Request
+from pipeline.plan.stage import Stage
 
 
 def check_inputs(
@@ -45,10 +45,8 @@ def check_inputs(
 
 def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
     """The models a step loads: ("actor.path", "output/step1_sft"), ..."""
-    for field in fields(config):
-        model = getattr(config, field.name)
-        if isinstance(model, FrozenModelConfig) and model.path is not None:
-            yield f"{field.name}.path", model.path
+    for role, model in config.used_models().items():
+        yield f"{role}.path", str(model.path)
 
 
 def is_local(path: str) -> bool:

@@ -13,8 +13,9 @@ from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import finished_steps
 from pipeline.plan.plan import Plan
-from pipeline.plan.request import Request, Stage, parse_request
-from pipeline.plan.resolve import said_settings, step_configs
+from pipeline.plan.request import Request, parse_request
+from pipeline.plan.resolve import given_settings, step_configs
+from pipeline.plan.stage import Stage
 from pipeline.settings.build import Layer
 
 
@@ -58,7 +59,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         machine=machine,
         chosen=chosen,
         all_stages=tuple(stages),
-        said={stage.name: said_settings(said, stage) for stage in stages},
+        said={stage.name: given_settings(said, stage, stages) for stage in stages},
     )
 
 

@@ -18,12 +18,12 @@ from pipeline.errors import ConfigError
 from pipeline.launch.local import share_of_cores
 from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 
 
 def memory_of(plan: Plan, stage: Stage) -> StepMemory:
     """What a step of the plan takes on its machine."""
-    return _count(plan, stage)(plan.configs[stage.name], plan.machine)
+    return _count(plan)(plan.configs[stage.name], plan.machine)
 
 
 def insist_on_memory(plan: Plan) -> None:
@@ -46,7 +46,7 @@ def refusals(plan: Plan) -> Iterator[str]:
             yield _fewer_processes(plan, stage, short)
         elif short is not None:
             config = plan.configs[stage.name]
-            count, processes = _count(plan, stage), plan.machine.processes
+            count, processes = _count(plan), plan.machine.processes
             sizes = divisions(config, processes=processes, origins=origins_of(plan.configs))
             mended = mend(config, plan.machine, count, divisions=sizes)
             yield refusal(f"step {stage.number}", stage.section, short, mended)
@@ -68,7 +68,7 @@ def _has_too_many_processes(plan: Plan) -> bool:
 
 def _fewer_processes(plan: Plan, stage: Stage, short: Shortage) -> str:
     """The refusal where fewer processes are what mends it."""
-    count, config = _count(plan, stage), plan.configs[stage.name]
+    count, config = _count(plan), plan.configs[stage.name]
     processes = plan.machine.processes
     start = (
         f"{processes} processes are more than this machine can run: step {stage.number} {short},"
@@ -109,11 +109,11 @@ def origins_of(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
     return {out: models["model.path"] for out, models in paths.items() if "model.path" in models}
 
 
-def _count(plan: Plan, stage: Stage) -> Count:
+def _count(plan: Plan) -> Count:
     """What a step takes with any settings, on any machine."""
     origins = origins_of(plan.configs)
 
     def count(config: StepConfig, machine: Machine) -> StepMemory:
-        return step_memory(config, section=stage.section, machine=machine, origins=origins)
+        return step_memory(config, machine=machine, origins=origins)
 
     return count

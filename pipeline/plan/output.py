@@ -18,7 +18,8 @@ from pipeline.config import StepConfig, affects_result
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
-from pipeline.plan.request import Request, Stage
+from pipeline.plan.request import Request
+from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.plain import plain, portable
 
 MARK = "config.yaml"
@@ -240,10 +241,13 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
     Of a step that is not to run only the settings count that all steps share.
     """
-    recorded = _recorded(directory)
+    # A setting that did not exist then had the effect of today's default.
+    recorded = portable(plain(type(config)(output_dir=config.output_dir))) | _recorded(directory)
     wanted = portable(plain(config))
     for name in sorted(recorded.keys() | wanted.keys()):
-        shared = name in SHARED or (stage.section, name) == ("sft", "model.path")
+        role, _, field = name.rpartition(".")
+        begins = field == "path" and stage.models.get(role) == BEFORE and role == stage.main_role
+        shared = name in SHARED or begins
         if stage.number not in request.step and not shared:
             continue
         there, here = recorded.get(name), wanted.get(name)

@@ -11,7 +11,8 @@ from pipeline.launch.commands import step_command, step_environment
 from pipeline.launch.environment import PLANNED
 from pipeline.launch.layout import Layout
 from pipeline.plan.output import MARK
-from pipeline.plan.request import Request, Stage
+from pipeline.plan.request import Request
+from pipeline.plan.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.config import EMBEDDED, DataConfig, StepConfig
 from pipeline.data.examples import Example
 from pipeline.data.stages import StageData, load_examples
 from pipeline.errors import DataError
 from pipeline.plan.inputs import is_local, without_weight
-from pipeline.plan.request import Stage
+from pipeline.plan.stage import Stage
 
 if TYPE_CHECKING:
     from pipeline.data.chat_format import ChatFormat
@@ -70,9 +70,8 @@ class Preview:
 
 
 def rows_of_a_step(config: StepConfig) -> int:
-    """Rows that an optimizer step, or in step 3 an iteration, takes."""
-    settings: Any = config
-    return getattr(settings, "rollout_size", config.batch_size)
+    """Rows of the data that an optimizer step, or an iteration with a rollout, takes."""
+    return config.workload(1).data_rows
 
 
 def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
@@ -81,8 +80,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
-    settings: Any = config
-    texts: DataConfig | None = getattr(settings, "ptx_rows", None)
+    texts: DataConfig | None = getattr(config, "ptx_rows", None)
     wanted = [(config.data, stage.number), *([(texts, 1)] if texts is not None else [])]
     unread = _unread([path for data, _ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
@@ -110,30 +108,40 @@ def _unread(paths: Iterable[str]) -> str:
     return f"{size / 2**30:.1f} GiB, read when the run begins" if size > MOST_BYTES else ""
 
 
-def count_tokens(data: StageData, config: StepConfig, chat: "ChatFormat", *, step: int) -> Tokens:
+def count_tokens(data: StageData, config: StepConfig, chat: "ChatFormat", stage: Stage) -> Tokens:
     """How long the training rows are.
 
     Raises:
-        DataError: a row can't be rendered in the format, or in step 3 all prompts are too long.
+        DataError: a row can't be rendered in the format, or all prompts to respond to are too long.
     """
     rows = data.train[:: max(1, len(data.train) // SAMPLE)][:SAMPLE]
-    settings: Any = config
-    limit = settings.max_prompt_length if step == 3 else config.data.max_length
+    workload = config.workload(1)
+    if workload.generates_first and workload.generation is not None:
+        limit = workload.generation.prompt_length
+        return _of_prompts(data, rows, chat, limit, stage.section)
     began = time.thread_time()
-    lengths = [_lengths(row, chat, step) for row in rows]
+    lengths = [_lengths(row, chat, workload.sequences_per_row) for row in rows]
     seconds = (time.thread_time() - began) / len(rows)
-    if step != 3:
-        lost = [max(each) > limit for each in lengths]
-        kept = [sum(min(length, limit) for length in each) for each in lengths]
-        return Tokens(sum(kept) / len(kept), sum(lost) / len(lost), seconds)
+    lost = [max(each) > workload.length for each in lengths]
+    kept = [sum(min(length, workload.length) for length in each) for each in lengths]
+    return Tokens(sum(kept) / len(kept), sum(lost) / len(lost), seconds)
+
+
+def _of_prompts(
+    data: StageData, rows: Sequence[Example], chat: "ChatFormat", limit: int, section: str
+) -> Tokens:
+    """Of a step that responds to the rows' prompts."""
+    began = time.thread_time()
+    lengths = [len(chat.encode_prompt(row.prompt)) for row in rows]
+    seconds = (time.thread_time() - began) / len(rows)
     for name, examples in (("training", data.train), ("held-out", data.eval)):
-        _require_short_prompt(name, examples, chat, limit)
-    short = [length for (length,) in lengths if length <= limit]
+        _require_short_prompt(name, examples, chat, limit, section)
+    short = [length for length in lengths if length <= limit]
     return Tokens(sum(short) / max(1, len(short)), 1 - len(short) / len(lengths), seconds)
 
 
 def _require_short_prompt(
-    name: str, examples: Sequence[Example], chat: "ChatFormat", limit: int
+    name: str, examples: Sequence[Example], chat: "ChatFormat", limit: int, section: str
 ) -> None:
     shortest = math.inf
     for example in examples:
@@ -141,14 +149,12 @@ def _require_short_prompt(
         if shortest <= limit:
             return
     raise DataError(
-        f"every {name} prompt is longer than ppo.max_prompt_length {limit} (the shortest has"
+        f"every {name} prompt is longer than {section}.max_prompt_length {limit} (the shortest has"
         f" {shortest} tokens); raise it"
     )
 
 
-def _lengths(row: Example, chat: "ChatFormat", step: int) -> list[int]:
+def _lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
     """Tokens of each sequence of a row."""
-    if step == 3:
-        return [len(chat.encode_prompt(row.prompt))]
-    responses = [row.chosen, row.rejected][:step]
+    responses = [row.chosen, row.rejected][:sequences]
     return [len(chat.encode(row.prompt, response)) for response in responses]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.cli import read_layers, split_options
-from pipeline.config import StepConfig, check_split
+from pipeline.config import check_split
 from pipeline.errors import ConfigError, require
 from pipeline.launch.deployment import Deployment
+from pipeline.plan.stage import Stage
 from pipeline.plan.tuning_options import Autotuning
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.describe import did_you_mean, list_settings
@@ -17,24 +18,6 @@ from pipeline.settings.plain import Option
 
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 """Models that a size alone stands for, as in DeepSpeed-Chat."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One of the three steps, as the orchestrator sees it."""
-
-    number: int
-
-    name: str
-    """Its directory below the output directory, and its package: `step1_sft`."""
-
-    section: str
-    """Its name in files of settings and dotted options: `sft`."""
-
-    config_class: type[StepConfig]
-
-    module: str
-    """What runs it: `python -m module --config FILE`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed.layer import deepspeed_layer
 from pipeline.errors import require
 from pipeline.installation import ROOT
-from pipeline.plan.request import CommandLine, Request, Stage
+from pipeline.plan.request import CommandLine, Request
+from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.plain import flatten
 
@@ -50,13 +51,13 @@ def step_configs(
     }
 
 
-def said_settings(said: CommandLine, stage: Stage) -> frozenset[str]:
+def given_settings(said: CommandLine, stage: Stage, stages: Sequence[Stage]) -> frozenset[str]:
     """Dotted names of the settings of a step that the command line says.
 
     An option of train.py says those that it stands for; what files say is not among them.
     """
     dotted = {name for name, _ in said.overrides[stage.section]}
-    return frozenset(dotted | flatten(_options(stage, said.request).settings).keys())
+    return frozenset(dotted | flatten(_options(stage, said.request, stages).settings).keys())
 
 
 def step_config(
@@ -72,7 +73,7 @@ def step_config(
     Raises:
         ConfigError: as `step_configs`.
     """
-    if _actor(said) == EMBEDDED:
+    if _before(said, stages[0]) == EMBEDDED:
         base = _section(read_layers([str(EMBEDDED_PRESET)])[0], stage)
     else:
         base = Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
@@ -91,7 +92,7 @@ def step_config(
         " --output-dir moves it",
     )
     above = [
-        _options(stage, said.request),
+        _options(stage, said.request, stages),
         _short_forms(stage, said, below),
         Layer({"output_dir": str(out)}, "--output-dir"),
     ]
@@ -112,16 +113,16 @@ def step_config(
     return build_config(stage.config_class, below + above, overrides, section=prefix)
 
 
-def _actor(said: CommandLine) -> str:
-    """Where the actor of step 1 starts."""
+def _before(said: CommandLine, first: Stage) -> str:
+    """The model that the first step begins with."""
     path: Any = EMBEDDED
     for layer in said.files:
-        model = layer.settings.get("sft", {}).get("model")
+        model = layer.settings.get(first.section, {}).get(first.main_role)
         if isinstance(model, Mapping):
             path = model.get("path", path)
     path = said.request.actor_model or path
-    for name, words in said.overrides["sft"]:
-        if name == "model.path" and words:
+    for name, words in said.overrides[first.section]:
+        if name == f"{first.main_role}.path" and words:
             path = words[0]
     return str(path)
 
@@ -133,22 +134,14 @@ def _section(layer: Layer, stage: Stage) -> Layer:
 
 def _handed_over(stage: Stage, said: CommandLine, stages: Sequence[Stage]) -> Layer:
     """Models that come from the steps before."""
-    output_dir = said.request.output_dir
-    out = {other.section: {"path": str(output_dir / other.name)} for other in stages}
-    settings = {
-        "sft": {"model": {"path": EMBEDDED}},
-        "reward": {"model": out["sft"], "actor": out["sft"]},
-        "ppo": {
-            "actor": out["sft"],
-            "critic": out["reward"],
-            "reward": out["reward"],
-            "base": {"path": _actor(said)},
-        },
-    }[stage.section]
+    first, *_ = stages
+    made = {each.section: str(said.request.output_dir / each.name) for each in stages}
+    made[BEFORE] = EMBEDDED if stage is first else _before(said, first)
+    settings = {role: {"path": made[origin]} for role, origin in stage.models.items()}
     return Layer(settings, "train.py")
 
 
-def _options(stage: Stage, request: Request) -> Layer:
+def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
     """The settings that train.py's own options stand for."""
     data = {
         "path": list(request.data_path) or None,
@@ -159,16 +152,18 @@ def _options(stage: Stage, request: Request) -> Layer:
         "format": request.format,
         "max_length": request.max_length,
     }
-    actor = {"path": request.actor_model, "zero_stage": request.actor_zero_stage}
-    reward = {"path": request.reward_model, "zero_stage": request.reward_zero_stage}
+    paths = {"actor": request.actor_model, "reward": request.reward_model}
+    zero_stages = {"actor": request.actor_zero_stage, "reward": request.reward_zero_stage}
+    earlier = stages[: stages.index(stage)]
+    begun = {option for each in earlier for option in each.options.values()}
     models = {
-        "sft": {"model": actor},
-        "reward": {"model": reward},
-        "ppo": {
-            "actor": {"zero_stage": request.actor_zero_stage},
-            "critic": {"zero_stage": request.reward_zero_stage},
-        },
-    }[stage.section]
+        # Later steps take the model from the one that begins with it.
+        role: {
+            "path": None if option in begun else paths[option],
+            "zero_stage": zero_stages[option],
+        }
+        for role, option in stage.options.items()
+    }
     own = {"seed": request.seed, "save_every": request.save_every, "threads": request.threads}
     return Layer(_given({"data": data, **own, **models}), "the command line")
 

@@ -1,4 +1,4 @@
-"""Which curves the report shows of each step, and how to read them."""
+"""Which curves the report shows of a step's metrics, and how to read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Chart:
     """Metrics and what their curves are called."""
 
     key: bool = False
-    """The step's curve that is shown first."""
+    """Shown first; of several, the first that the step has."""
 
     logarithmic: bool = False
     """Positive values that may span orders of magnitude."""
@@ -42,61 +42,50 @@ class DrawnChart:
     picture: Markup
 
 
-CHARTS: dict[str, tuple[Chart, ...]] = {
-    "step1_sft": (
-        Chart(
-            "Loss",
-            "nats per trained token",
-            {"loss": "training", "eval_loss": "held out"},
-            key=True,
-        ),
-        Chart("Perplexity", "held-out answers", {"eval_perplexity": "held out"}, logarithmic=True),
-        Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-        Chart("Learning rate", "", {"lr": "lr"}, exact=True),
+CHARTS = (
+    Chart("Score", "reward model, sampled answers", {"score": "score"}, key=True),
+    Chart(
+        "Accuracy",
+        "pairs in the right order",
+        {"accuracy": "training", "eval_accuracy": "held out"},
+        key=True,
     ),
-    "step2_reward": (
-        Chart(
-            "Loss", "nats per pair; 0.69 is guessing", {"loss": "training", "eval_loss": "held out"}
-        ),
-        Chart(
-            "Accuracy",
-            "pairs in the right order",
-            {"accuracy": "training", "eval_accuracy": "held out"},
-            key=True,
-        ),
-        Chart(
-            "Mean score",
-            "held out; the gap is what PPO climbs",
-            {"eval_mean_chosen": "chosen", "eval_mean_rejected": "rejected"},
-        ),
-        Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-        Chart("Learning rate", "", {"lr": "lr"}, exact=True),
+    Chart(
+        "Loss",
+        "nats; of a pair, 0.69 is guessing",
+        {"loss": "training", "eval_loss": "held out"},
+        key=True,
     ),
-    "step3_ppo": (
-        Chart("Score", "reward model, sampled answers", {"score": "score"}, key=True),
-        Chart("KL to the reference", "nats per answer; its price", {"kl": "kl"}),
-        Chart("Response length", "tokens", {"response_length": "length"}),
-        Chart("Entropy", "nats per token; near 0 is collapse", {"entropy": "entropy"}),
-        Chart("Stop rate", "answers that end by themselves", {"stop_rate": "rate"}),
-        Chart("Clip fraction", "tokens outside the trust region", {"clip_fraction": "fraction"}),
-        Chart(
-            "Explained variance",
-            "of returns, by the critic; 1 is all",
-            {"explained_variance": "share"},
-        ),
-        Chart("Repetition", "tokens that end a repeated trigram", {"repetition": "share"}),
-        Chart("Value loss", "", {"value_loss": "loss"}),
-        Chart("Policy loss", "", {"policy_loss": "loss"}),
-        Chart(
-            "Gradient norm",
-            "before clipping",
-            {"actor_grad_norm": "actor", "critic_grad_norm": "critic"},
-        ),
-        Chart("Largest ratio", "new to old policy, one token", {"ratio_max": "ratio"}),
-        Chart("Rollout gap", "generation against training, nats", {"rollout_gap": "gap"}),
-        Chart("KL coefficient", "", {"kl_coef": "coefficient"}, exact=True),
+    Chart("Perplexity", "held-out answers", {"eval_perplexity": "held out"}, logarithmic=True),
+    Chart(
+        "Mean score",
+        "held out; the gap is what RL climbs",
+        {"eval_mean_chosen": "chosen", "eval_mean_rejected": "rejected"},
     ),
-}
+    Chart("KL to the reference", "nats per answer; its price", {"kl": "kl"}),
+    Chart("Response length", "tokens", {"response_length": "length"}),
+    Chart("Entropy", "nats per token; near 0 is collapse", {"entropy": "entropy"}),
+    Chart("Stop rate", "answers that end by themselves", {"stop_rate": "rate"}),
+    Chart("Clip fraction", "tokens outside the trust region", {"clip_fraction": "fraction"}),
+    Chart(
+        "Explained variance",
+        "of returns, by the critic; 1 is all",
+        {"explained_variance": "share"},
+    ),
+    Chart("Repetition", "tokens that end a repeated trigram", {"repetition": "share"}),
+    Chart("Value loss", "", {"value_loss": "loss"}),
+    Chart("Policy loss", "", {"policy_loss": "loss"}),
+    Chart(
+        "Gradient norm",
+        "before clipping",
+        {"grad_norm": "norm", "actor_grad_norm": "actor", "critic_grad_norm": "critic"},
+    ),
+    Chart("Largest ratio", "new to old policy, one token", {"ratio_max": "ratio"}),
+    Chart("Rollout gap", "generation against training, nats", {"rollout_gap": "gap"}),
+    Chart("Learning rate", "", {"lr": "lr"}, exact=True),
+    Chart("KL coefficient", "", {"kl_coef": "coefficient"}, exact=True),
+)
+"""In the order in which they are shown; a step has those of which it logged a metric."""
 
 PHASES = ("generation", "experience", "training")
 
@@ -104,7 +93,7 @@ PHASES = ("generation", "experience", "training")
 def step_charts(step: StepResult) -> list[DrawnChart]:
     """Every chart of the step that has a curve of two points or more."""
     drawn: list[DrawnChart] = []
-    for chart in CHARTS[step.name]:
+    for chart in CHARTS:
         curves = [
             Curve(title, points, measured=name.startswith("eval_"), exact=chart.exact)
             for name, title in chart.names.items()
@@ -127,11 +116,13 @@ def split_key_charts(
     charts: Mapping[str, list[DrawnChart]],
 ) -> tuple[dict[str, DrawnChart], dict[str, list[DrawnChart]]]:
     """(the chart of each step that is shown first, the others)."""
-    first = {
-        name: drawn for name, of_step in charts.items() for drawn in of_step if drawn.chart.key
-    }
+    first: dict[str, DrawnChart] = {}
+    for name, of_step in charts.items():
+        key = next((drawn for drawn in of_step if drawn.chart.key), None)
+        if key is not None:
+            first[name] = key
     rest = {
-        name: [drawn for drawn in of_step if not drawn.chart.key]
+        name: [drawn for drawn in of_step if drawn is not first.get(name)]
         for name, of_step in charts.items()
     }
     return first, rest

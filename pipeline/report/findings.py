@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.results import Results, StepResult, finite
 
-JUDGED = ("base", "step1_sft", "step3_ppo")
-"""The models whose answers are compared, earliest first."""
+BASE = "base"
+"""The model before the first step."""
+
+TITLES = {BASE: "Base", "sft": "Supervised fine-tuning", "reward": "Reward model"}
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,21 @@ def _nothing_known(results: Results) -> str:
 
 
 def judge_rates(results: Results) -> dict[str, float]:
-    """Share of answers that are correct and polite, by model; empty without a judge."""
-    step = results.steps.get("step3_ppo")
+    """Share of answers that are correct and polite, by model; empty without a judge.
+
+    The earliest model comes first.
+    """
+    step = results.evaluated_by("judge")
     judge = step.eval.get("judge") if step else None
     if not isinstance(judge, Mapping):
         return {}
-    rates = {model: finite(judge.get(model)) for model in JUDGED}
+    rates = {str(model): finite(rate) for model, rate in judge.items()}
     return {model: rate for model, rate in rates.items() if rate is not None}
 
 
 def trivial_rates(results: Results) -> dict[str, float]:
     """The judge's rate of each policy that understands nothing, the best first."""
-    step = results.steps.get("step3_ppo")
+    step = results.evaluated_by("judge_trivial")
     trivial = step.eval.get("judge_trivial") if step else None
     if not isinstance(trivial, Mapping):
         return {}
@@ -102,10 +107,10 @@ def _by_judge(results: Results) -> Finding | None:
     if len(rates) < 2:
         return None
     *earlier, (_, last) = rates.items()
-    before = " and ".join(f"{percent(rate)} {_AFTER[model]}" for model, rate in reversed(earlier))
+    before = " and ".join(f"{percent(rate)} {_after(model)}" for model, rate in reversed(earlier))
     sentence = f"{percent(last)} of answers are correct and polite, against {before}"
-    step = results.steps["step3_ppo"]
-    counts = step.eval.get("judge_counts")
+    step = results.evaluated_by("judge_counts")
+    counts = step.eval.get("judge_counts") if step else None
     numbers = [finite(counts.get(name)) for name in _COUNTS] if isinstance(counts, Mapping) else []
     known = [int(number) for number in numbers if number is not None]
     if len(known) < len(_COUNTS) or not known[0]:
@@ -122,7 +127,7 @@ def _by_judge(results: Results) -> Finding | None:
 
 
 def _by_talk(results: Results) -> Finding | None:
-    step = results.steps.get("step3_ppo")
+    step = results.evaluated_by("judge_talk")
     rate = step.number("judge_talk") if step else None
     if rate is None:
         return None
@@ -130,20 +135,25 @@ def _by_talk(results: Results) -> Finding | None:
     return Finding(None, f"{percent(rate)} of answers to {among} written by hand are right")
 
 
-_AFTER = {"base": "from the base model", "step1_sft": "after step 1", "step3_ppo": "after PPO"}
+def _after(model: str) -> str:
+    """Which model it was, in words: of `step1_sft` "after step 1"."""
+    if model == BASE:
+        return "from the base model"
+    return f"after {model.split('_', maxsplit=1)[0].replace('step', 'step ')}"
+
 
 _COUNTS = ("prompts", "gained", "lost")
 
 
 def _by_win_rate(results: Results) -> Finding | None:
-    step = results.steps.get("step3_ppo")
+    step = results.evaluated_by("win_rate")
     win_rate = step.number("win_rate") if step else None
     if step is None or win_rate is None:
         return None
     wins, losses, count = (step.number(name) for name in ("wins", "losses", "prompts"))
     kl = step.number("kl")
     price = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
-    start = f"PPO's answers score higher than step 1's on {percent(win_rate)} of"
+    start = f"{title(step.name)}'s answers score higher than step 1's on {percent(win_rate)} of"
     if wins is None or losses is None or not count:
         return Finding(None, f"{start} held-out prompts{price}", optimized=True)
     # A win rate with ties counted half is 1/2 and half of the change in wins.
@@ -155,7 +165,7 @@ def _by_win_rate(results: Results) -> Finding | None:
 
 
 def _by_accuracy(results: Results) -> Finding | None:
-    step = results.steps.get("step2_reward")
+    step = results.evaluated_by("accuracy_after")
     after = step.number("accuracy_after") if step else None
     if step is None or after is None:
         return None
@@ -173,7 +183,7 @@ def _by_accuracy(results: Results) -> Finding | None:
 
 
 def _by_perplexity(results: Results) -> Finding | None:
-    step = results.steps.get("step1_sft")
+    step = results.evaluated_by("perplexity_after")
     if step is None:
         return None
     before, after = step.number("perplexity_before"), step.number("perplexity_after")
@@ -186,6 +196,12 @@ def _by_perplexity(results: Results) -> Finding | None:
         "better" if after < before else "worse",
         f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
     )
+
+
+def title(name: str) -> str:
+    """What a step or model is called by its directory: `step3_ppo` is PPO."""
+    short = name.split("_", 1)[-1]
+    return TITLES.get(short, short.replace("_", " ").upper())
 
 
 def points(change: float) -> str:

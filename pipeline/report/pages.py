@@ -17,7 +17,7 @@ def render_comparison(
     *,
     titles: Mapping[str, str],
 ) -> str:
-    """A page with each model's answers side by side.
+    """A page with two models' answers side by side.
 
     Args:
         dialogues: prompts, as (role, content) of each message.
@@ -37,7 +37,12 @@ def render_comparison(
     return (
         templates()
         .get_template("comparison.html")
-        .render(samples=samples, models=list(answers), titles=titles)
+        .render(
+            samples=samples,
+            models=list(answers),
+            titles=titles,
+            styles=dict(zip(answers, ("base", "after"), strict=True)),
+        )
     )
 
 

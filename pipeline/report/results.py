@@ -8,7 +8,11 @@ from pathlib import Path
 
 from pipeline.errors import DataError
 
-STEPS = ("step1_sft", "step2_reward", "step3_ppo")
+STEP = "step[0-9]*_*"
+"""Directories of steps, in their order."""
+
+SAMPLES = "samples.json"
+"""Answers to held-out prompts, in the directory of the step that compares models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,10 @@ class StepResult:
     def number(self, name: str) -> float | None:
         """The evaluation figure `name`; None where it is missing or was not finite."""
         return finite(self.eval.get(name))
+
+    def has(self, figure: str) -> bool:
+        """Whether the step was evaluated by that figure."""
+        return figure in self.eval
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """(step, value) of every line that has a finite `name`."""
@@ -66,11 +74,11 @@ class Sample:
     """(role, content) of each message."""
 
     answers: Mapping[str, SampleAnswer]
-    """By model: base, step1_sft, step3_ppo."""
+    """By model, the earliest first: base, step1_sft, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class TalkAnswer:
     """The last model's answer to a prompt that was written by hand."""
 
     prompt: str
@@ -87,8 +95,14 @@ class Results:
     seconds: float
     samples: tuple[Sample, ...]
 
-    talk: tuple[Said, ...] = ()
+    talk: tuple[TalkAnswer, ...] = ()
     """Empty where there is no judge."""
+
+    def evaluated_by(self, figure: str) -> StepResult | None:
+        """The last step that was evaluated by that figure."""
+        return next(
+            (step for step in reversed(list(self.steps.values())) if step.has(figure)), None
+        )
 
 
 def read_results(out: Path) -> Results:
@@ -101,21 +115,23 @@ def read_results(out: Path) -> Results:
         raise DataError(f"{out}: no such directory")
     summary = _read_object(out / "summary.json")
     summaries = _object(summary.get("steps"))
+    begun = {path.parent.name for path in out.glob(f"{STEP}/metrics.jsonl")}
     steps = {
         name: _read_step(out / name, _object(summaries.get(name)))
-        for name in STEPS
-        if name in summaries or (out / name / "metrics.jsonl").is_file()
+        for name in sorted(begun | {str(name) for name in summaries})
     }
     if not steps:
         raise DataError(
             f"{out} holds no step's results: no summary.json and no <step>/metrics.jsonl"
         )
     seconds = finite(summary.get("seconds"))
+    of_steps = [out / name / SAMPLES for name in steps if (out / name / SAMPLES).is_file()]
+    samples = of_steps[-1] if of_steps else out / SAMPLES
     return Results(
         steps=steps,
         seconds=sum(step.seconds for step in steps.values()) if seconds is None else seconds,
-        samples=tuple(_samples(out / "step3_ppo" / "samples.json")),
-        talk=tuple(_talk(out / "step3_ppo" / "samples.json")),
+        samples=tuple(_samples(samples)),
+        talk=tuple(_talk(samples)),
     )
 
 
@@ -163,10 +179,10 @@ def _samples(path: Path) -> Iterator[Sample]:
         )
 
 
-def _talk(path: Path) -> Iterator[Said]:
+def _talk(path: Path) -> Iterator[TalkAnswer]:
     rows = _read_object(path).get("talk", [])
     for row in rows if isinstance(rows, list) else []:
-        yield Said(
+        yield TalkAnswer(
             prompt=str(row["prompt"]),
             answer=str(row["text"]),
             right=row.get("correct") is True and row.get("polite") is True,

@@ -3,27 +3,22 @@
 The file needs nothing else: style and curves are inside. Text of models and data is escaped.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.installation import CHAT
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
 from pipeline.report.findings import (
-    JUDGED,
+    BASE,
     Finding,
     before_after,
     findings,
     judge_rates,
+    title,
     trivial_rates,
 )
 from pipeline.report.pages import templates
 from pipeline.report.results import Results, read_results
-
-TITLES = {
-    "base": "Base",
-    "step1_sft": "Supervised fine-tuning",
-    "step2_reward": "Reward model",
-    "step3_ppo": "PPO",
-}
 
 
 def write_report(out: Path) -> Path:
@@ -43,6 +38,7 @@ def write_report(out: Path) -> Path:
 def render(results: Results, out: Path) -> str:
     """The page; `out` is what its commands name."""
     first, *others = findings(results)
+    models = answering_models(results)
     key_charts, charts = split_key_charts(
         {name: step_charts(step) for name, step in results.steps.items()}
     )
@@ -57,12 +53,14 @@ def render(results: Results, out: Path) -> str:
             results=results,
             rates=judge_rates(results),
             trivial=trivial_rates(results),
-            titles=TITLES,
+            titles={name: title(name) for name in (*results.steps, *models, BASE)},
+            styles=styles(models),
+            scored=results.evaluated_by("win_rate"),
             figures={name: before_after(step) for name, step in results.steps.items()},
             key_charts=key_charts,
             charts=charts,
             phases={name: phase_shares(step) for name, step in results.steps.items()},
-            models=answering_models(results),
+            models=models,
             chat_command=CHAT,
             chat_path=chat_path(results, out),
             out=out,
@@ -86,13 +84,22 @@ def verdict(finding: Finding) -> tuple[str, str] | None:
 
 
 def answering_models(results: Results) -> list[str]:
-    """The models that answered the sample prompts, earliest first."""
-    return [model for model in JUDGED if any(model in sample.answers for sample in results.samples)]
+    """The models that answered the sample prompts or were judged, earliest first."""
+    names = [name for sample in results.samples for name in sample.answers]
+    return list(dict.fromkeys((*judge_rates(results), *names)))
+
+
+def styles(models: Sequence[str]) -> dict[str, str]:
+    """The colour of each model: grey of the base, then blue, and green of the last."""
+    *earlier, last = models or [BASE]
+    return {name: BASE if name == BASE else "before" for name in earlier} | {last: "after"}
 
 
 def chat_path(results: Results, out: Path) -> Path | None:
     """The directory of the furthest model one can talk to."""
-    for name, place in (("step3_ppo", "step3_ppo/actor"), ("step1_sft", "step1_sft")):
-        if name in results.steps and results.steps[name].finished:
-            return out / place
+    for name, step in reversed(list(results.steps.items())):
+        if step.finished and step.has("win_rate"):
+            return out / name / "actor"
+        if step.finished and step.has("perplexity_after"):
+            return out / name
     return None

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from step3_ppo.advantages import gae
 from step3_ppo.losses import (
     MAX_LOG_RATIO,
     explained_variance,
-    gae,
     k3,
-    policy_loss,
     policy_ratio,
     token_rewards,
     value_loss,
     whiten,
 )
+from step3_ppo.policy_losses import TrustRegion, clipped
 
 F64 = torch.float64
 
@@ -125,12 +125,8 @@ def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, f
     """Loss and its gradient with respect to the new log-probability, for one token."""
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=F64)
-    loss = policy_loss(
-        logprobs,
-        old,
-        torch.tensor([advantage], dtype=F64),
-        **{"clip": 0.2, "clip_high": 0.2, **settings},  # pyright: ignore[reportArgumentType]
-    )
+    region = TrustRegion(**{"clip": 0.2, "clip_high": 0.2, **settings})  # pyright: ignore[reportArgumentType]
+    loss = clipped(logprobs, old, torch.tensor([advantage], dtype=F64), region).sum()
     loss.backward()
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.item()
@@ -166,14 +162,14 @@ def test_dual_clipping_bounds_the_loss_of_a_negative_advantage_alone() -> None:
     assert loss_at(5.0, 2.0, dual_clip=3.0) == pytest.approx((-2.4, 0.0))
 
 
-def test_the_policy_loss_is_a_sum_over_tokens() -> None:
+def test_the_policy_loss_is_that_of_each_token() -> None:
     logprobs = torch.tensor([1.1, 1.5, 0.5]).log()
 
-    loss = policy_loss(
-        logprobs, torch.zeros(3), torch.tensor([2.0, 2.0, -2.0]), clip=0.2, clip_high=0.2
+    losses = clipped(
+        logprobs, torch.zeros(3), torch.tensor([2.0, 2.0, -2.0]), TrustRegion(0.2, 0.2)
     )
 
-    assert loss.item() == pytest.approx(-2.2 - 2.4 + 1.6)
+    assert losses.tolist() == pytest.approx([-2.2, -2.4, 1.6])
 
 
 def test_the_ratio_stays_finite_however_far_the_policies_are_apart() -> None:

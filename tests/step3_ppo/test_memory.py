@@ -66,7 +66,7 @@ def measured(models: Models, config: PPOConfig) -> float:
 
 
 def planned(config: PPOConfig) -> float:
-    memory = step_memory(config, section="ppo", machine=Machine(1, 1, None, None))
+    memory = step_memory(config, machine=Machine(1, 1, None, None))
     assert not memory.unknown
     phases = [phase for phase in memory.phases if phase.name in ("score", "train")]
     return max(

@@ -227,7 +227,7 @@ def test_what_the_plan_refuses_is_not_tried(bench: Bench) -> None:
     (stage,) = plan.stages
     roomy = Machine(1, 1, None, 64 * GIB)
     config = replace(plan.configs["step1_sft"], micro_batch_size=2)
-    two = step_memory(config, section="sft", machine=roomy).peak("device")
+    two = step_memory(config, machine=roomy).peak("device")
 
     with pytest.raises(ConfigError, match=r"step 1 takes .* of its candidates none takes less"):
         Tuning(replace(plan, machine=replace(roomy, host_bytes=1)), stage).best()

@@ -52,7 +52,7 @@ def fits(size: str, machine: Machine, *, offloads_weights: bool = False) -> bool
     if offloads_weights:
         saves["zero.offload.params"] = "cpu"
     config = changed(config, of_models(config, saves))
-    memory = step_memory(config, section="ppo", machine=machine)
+    memory = step_memory(config, machine=machine)
     assert not memory.unknown
     return shortage(memory, machine) is None
 

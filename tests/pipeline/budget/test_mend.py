@@ -243,7 +243,6 @@ def test_each_rung_takes_less_memory_than_the_one_before() -> None:
     sizes = [
         step_memory(
             changed(start, {f"model.{name}": value for name, value in rung.items()}),
-            section="sft",
             machine=machine,
         ).peak("device")
         for rung in rungs(world=4, has_gpu=True)
@@ -255,7 +254,7 @@ def test_each_rung_takes_less_memory_than_the_one_before() -> None:
 
 def test_what_is_not_known_is_never_refused() -> None:
     unknown = replace(config(), model=TrainedModelConfig(path="someone/unknown"))
-    memory = step_memory(unknown, section="sft", machine=gpus(1, GIB))
+    memory = step_memory(unknown, machine=gpus(1, GIB))
 
     assert memory.unknown
     assert shortage(memory, gpus(1, GIB)) is None

@@ -23,7 +23,6 @@ from step3_ppo.config import PPOConfig
 from tests.families import saved, tiny_causal_lm, tiny_classifier, tiny_config
 
 PARAMETERS = sum(param.numel() for param in tiny_causal_lm("llama").parameters())
-SECTIONS = {SFTConfig: "sft", RewardConfig: "reward", PPOConfig: "ppo"}
 GPU = Machine(1, 1, 80 * GIB, None)
 CPU = Machine(1, 1, None, None)
 FOUR = replace(GPU, processes=4, world=4)
@@ -38,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def memory(config: Any, machine: Machine = GPU, **origins: str) -> StepMemory:
-    return step_memory(config, section=SECTIONS[type(config)], machine=machine, origins=origins)
+    return step_memory(config, machine=machine, origins=origins)
 
 
 def phase(name: str, config: Any, machine: Machine = GPU) -> Phase:
@@ -321,7 +320,7 @@ def test_a_config_of_no_known_model_gives_no_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_models_of_the_presets_have_the_size_of_their_name(name: str) -> None:
     config = sft(name, zero_stage=3)
-    (model,) = models_of(config, {}, section="sft", has_gpu=True)
+    (model,) = models_of(config.workload(1), {}, has_gpu=True)
     size = name.lower().rpartition("-")[2]
     said = {
         "hf": name.rpartition("-")[0].rpartition("-")[2],
@@ -336,7 +335,7 @@ def test_the_models_of_the_presets_have_the_size_of_their_name(name: str) -> Non
 
 def test_the_published_sizes_are_counted_to_the_parameter() -> None:
     def count(name: str) -> int:
-        (model,) = models_of(sft(name), {}, section="sft", has_gpu=True)
+        (model,) = models_of(sft(name).workload(1), {}, has_gpu=True)
         return model.parameters
 
     # From the safetensors of each on the Hub.
@@ -350,7 +349,7 @@ def test_the_published_sizes_are_counted_to_the_parameter() -> None:
 
 def test_the_engine_is_counted_by_its_own_layout(path: str) -> None:
     config = sft(path, precision="bf16", zero_stage=3)
-    (model,) = models_of(config, {}, section="sft", has_gpu=True)
+    (model,) = models_of(config.workload(1), {}, has_gpu=True)
     import torch
 
     expected = predict(

@@ -1,0 +1,43 @@
+"""What the orchestrator knows of a step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import StepConfig
+
+BEFORE = "before"
+"""In place of a section: the model that the first step begins with."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of the pipeline, as the orchestrator sees it."""
+
+    number: int
+
+    name: str
+    """Its directory below the output directory, and its package: `step1_sft`."""
+
+    section: str
+    """Its name in files of settings and dotted options: `sft`."""
+
+    config_class: type[StepConfig]
+
+    module: str
+    """What runs it: `python -m module --config FILE`."""
+
+    models: Mapping[str, str]
+    """Where its models come from unless a user says so: by role the section of an earlier step, or
+    `BEFORE`. The first is the one that the step is about."""
+
+    options: Mapping[str, Literal["actor", "reward"]]
+    """Roles that train.py's options --actor-... and --reward-... speak of."""
+
+    chat_model: str | None = None
+    """Where below its directory it leaves a model to chat with; None if it makes none."""
+
+    @property
+    def main_role(self) -> str:
+        """The model that the step is about."""
+        return next(iter(self.models))

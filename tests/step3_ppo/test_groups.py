@@ -1,0 +1,125 @@
+"""Several responses to each prompt, without a critic: cut, trained and written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.errors import ConfigError
+from step3_ppo.config import PPOConfig
+from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
+from step3_ppo.scoring import reward_of
+from step3_ppo.train import train
+from step3_ppo.update import own_rows
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
+
+GROUP = {"advantage": "grpo", "group_size": 4}
+
+
+def grouped(toy: Path, out: Path, **changes: object) -> PPOConfig:
+    config = toy_config(
+        toy, output_dir=out, max_steps=2, max_prompt_length=40, **{**GROUP, **changes}
+    )
+    return replace(config, data=replace(config.data, max_eval_rows=4))
+
+
+def metrics_of(out: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "policy_loss" in line]
+
+
+def test_without_a_critic_none_is_loaded_trained_or_written(toy: Path, tmp_path: Path) -> None:
+    # Responses without an end would all count -1.
+    config = grouped(toy, tmp_path, missing_eos_score=None)
+    without = replace(config, critic=replace(config.critic, path=str(tmp_path / "nowhere")))
+
+    train(without)
+
+    lines = metrics_of(tmp_path)
+    assert len(lines) == 2
+    assert not {"value", "value_loss", "explained_variance", "critic_lr"} & set(lines[-1])
+    assert lines[0]["group_std"] > 0
+    assert lines[0]["dead_groups"] == 0
+    assert (tmp_path / "actor" / "config.json").is_file()
+    assert not (tmp_path / "critic").exists()
+
+
+def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
+    config = toy_config(toy, **GROUP)
+    models = toy_models(config)
+    prompts = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
+
+    responses = generate_responses(models, prompts, config, keys=range(8))
+    experience = score_responses(models, prompts, responses, config)
+    score = reward_of(experience.score, experience.stopped, models, config)
+    rollout = compute_advantages(experience, score, config, kl_coef=0.0)
+
+    assert len({tuple(response.ids) for response in responses[:4]}) > 1
+    of_response = rollout.advantages[:, 0].view(2, 4)  # each token's is that of the response
+    torch.testing.assert_close(of_response.sum(dim=1), torch.zeros(2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        of_response.argmax(dim=1), rollout.reward_score.view(2, 4).argmax(dim=1)
+    )
+
+
+def _owned() -> list[int]:
+    return own_rows(range(12), group_size=2)
+
+
+def test_groups_go_round_the_processes_whole() -> None:
+    """Slots 0 to 11 are groups 0 to 5; processes 0 and 1 have every other one."""
+    assert own_rows(range(12), group_size=2) == list(range(12))
+    assert run_ranks(_owned) == [list(range(6)), list(range(6))]
+
+
+def _rows_of(slots: list[int]) -> list[int]:
+    return own_rows(slots, group_size=2)
+
+
+def test_a_minibatch_of_some_slots_has_its_rows_where_the_groups_are() -> None:
+    # Slots 2 and 3 are group 1, the first of process 1; slot 9 is of group 4, the third of 0.
+    assert run_ranks(_rows_of, [2, 3, 9]) == [[5], [0, 1]]
+
+
+def _train(config: PPOConfig) -> None:
+    train(config)
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_one_and_two_processes_learn_the_same(toy: Path, tmp_path: Path, aggregate: str) -> None:
+    alone, together = (
+        grouped(toy, tmp_path / name, aggregate=aggregate, batch_size=4)
+        for name in ("alone", "together")
+    )
+    train(alone)
+    run_ranks(_train, together)
+
+    one, two = (
+        load_file(tmp_path / name / "actor" / "model.safetensors") for name in ("alone", "together")
+    )
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(
+        metrics_of(alone.output_dir), metrics_of(together.output_dir), strict=True
+    ):
+        assert mine["policy_loss"] == pytest.approx(theirs["policy_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"group_size": 3}, "ppo.group_size 3 doesn't divide ppo.rollout_size 8"),
+        ({"advantage": "grpo"}, "set ppo.group_size to 2 or more"),
+        ({**GROUP, "critic_warmup_steps": 2}, "ppo.critic_warmup_steps trains the critic alone"),
+        ({"group_size": 0}, "ppo.group_size must be above 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    toy: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        toy_config(toy, **changes)
