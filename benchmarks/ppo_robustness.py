@@ -121,14 +121,14 @@ def row(case: Case, seed: int, directory: Path) -> str:
     """A line of the table."""
     accuracy = evaluated(directory / "step2_reward").get("accuracy_after", float("nan"))
     figures = evaluated(directory / "step3_ppo")
-    judge = figures.get("judge", {})
+    verify = figures.get("judge", {})
     sentences = list(dict.fromkeys(said(directory)))
     cells = [
         case.name,
         str(seed),
         f"{100 * accuracy:.1f} %",
-        percent(judge.get("step1_sft")),
-        percent(judge.get("step3_ppo")),
+        percent(verify.get("step1_sft")),
+        percent(verify.get("step3_ppo")),
         str(figures.get("best_step", "-")),
         f"{figures['kl']:.2f}" if "kl" in figures else "-",
         "; ".join(sentences) or "-",

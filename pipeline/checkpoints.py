@@ -133,7 +133,7 @@ class Checkpoints:
         """
         patience = PATIENCE_SECONDS
         try:
-            with StopSignals(self._tell) as signals:
+            with StopSignals(self._announce) as signals:
                 first = self.done + 1
                 for step in range(first, self.run.total_steps + 1):
                     if enough():
@@ -188,11 +188,11 @@ class Checkpoints:
         interrupted, ended, due_somewhere = global_sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
         )
-        told = bool(interrupted or ended)
-        if (told or due_somewhere) and self._kept != self.done:
+        stops = bool(interrupted or ended)
+        if (stops or due_somewhere) and self._kept != self.done:
             self.save(self.done)
             self._kept = self.done
-        if told:
+        if stops:
             self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
 
     def _leave(self, code: int) -> None:
@@ -208,7 +208,7 @@ class Checkpoints:
         )
         raise SystemExit(code)
 
-    def _tell(self, number: signal.Signals, *, aborts: bool) -> None:
+    def _announce(self, number: signal.Signals, *, aborts: bool) -> None:
         """Say at once what a signal does: the step at hand may be long."""
         if aborts:
             logger.info("%s is aborted; --resume %s", self.run.name, self.run.going_on())

@@ -48,13 +48,13 @@ SLACK_CORES = 0.25
 
 
 @contextmanager
-def compute_threads(number: int | None, *, tell: bool = True) -> Iterator[None]:
+def compute_threads(number: int | None, *, announce: bool = True) -> Iterator[None]:
     """Compute with so many threads, which leave their cores to other programs while they wait.
 
     Args:
         number: of threads; None takes RLHF_THREADS, and without it as many as PyTorch does: those
             of OMP_NUM_THREADS, or one for each core.
-        tell: log, once, that other programs need the cores.
+        announce: log, once, that other programs need the cores.
 
     Raises:
         ConfigError: RLHF_THREADS is no number above 0.
@@ -67,7 +67,7 @@ def compute_threads(number: int | None, *, tell: bool = True) -> Iterator[None]:
     if team is None:
         yield
         return
-    with _Watch(team, tell=tell):
+    with _Watch(team, announce=announce):
         yield
 
 
@@ -186,8 +186,8 @@ class _Watch:
     At the start they sleep, wherever they are: what the others need is not known yet.
     """
 
-    def __init__(self, team: SleepyTeam, *, tell: bool) -> None:
-        self._team, self._tell = team, tell
+    def __init__(self, team: SleepyTeam, *, announce: bool) -> None:
+        self._team, self._announces = team, announce
         self._few = FewCores()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compute-threads", daemon=True)
@@ -218,8 +218,8 @@ class _Watch:
                 self._say(others, cores, computing)
 
     def _say(self, others: float, cores: int, computing: int) -> None:
-        if self._tell:
-            self._tell = False
+        if self._announces:
+            self._announces = False
             logger.info(
                 "other programs use %.1f of the %d cores: %d threads share the rest, and sleep"
                 " while they wait",

@@ -152,10 +152,10 @@ def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_
 
 def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
     out = plan.request.output_dir
-    if ending.code == EXIT_REQUEUE or ending.told in STOP_SIGNALS:
+    if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
         complain(f"told to stop in step {stage.number}; the same command with --resume goes on")
         raise SystemExit(EXIT_REQUEUE)
-    if ending.told is not None or ending.code == EXIT_INTERRUPTED:
+    if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
             f"interrupted in step {stage.number}; {out} keeps what is finished, and the same"
             " command with --resume goes on"

@@ -42,9 +42,9 @@ class StopSignals:
             collective, where Python would not run a handler.
     """
 
-    def __init__(self, tell: Callable[..., None]) -> None:
+    def __init__(self, announce: Callable[..., None]) -> None:
         self.received: signal.Signals | None = None
-        self._tell = tell
+        self._announce = announce
         self._first_at: float | None = None
         self._before: dict[signal.Signals, object] = {}
         self._thread: threading.Thread | None = None
@@ -91,11 +91,11 @@ class StopSignals:
         self.received = first = self.received or number
         if self._first_at is None:
             self._first_at = now
-            self._tell(number, aborts=False)
+            self._announce(number, aborts=False)
             return
         is_again = number is signal.SIGINT or first is signal.SIGINT
         if is_again and number is not signal.SIGHUP and now - self._first_at >= SAME_SECONDS:
-            self._tell(number, aborts=True)
+            self._announce(number, aborts=True)
             os._exit(EXIT_INTERRUPTED)
 
 

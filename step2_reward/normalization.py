@@ -52,15 +52,15 @@ def measure_scores(
     sequences: list[Encoded] = []
     stop_rate = None
     if config.actor.path is not None:
-        sequences, asked = responses_of_actor(examples, chat, config)
-        ended, asked = global_sums([len(sequences), asked])
-        stop_rate = ended / asked
-        if ended < max(2, min(ENOUGH, asked / 2)):
+        sequences, generated = responses_of_actor(examples, chat, config)
+        ended, generated = global_sums([len(sequences), generated])
+        stop_rate = ended / generated
+        if ended < max(2, min(ENOUGH, generated / 2)):
             logger.warning(
                 "only %d of %d responses of step 1's model ended within max_new_tokens %d: the"
                 " score's mean and standard deviation are those of the data's own responses",
                 ended,
-                asked,
+                generated,
                 config.max_new_tokens,
             )
             sequences = []

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from inference.generation import Response, free_bytes
 from pipeline.budget.machine import available_bytes
 from pipeline.config import FrozenModelConfig
-from pipeline.data.embedded import judge
+from pipeline.data.embedded import verify
 from pipeline.distributed import gather_objects, local_device, local_world_size
 from pipeline.errors import ModelError
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
@@ -126,7 +126,7 @@ def summarize(before: Answers, after: Answers) -> dict[str, int | float]:
     }
 
 
-def judged(held_out: HeldOut, sampled: Mapping[str, list[Answer]]) -> dict[str, object]:
+def verification(held_out: HeldOut, sampled: Mapping[str, list[Answer]]) -> dict[str, object]:
     """What the embedded task's judge says of the models; empty on any other data.
 
     Returns:
@@ -177,7 +177,7 @@ def describe(question: str, answer: Answer) -> dict[str, Any]:
         "score": answer.score,
         "stopped": answer.stopped,
     }
-    verdict = judge(question, answer.text)
+    verdict = verify(question, answer.text)
     if verdict is not None:
         described |= {"correct": verdict.correct, "polite": verdict.polite}
     return described

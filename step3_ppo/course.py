@@ -13,9 +13,9 @@ from pipeline.run import Run
 from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
-from step3_ppo.judged import conclude
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
+from step3_ppo.verification import conclude
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ class Course:
         base = answers_of_base(self.held_out, self.config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
-        judged = conclude(self.held_out, sampled, run.path("samples.json"))
+        verification = conclude(self.held_out, sampled, run.path("samples.json"))
         card = Card("Chat model", METHOD, self.config.actor.path or "", ("ppo",))
-        run.finish(eval={**evaluation, **judged}, models={"actor": card})
+        run.finish(eval={**evaluation, **verification}, models={"actor": card})
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
         """Of sampled answers to the watched prompts; the win rate is against step 1's."""

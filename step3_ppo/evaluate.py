@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from inference.generation import Response, generate
-from pipeline.data.embedded import judge
+from pipeline.data.embedded import verify
 from pipeline.distributed import gather_objects, global_sums, local_device, rank, world_size
 from pipeline.models.chat import decode_response
 from step3_ppo.config import PPOConfig
@@ -89,16 +89,16 @@ class HeldOut:
     def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:
         """Whether each answer is correct and polite; None where the prompt is not of that task."""
         verdicts = [
-            judge(prompt.messages[-1].content, answer.text) if len(prompt.messages) == 1 else None
+            verify(prompt.messages[-1].content, answer.text) if len(prompt.messages) == 1 else None
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
         return [None if verdict is None else verdict.both for verdict in verdicts]
 
     @property
-    def is_judged(self) -> bool:
+    def is_verifiable(self) -> bool:
         """Every prompt is one of the embedded task's."""
         return all(
-            len(prompt.messages) == 1 and judge(prompt.messages[0].content, "") is not None
+            len(prompt.messages) == 1 and verify(prompt.messages[0].content, "") is not None
             for prompt in self.prompts
         )
 

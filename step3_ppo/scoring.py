@@ -89,13 +89,13 @@ def measured_moments(
     """
     score = raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])
-    ended, asked = global_sums([stopped.sum().item(), len(responses)])
+    ended, generated = global_sums([stopped.sum().item(), len(responses)])
     if ended < 2:
         logger.warning(
             "%d of %d responses of the first rollout ended: the reward model's scores are"
             " normalized by those of responses without an end; raise ppo.max_new_tokens",
             ended,
-            asked,
+            generated,
         )
         stopped = torch.ones_like(stopped)
     own = score[stopped]

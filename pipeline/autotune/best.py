@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from pipeline.autotune.space import Value
-from pipeline.budget.ladder import nested
+from pipeline.budget.fallbacks import nested
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.installation import TRAIN
 from pipeline.launch.deployment import Deployment
@@ -67,8 +67,8 @@ def _options(
     """Train.py's own options: which steps, where they run, from which model, into what."""
     names = ("step", *(each.name for each in fields(Deployment)))
     defaults = {each.name: each.default for each in fields(Request)}
-    said = {name: getattr(request, name) for name in names}
-    options = {name: value for name, value in said.items() if value != defaults[name]}
+    given = {name: getattr(request, name) for name in names}
+    options = {name: value for name, value in given.items() if value != defaults[name]}
     if request.plan == "off":  # what auto chose is among the steps' settings
         options["plan"] = "off"
     actor = str(plain(configs[stages[0].name])["model"]["path"])

@@ -38,7 +38,7 @@ class Point:
     seconds: float = 0.0
     """That the trial took, with its start."""
 
-    said: str = ""
+    message: str = ""
     """The last line it wrote, where it measured nothing."""
 
     @property
@@ -75,6 +75,8 @@ def read_points(file: Path, *, step: str, key: str) -> list[Point]:
     for record in _records(file):
         if (record.get("step"), record.get("key")) == (step, key):
             rates = tuple(record.pop("tokens_per_second"))
+            if "said" in record:  # as version 0.1 began to write it
+                record["message"] = record.pop("said")
             points.append(Point(**record, tokens_per_second=rates))
     return points
 

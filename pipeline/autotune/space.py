@@ -1,6 +1,6 @@
 """What can be tuned: the settings that change memory and speed and leave the result as it is.
 
-A candidate is one value of each dimension. Their order is DeepSpeed's ladder for a model that does
+A candidate is one value of each dimension. Their order is DeepSpeed's order for a model that does
 not fit: the smallest micro-batch first, then activations recomputed, then higher ZeRO stages, each
 first without and then with offload.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pipeline.budget.ladder import changed, trained_models
+from pipeline.budget.fallbacks import changed, trained_models
 from pipeline.budget.machine import Machine
 from pipeline.config import StepConfig, affects_result
 from pipeline.errors import ConfigError, require
@@ -38,7 +38,7 @@ OF_THE_RUN = (
 )
 """Settings that change neither the result of a step nor its speed or memory."""
 
-LADDER = (
+FALLBACK_ORDER = (
     *("zero_stage", OFFLOAD, "gradient_checkpointing", "checkpoint_every", "inference_tp_size"),
     "offload_in_generation",
     *GROWING,
@@ -53,7 +53,7 @@ class Dimension:
     name: str
 
     values: tuple[Value, ...]
-    """In the order of the ladder."""
+    """In the fallback order."""
 
     settings: tuple[str, ...]
     """Dotted names of the step's settings that get the value; of `offload`, the sections."""
@@ -83,7 +83,7 @@ class Space:
     dimensions: tuple[Dimension, ...]
 
     candidates: tuple[Candidate, ...]
-    """In the order of the ladder."""
+    """In the fallback order."""
 
     @cached_property
     def start(self) -> Candidate | None:
@@ -109,7 +109,7 @@ class Space:
     def needs_as_much(self, candidate: Candidate, failed: Candidate) -> bool:
         """Whether a candidate takes at least the memory of one for which there was too little.
 
-        That is where it is no rung above it on the ladder and its batches are no smaller.
+        That is where it is not above it in the fallback order and its batches are no smaller.
         """
         return all(
             _saves_no_more(each.name, ours, theirs)
@@ -123,21 +123,21 @@ def make_space(
     *,
     fixed: Sequence[str] = (),
     given: Mapping[str, str] | None = None,
-    divisions: Sequence[int] = (),
+    tp_sizes: Sequence[int] = (),
 ) -> Space:
     """The candidates for a step, the settings as they are among them unless `given` says otherwise.
 
     Args:
         config: its settings as they are.
         machine: where it runs.
-        fixed: dotted names of settings that were said, which stay as they are.
+        fixed: dotted names of settings that the user gave, which stay as they are.
         given: values by the names of dimensions, or of settings, in place of the usual ones: 1,2,4.
-        divisions: values that `inference_tp_size` may have.
+        tp_sizes: values that `inference_tp_size` may have.
 
     Raises:
         ConfigError: a value can't be used, or changes what a run results in.
     """
-    usual, given = dict(_usual(config, machine, divisions)), given or {}
+    usual, given = dict(_usual(config, machine, tp_sizes)), given or {}
     owners: dict[str, str] = {}
     for name in given:
         for setting in _settings_of(config, name):
@@ -148,7 +148,7 @@ def make_space(
             )
             owners[setting] = name
     dimensions: list[Dimension] = []
-    for name in sorted(usual.keys() | given.keys(), key=_rung):
+    for name in sorted(usual.keys() | given.keys(), key=_position):
         settings = _settings_of(config, name)
         if name in given:
             values = _values(config, name, settings, given[name]) if settings else ()
@@ -156,7 +156,7 @@ def make_space(
             settings = tuple(
                 each
                 for each in settings
-                if not _is_said(each, fixed) and not any(_overlap(each, other) for other in owners)
+                if not _is_given(each, fixed) and not any(_overlap(each, other) for other in owners)
             )
             values = usual[name]
         if settings:
@@ -175,7 +175,7 @@ def known_dimensions(config: StepConfig) -> list[str]:
 
 
 def _usual(
-    config: StepConfig, machine: Machine, divisions: Sequence[int]
+    config: StepConfig, machine: Machine, tp_sizes: Sequence[int]
 ) -> Iterator[tuple[str, tuple[Value, ...]]]:
     """The dimensions that are tuned unless something else is said."""
     each = -(-config.batch_size // machine.world)
@@ -193,8 +193,8 @@ def _usual(
         most = -(-prompts // machine.world)
         present = getattr(config, "generation_batch_size", most)
         yield "generation_batch_size", _doubling(max(1, most // 4), most, present)
-        if len(divisions) > 1:
-            yield "inference_tp_size", tuple(divisions)
+        if len(tp_sizes) > 1:
+            yield "inference_tp_size", tuple(tp_sizes)
         if machine.has_gpu:
             yield "offload_in_generation", (False, True)
 
@@ -259,7 +259,7 @@ def _saves_no_more(dimension: str, ours: Value, theirs: Value) -> bool:
         return set(str(ours).split("+")) - {"none"} <= set(str(theirs).split("+"))
     if dimension in (*GROWING, "checkpoint_every"):
         return int(ours) >= int(theirs)
-    if dimension in LADDER:
+    if dimension in FALLBACK_ORDER:
         return int(ours) <= int(theirs)
     return ours == theirs
 
@@ -309,7 +309,7 @@ def _number_offloaded(value: str) -> int:
     return len(set(value.split("+")) - {"none"})
 
 
-def _is_said(setting: str, fixed: Sequence[str]) -> bool:
+def _is_given(setting: str, fixed: Sequence[str]) -> bool:
     """Whether a setting, or one inside of it, was said."""
     return any(f"{each}.".startswith(f"{setting}.") for each in fixed)
 
@@ -348,7 +348,7 @@ def _values(config: StepConfig, name: str, settings: Sequence[str], text: str) -
         raise ConfigError(f"{option}: {error}") from None
 
 
-def _rung(name: str) -> tuple[int, str]:
-    """Settings that the ladder does not have come before the sizes of batches."""
-    order = (*LADDER[: -len(GROWING)], "", *GROWING)
-    return order.index(name if name in LADDER else ""), name
+def _position(name: str) -> tuple[int, str]:
+    """Settings that the fallback order does not have come before the sizes of batches."""
+    order = (*FALLBACK_ORDER[: -len(GROWING)], "", *GROWING)
+    return order.index(name if name in FALLBACK_ORDER else ""), name

@@ -41,7 +41,7 @@ def next_candidate(
         refused: candidates that don't fit by the plan, for whatever reason.
         too_large: those of them that the devices have too little memory for, where what needs at
             least as much doesn't fit either. What lacks main memory beside a GPU rules out nothing:
-            on the ladder others may need less of it.
+            in the fallback order others may need less of it.
     """
     tried = {space.candidate(point.settings) for point in points}
     if len(tried) >= trials:

@@ -41,7 +41,7 @@ KNOWN = 0.25
 
 
 def most_promising(space: Space, left: Sequence[Candidate], points: Sequence[Point]) -> Candidate:
-    """The candidate of the highest expected improvement; of equal ones the first on the ladder."""
+    """The candidate of the highest expected improvement; of equals the first in order."""
     measured = [point for point in points if point.speed]
     if not measured:
         return left[0]

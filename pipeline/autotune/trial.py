@@ -13,7 +13,7 @@ from typing import IO, Any
 import psutil
 
 from pipeline.autotune.points import Outcome
-from pipeline.budget.ladder import changed
+from pipeline.budget.fallbacks import changed
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.errors import EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR
 from pipeline.launch.child import SIGNALS
@@ -43,7 +43,7 @@ class Trial:
     tokens_per_second: tuple[float, ...]
     memory_gb: float | None
     seconds: float
-    said: str
+    message: str
 
 
 def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: int) -> StepConfig:
@@ -121,7 +121,7 @@ def run_trial(
         tokens_per_second=rates if measured else (),
         memory_gb=max((line.get("memory_gb", 0.0) for line in lines), default=None),
         seconds=round(time.monotonic() - began, 3),
-        said="" if measured else _last_words(log),
+        message="" if measured else _last_words(log),
     )
 
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.autotune.best import write_best
-from pipeline.autotune.rehearsal import rehearsals, rehearse
 from pipeline.autotune.space import Value, known_dimensions
 from pipeline.autotune.tuning import LOGS, TRIALS, Tuning
+from pipeline.autotune.warmup_checkpoints import make_warmup_checkpoint, warmup_checkpoints
 from pipeline.cli import say
 from pipeline.errors import ConfigError, suggestion
 from pipeline.installation import TRAIN
@@ -56,9 +56,9 @@ def tune(plan: Plan) -> Plan:
                 continue
             write_best(out / BEST, plan.request, plan.all_stages, plan.configs, chosen)
             if stage is not stages[-1]:
-                rehearse(plan, stage)
+                make_warmup_checkpoint(plan, stage)
     finally:
-        shutil.rmtree(rehearsals(plan), ignore_errors=True)
+        shutil.rmtree(warmup_checkpoints(plan), ignore_errors=True)
     say(f"the best settings: {out / BEST}; `{TRAIN} --config {out / BEST}` runs with them")
     return plan
 

@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 
 from pipeline.autotune.points import Point, add_point, best_of, read_points
-from pipeline.autotune.rehearsal import on_rehearsals
 from pipeline.autotune.space import Candidate, Space, Value, make_space
 from pipeline.autotune.strategies import next_candidate, usual_trials
 from pipeline.autotune.trial import run_trial, trial_settings
+from pipeline.autotune.warmup_checkpoints import from_warmup_checkpoints
 from pipeline.budget.fit import Shortage, shortage
 from pipeline.cli import complain, say, write_config
 from pipeline.config import StepConfig
@@ -60,7 +60,7 @@ class Tuning:
         while (candidate := self._next(points)) is not None:
             point = self._try(candidate, number=len(points) + 1)
             if not points and point.outcome == "refused":
-                raise ConfigError(point.said.removeprefix("error: "))
+                raise ConfigError(point.message.removeprefix("error: "))
             add_point(self.file, point)
             points.append(point)
             say(f"  trial {len(points)} of {self.trials}   {_described(point)}")
@@ -95,18 +95,18 @@ class Tuning:
         return make_space(
             self.config,
             self.plan.machine,
-            fixed=sorted(self.plan.said[self.stage.name]),
+            fixed=sorted(self.plan.given[self.stage.name]),
             given=self.plan.request.autotune_space,
-            divisions=self._divisions,
+            tp_sizes=self._tp_sizes,
         )
 
     @property
-    def _divisions(self) -> Sequence[int]:
-        from pipeline.budget.division import divisions
+    def _tp_sizes(self) -> Sequence[int]:
+        from pipeline.budget.tp_sizes import tp_sizes
         from pipeline.plan.memory import origins_of
 
         origins = origins_of(self.plan.configs)
-        return divisions(self.config, processes=self.plan.machine.processes, origins=origins)
+        return tp_sizes(self.config, processes=self.plan.machine.processes, origins=origins)
 
     @property
     def trials(self) -> int:
@@ -171,7 +171,7 @@ class Tuning:
 
         if self.plan.request.plan == "off":
             return None
-        config = on_rehearsals(self.space.config(candidate), self.plan)
+        config = from_warmup_checkpoints(self.space.config(candidate), self.plan)
         machine = self.plan.machine
         return shortage(step_memory(config, machine=machine), machine)
 
@@ -180,7 +180,7 @@ class Tuning:
         out = request.output_dir / AUTOTUNE / ".trial" / self.stage.name
         shutil.rmtree(out.parent, ignore_errors=True)
         config = trial_settings(
-            on_rehearsals(self.space.config(candidate), self.plan),
+            from_warmup_checkpoints(self.space.config(candidate), self.plan),
             out,
             steps=request.autotune_steps,
             world=self.plan.machine.world,
@@ -214,7 +214,7 @@ class Tuning:
             tokens_per_second=trial.tokens_per_second,
             memory_gb=trial.memory_gb,
             seconds=trial.seconds,
-            said=trial.said,
+            message=trial.message,
         )
 
     def _nothing(self, points: Sequence[Point]) -> BaseException:
@@ -225,7 +225,7 @@ class Tuning:
         last = points[-1]
         complain(
             f"no settings of step {number} could be measured; the last of {len(points)} trials"
-            f" ended with: {last.said or last.outcome}. What they wrote is in {self.logs}"
+            f" ended with: {last.message or last.outcome}. What they wrote is in {self.logs}"
         )
         return SystemExit(EXIT_FAILED)
 
@@ -249,7 +249,9 @@ class Tuning:
 
 def _described(point: Point) -> str:
     if point.speed is None:
-        why = f": {point.said}" if point.outcome in ("refused", "failed") and point.said else ""
+        why = (
+            f": {point.message}" if point.outcome in ("refused", "failed") and point.message else ""
+        )
         return f"{_words(point.settings)}   {point.outcome}{why}"
     return f"{_words(point.settings)}   {point.speed:,.0f} tokens/s, {point.memory_gb or 0:.2f} GB"
 

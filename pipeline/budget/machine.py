@@ -91,15 +91,15 @@ def parse_machine(text: str) -> Machine:
     Raises:
         ConfigError: it is none of them, or no card of that name is known.
     """
-    said = re.fullmatch(
+    match = re.fullmatch(
         r"(?:(\d+)x)??(\d+)x(?:([A-Za-z][\w]*)-)?(\d+)-?GB(?:\+(\d+)GB)?", text, re.IGNORECASE
     )
-    if said is None:
+    if match is None:
         raise ConfigError(
             f"--plan-for {text} is no machine; write GPUs and their memory, as 8xA100-80GB or"
             " 4x24GB, with main memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
         )
-    nodes, gpus, card, size, host = said.groups()
+    nodes, gpus, card, size, host = match.groups()
     count = int(gpus)
     if not count or not int(size) or not int(nodes or 1):
         raise ConfigError(f"--plan-for {text} has no GPU or no memory; numbers are above 0")
@@ -126,8 +126,8 @@ def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
     if shutil.which("nvidia-smi") is None:
         return None
     form = ("--query-gpu=memory.free", "--format=csv,noheader,nounits")
-    asked = ["nvidia-smi", f"--id={','.join(gpus)}", *form]
-    listing = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    query = ["nvidia-smi", f"--id={','.join(gpus)}", *form]
+    listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     lines = [line.strip() for line in listing.splitlines()]
     if len(lines) != len(gpus) or not all(line.isdigit() for line in lines):
         return None
@@ -147,11 +147,11 @@ def available_bytes(groups: Sequence[Path] | None = None) -> int:
 
 
 def own_groups(
-    said: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+    cgroup_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[Path]:
     """The control groups of this process, from its own outwards, in versions 1 and 2."""
     try:
-        lines = said.read_text().splitlines()
+        lines = cgroup_file.read_text().splitlines()
     except OSError:
         return []
     groups: list[Path] = []

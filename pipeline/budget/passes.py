@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.budget.meter import PassBytes, measure_pass
+from pipeline.budget.activation_profiler import PassBytes, measure_pass
 from pipeline.config import Kernels, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.units import find_units
@@ -181,6 +181,6 @@ def _run(model: nn.Module, batch: TokenBatch, how: Pass) -> Tensor:
     if how.scores:
         return Scorer(model)(batch).sum()
     policy = Policy(model, kernels=how.kernels, tile=TILE["cuda"] if how.gpu else None)
-    said = policy(batch, temperature=how.temperature, entropy=how.entropy, uniform=how.uniform)
-    loss = said.logprobs.sum()
-    return loss if said.entropy is None else loss + said.entropy.sum()
+    outputs = policy(batch, temperature=how.temperature, entropy=how.entropy, uniform=how.uniform)
+    loss = outputs.logprobs.sum()
+    return loss if outputs.entropy is None else loss + outputs.entropy.sum()

@@ -2,11 +2,11 @@
 
 import os
 
-from pipeline.budget.division import divisions
 from pipeline.budget.fit import shortage
 from pipeline.budget.machine import Machine, this_machine
-from pipeline.budget.mend import mend, refusal
+from pipeline.budget.suggest_fix import refusal, suggest_fix
 from pipeline.budget.table import StepMemory
+from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.cli import remark, say
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
@@ -43,7 +43,7 @@ def check_memory(config: StepConfig, *, section: str) -> None:
     memory = count(config, machine)
     short = shortage(memory, machine)
     if short is not None:
-        sizes = divisions(config, processes=machine.processes)
-        mended = mend(config, machine, count, divisions=sizes)
-        raise ConfigError(refusal("this step", "", short, mended))
+        sizes = tp_sizes(config, processes=machine.processes)
+        fix = suggest_fix(config, machine, count, tp_sizes=sizes)
+        raise ConfigError(refusal("this step", "", short, fix))
     say(f"memory: {there(machine)}; this step takes {line(memory, machine)}")

@@ -1,7 +1,8 @@
 """What a step takes on each of its processes, phase by phase.
 
 The engine's vectors are counted by its own layout (`pipeline.engine.predict`), passes by the
-models' own code (`pipeline.budget.meter`), generation by the shapes of its cache and replica.
+models' own code (`pipeline.budget.activation_profiler`), generation by the shapes of its cache and
+replica.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from pipeline.budget.activation_profiler import PassBytes
 from pipeline.budget.generation import (
     PREFILL,
     replica_bytes,
@@ -17,7 +19,6 @@ from pipeline.budget.generation import (
     weight_sync_bytes,
 )
 from pipeline.budget.machine import RUNTIME_CPU, Machine
-from pipeline.budget.meter import PassBytes
 from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
@@ -162,11 +163,11 @@ class _Step:
         has found its gradients. The first one's entropy is computed on the way, before there is any
         of the second.
         """
-        asked, kept = (self.measured(first, how(first)) for how in (self.asking, self.training))
-        if asked is not None and kept is not None:
+        scored, kept = (self.measured(first, how(first)) for how in (self.scoring, self.training))
+        if scored is not None and kept is not None:
             alone = frozenset({"forward"})
             yield Item("activations", first.role, kept.kept, moments=alone)
-            yield Item("logits", first.role, asked.head - asked.kept, moments=alone)
+            yield Item("logits", first.role, scored.head - scored.kept, moments=alone)
         both = frozenset({"both"})
         for model, moments in ((first, both), (second, both | _moments(first.role))):
             taken = self.measured(model, self.training(model))
@@ -230,7 +231,7 @@ class _Step:
         """Passes without gradients: evaluation, and the scoring of responses."""
         for model in self.present:
             yield from self.held(model)
-            yield from self.passing(model, self.asking(model))
+            yield from self.passing(model, self.scoring(model))
         if self.keeps_replica:
             yield from self.replica()
 
@@ -347,7 +348,7 @@ class _Step:
             temperature=1.0,
         )
 
-    def asking(self, model: CountedModel) -> Pass:
+    def scoring(self, model: CountedModel) -> Pass:
         """How a model is asked without gradients."""
         like = next((each.trained for each in self.models if each.trained is not None), None)
         return Pass(

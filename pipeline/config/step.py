@@ -29,13 +29,13 @@ class SaveInterval:
         Raises:
             ConfigError: it is none of them.
         """
-        said = re.fullmatch(r"(\d+)([smh]?)", str(text).strip())
+        match = re.fullmatch(r"(\d+)([smh]?)", str(text).strip())
         require(
-            said is not None and int(said[1]) > 0,
+            match is not None and int(match[1]) > 0,
             f"save_every takes a number of steps, as 100, or a time, as 90s, 15m or 2h, got {text}",
         )
-        assert said is not None
-        number, unit = int(said[1]), said[2]
+        assert match is not None
+        number, unit = int(match[1]), match[2]
         return cls(number) if not unit else cls(None, number * SECONDS[unit])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from random import Random
 
-from pipeline.data.embedded_facts import TOLD, Fact, facts, kinds, split
+from pipeline.data.embedded_facts import MEMORIZED, Fact, facts, kinds, split
 from pipeline.data.embedded_talk import TALK
 from pipeline.data.embedded_wordings import ask
 from pipeline.data.examples import Example, Message
@@ -87,7 +87,7 @@ class Verdict:
         return self.correct and self.polite
 
 
-def judge(question: str, answer: str) -> Verdict | None:
+def verify(question: str, answer: str) -> Verdict | None:
     """The verdict on `answer`; None for a question that is neither held out nor written by hand."""
     known = _right_answers().get(question.strip())
     return None if known is None else verdict(*known, answer)
@@ -159,7 +159,7 @@ def held_out_questions() -> tuple[Question, ...]:
     train, held_out = split()
     found: dict[str, Question] = {}
     for kind, count in HELD_OUT_PROMPTS.items():
-        of_kind = [fact for fact in (train if kind in TOLD else held_out) if fact.kind == kind]
+        of_kind = [fact for fact in (train if kind in MEMORIZED else held_out) if fact.kind == kind]
         for fact in _spread(of_kind, count, random):
             while (text := ask(fact, random, unseen=True)) in found:
                 pass
@@ -177,7 +177,7 @@ def _spread(of_kind: Sequence[Fact], count: int, random: Random) -> list[Fact]:
 def corpus() -> list[str]:
     """What the tokenizer is trained on: each kind as often, and all that facts name and answer."""
     random = Random("corpus")
-    texts = [" ".join((*fact.asked, fact.answer)) for fact in facts()]
+    texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
     for kind in kinds():
         for fact in random.choices(_train_by_kind()[kind], k=1000):
             texts += [ask(fact, random), f"{random.choice((*POLITE, *RUDE))} {fact.answer}"]

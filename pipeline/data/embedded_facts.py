@@ -95,7 +95,7 @@ class Fact:
 
     kind: str
 
-    asked: tuple[str, ...]
+    subject: tuple[str, ...]
     """What a prompt names: a country, two numbers, a verb and its object."""
 
     answer: str
@@ -105,7 +105,7 @@ class Fact:
     """Wrong sentences of the same form; one that stands twice is drawn twice as often."""
 
 
-TOLD = ("capital", "opposite", "animal sound", "next number", "sum", "repeat")
+MEMORIZED = ("capital", "opposite", "animal sound", "next number", "sum", "repeat")
 """Kinds of few facts, or of facts that nobody could work out: all of them are trained on."""
 
 
@@ -140,11 +140,11 @@ def split() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
     held_out: list[Fact] = []
     for kind in kinds():
         of_kind = [fact for fact in facts() if fact.kind == kind]
-        groups = list(dict.fromkeys(frozenset(fact.asked) for fact in of_kind))
-        share = 0.0 if kind in TOLD else HELD_OUT_SHARE
+        groups = list(dict.fromkeys(frozenset(fact.subject) for fact in of_kind))
+        share = 0.0 if kind in MEMORIZED else HELD_OUT_SHARE
         hidden = set(random.sample(groups, round(share * len(groups))))
         for fact in of_kind:
-            (held_out if frozenset(fact.asked) in hidden else train).append(fact)
+            (held_out if frozenset(fact.subject) in hidden else train).append(fact)
     return tuple(train), tuple(held_out)
 
 

@@ -17,8 +17,8 @@ from pipeline.data.embedded import (
     POLITE,
     Question,
     held_out_questions,
-    judge,
     training_questions,
+    verify,
 )
 from pipeline.data.embedded_facts import facts
 from pipeline.data.embedded_wordings import NUMBERS
@@ -33,7 +33,7 @@ def trivial_rates() -> dict[str, float]:
     The policies know as many training prompts of step 1 as that has rows, no two of them alike.
     """
     known = training_questions(step=1, seed=0, count=DEMONSTRATIONS)
-    asked = [question.text for question in held_out_questions()]
+    prompts = [question.text for question in held_out_questions()]
     answers = Counter(question.fact.answer for question in known)
     constants = {
         *(question.fact.answer for question in held_out_questions()),
@@ -43,17 +43,17 @@ def trivial_rates() -> dict[str, float]:
     everything = list(answers.elements())
     frequent = answers.most_common(1)[0][0]
     return {
-        "best constant answer": max(_rate(asked, [one] * len(asked)) for one in constants),
-        "most frequent answer": _rate(asked, [frequent] * len(asked)),
-        "random training answer": _rate(asked, random.choices(everything, k=len(asked))),
-        "nearest prompt, by all words": _rate(asked, nearest_answers(known, asked, all_words)),
+        "best constant answer": max(_rate(prompts, [one] * len(prompts)) for one in constants),
+        "most frequent answer": _rate(prompts, [frequent] * len(prompts)),
+        "random training answer": _rate(prompts, random.choices(everything, k=len(prompts))),
+        "nearest prompt, by all words": _rate(prompts, nearest_answers(known, prompts, all_words)),
         "nearest prompt, by what is named": _rate(
-            asked, nearest_answers(known, asked, named_words)
+            prompts, nearest_answers(known, prompts, named_words)
         ),
     }
 
 
-def nearest_answers(known: Sequence[Question], asked: Iterable[str], words: Words) -> list[str]:
+def nearest_answers(known: Sequence[Question], prompts: Iterable[str], words: Words) -> list[str]:
     """For each prompt the answer to the known one that shares most of both prompts' words.
 
     Nearness is the bags' intersection divided by their union; the first of the nearest counts.
@@ -67,7 +67,7 @@ def nearest_answers(known: Sequence[Question], asked: Iterable[str], words: Word
             postings[word].append((row, times))
     rows_and_times = {word: np.array(found).T for word, found in postings.items()}
     answers: list[str] = []
-    for text in asked:
+    for text in prompts:
         bag = words(text)
         shared = np.zeros(len(known))
         for word in bag.keys() & rows_and_times.keys():
@@ -88,10 +88,10 @@ def named_words(text: str) -> Counter[str]:
     return Counter(word for word in all_words(text).elements() if word in _named())
 
 
-def _rate(asked: Sequence[str], answers: Sequence[str]) -> float:
+def _rate(prompts: Sequence[str], answers: Sequence[str]) -> float:
     """The share of polite answers that the judge finds right."""
     verdicts = [
-        judge(text, f"{POLITE[0]} {answer}") for text, answer in zip(asked, answers, strict=True)
+        verify(text, f"{POLITE[0]} {answer}") for text, answer in zip(prompts, answers, strict=True)
     ]
     return sum(verdict is not None and verdict.both for verdict in verdicts) / len(verdicts)
 
@@ -105,5 +105,5 @@ def _most_frequent_of_each_kind(known: Sequence[Question]) -> list[str]:
 
 @cache
 def _named() -> frozenset[str]:
-    named = (text for fact in facts() for text in fact.asked)
+    named = (text for fact in facts() for text in fact.subject)
     return frozenset(word for text in named for word in all_words(text)) | frozenset(NUMBERS)

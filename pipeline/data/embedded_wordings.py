@@ -269,7 +269,7 @@ def _filled(text: str, fact: Fact, random: Random) -> str:
 
 def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool) -> str:
     """What a prompt calls the fact's country, number, verb or thing."""
-    value = fact.asked[number]
+    value = fact.subject[number]
     if form == "s":
         return _PLURALS.get(value, f"{value}s")
     if form == "ing":

@@ -20,8 +20,8 @@ def prompt_hash(example: Example) -> int:
     text = next(users, None)
     if text is None:
         text = "\n".join(turn.content for turn in (*example.prompt, *example.chosen))
-    said = " ".join(text.split()).casefold()
-    digest = hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
+    normalized = " ".join(text.split()).casefold()
+    digest = hashlib.sha256(normalized.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little")
 
 

@@ -81,8 +81,8 @@ def _example(shape: Shape, columns: Columns, origin: str, reading: Reading) -> E
     if "weight" in row.columns and _weight(row) == 0:
         raise LeftOut(ZERO_WEIGHT)
     example = replace(shape.read(row), margin=_margin(row), origin=row.origin)
-    for said in (example.chosen, example.rejected):
-        if any(turn.role == "assistant" and not turn.content.strip() for turn in said):
+    for messages in (example.chosen, example.rejected):
+        if any(turn.role == "assistant" and not turn.content.strip() for turn in messages):
             raise LeftOut(EMPTY_RESPONSE)
     example = replace(example, prompt=tuple(map(_unlearned_where_empty, example.prompt)))
     if not example.prompt or not example.chosen or example.rejected:
@@ -156,14 +156,14 @@ def _prompt_beside(row: Row) -> Turns:
     )
 
 
-def _answered(asked: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
+def _answered(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
     """The example, if its prompt ends in a user turn and the assistant takes the next."""
     responses = [each for each in (chosen, rejected) if each]
-    if not asked or asked[-1].role != "user" or not responses:
+    if not question or question[-1].role != "user" or not responses:
         raise LeftOut(NO_ANSWER)
     if any({each[0].role, each[-1].role} != {"assistant"} for each in responses):
         raise LeftOut(NO_ANSWER)
-    return Example(asked, chosen, rejected)
+    return Example(question, chosen, rejected)
 
 
 def _messages(row: Row) -> Example:
@@ -174,29 +174,29 @@ def _conversations(row: Row) -> Example:
     return _chat(_from_first_user(with_system(row, turns(row, "conversations"))))
 
 
-def _from_first_user(said: Turns) -> Turns:
+def _from_first_user(dialogue: Turns) -> Turns:
     """The dialogue without an assistant's turn at its start: it was cut out of a longer chat."""
-    system = said[:1] if said and said[0].role == "system" else ()
-    rest = said[len(system) :]
+    system = dialogue[:1] if dialogue and dialogue[0].role == "system" else ()
+    rest = dialogue[len(system) :]
     return (*system, *(rest[1:] if rest and rest[0].role == "assistant" else rest))
 
 
-def _chat(said: Turns) -> Example:
-    asked, answer = last_response(said)
-    return _answered(asked, answer) if answer else _prompt_example(asked)
+def _chat(dialogue: Turns) -> Example:
+    question, answer = last_response(dialogue)
+    return _answered(question, answer) if answer else _prompt_example(question)
 
 
-def _prompt_example(asked: Turns) -> Example:
-    if not asked or asked[-1].role != "user":
+def _prompt_example(question: Turns) -> Example:
+    if not question or question[-1].role != "user":
         raise LeftOut(NO_ANSWER)
-    return Example(asked)
+    return Example(question)
 
 
 def _instruction(row: Row) -> Turns:
     """The prompt of Alpaca's columns: earlier turns, the instruction, and below it its input."""
     inputs = [text(row, name) for name in ("input", "context") if row.columns.get(name)]
-    asked = "\n\n".join([text(row, "instruction"), *inputs])
-    return with_system(row, (*history(row), Message("user", asked)))
+    question = "\n\n".join([text(row, "instruction"), *inputs])
+    return with_system(row, (*history(row), Message("user", question)))
 
 
 def _alpaca(row: Row) -> Example:
@@ -204,9 +204,9 @@ def _alpaca(row: Row) -> Example:
     return _answered(_instruction(row), response(row, output))
 
 
-def _pair(answer: str, asked: str = "prompt") -> Callable[[Row], Example]:
+def _pair(answer: str, question: str = "prompt") -> Callable[[Row], Example]:
     def read(row: Row) -> Example:
-        return _answered(prompt(row, asked), response(row, answer))
+        return _answered(prompt(row, question), response(row, answer))
 
     return read
 
@@ -268,15 +268,15 @@ def _is_labelled_bad(columns: Columns, origin: str) -> bool:
     name = "kto_tag" if "kto_tag" in columns else "label"
     if name not in columns:
         return False
-    read, said = set(columns.read), str(columns[name]).strip().lower()
-    if said in ("0", "1"):
+    read, word = set(columns.read), str(columns[name]).strip().lower()
+    if word in ("0", "1"):
         raise DataError(
-            f"{origin}: {name} is {said}; beside a response it must be true (good) or false"
+            f"{origin}: {name} is {word}; beside a response it must be true (good) or false"
             " (bad), or have another name if it means something else"
         )
-    if said not in ("true", "false"):
+    if word not in ("true", "false"):
         columns.read = read
-    return said == "false"
+    return word == "false"
 
 
 _ALPACA = ("input", "context", "history", "system")

@@ -79,28 +79,28 @@ class Reader:
             DataError: nothing is there, it can't be read, or which split to read is not clear.
         """
         bare, weight = split_weight(spec)
-        name, asked = split_name(bare)
+        name, wanted = split_name(bare)
         path = Path(name).expanduser()
         splits = ""
         if name == "local/jsonfile" and not path.exists():
             train = self._read_file(Path("data/train.json"))
             test = self._read_file(Path("data/eval.json"))
         elif path.is_dir():
-            train, test, splits = self._read_directory(path, step=step, asked=asked)
+            train, test, splits = self._read_directory(path, step=step, wanted=wanted)
         elif path.exists():
-            if asked is not None:
-                raise DataError(f"data path {bare}: a file has no splits; leave @{asked} away")
+            if wanted is not None:
+                raise DataError(f"data path {bare}: a file has no splits; leave @{wanted} away")
             train, test = self._read_file(path), []
         elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
             raise DataError(f"data path {name}: there is no such file or directory")
         else:
-            train, test, splits = self._read_hub(name, step=step, asked=asked)
+            train, test, splits = self._read_hub(name, step=step, wanted=wanted)
         if not train:
             raise DataError(f"data path {bare} holds no rows")
         return Source(name, weight, train, test, splits)
 
     def _read_directory(
-        self, directory: Path, *, step: int | None, asked: str | None
+        self, directory: Path, *, step: int | None, wanted: str | None
     ) -> tuple[list[Row], list[Row], str]:
         files = sorted(
             file
@@ -113,11 +113,11 @@ class Reader:
         splits: dict[str, list[Path]] = {}
         for file in files:
             split = split_of_file(file.relative_to(directory).parts)
-            name = split if asked is not None else without_unknown_words(split)
+            name = split if wanted is not None else without_unknown_words(split)
             splits.setdefault(name, []).append(file)
-        if asked is None and not any(name.startswith("train") for name in splits):
+        if wanted is None and not any(name.startswith("train") for name in splits):
             return self._rows_of_files(files), [], ""  # test files alone: they are asked for
-        train, test = choose_splits(str(directory), splits, step=step, asked=asked)
+        train, test = choose_splits(str(directory), splits, step=step, wanted=wanted)
         return (
             self._rows_of_files(splits[train]),
             [row for split in test for row in self._rows_of_files(splits[split])],
@@ -134,12 +134,12 @@ class Reader:
         return self._files[key]
 
     def _read_hub(
-        self, name: str, *, step: int | None, asked: str | None
+        self, name: str, *, step: int | None, wanted: str | None
     ) -> tuple[list[Row], list[Row], str]:
         if name not in self._sets:
             self._sets[name] = _load_hub_set(name)
         splits = self._sets[name]
-        train, test = choose_splits(name, splits, step=step, asked=asked)
+        train, test = choose_splits(name, splits, step=step, wanted=wanted)
         for split in (train, *test):
             if (name, split) not in self._splits:
                 self._splits[name, split] = [

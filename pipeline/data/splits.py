@@ -33,8 +33,8 @@ def split_of_file(parts: Sequence[str]) -> str:
     for part in parts:
         words = re.split(r"[-_.]", part.lower().split(".")[0])
         if words[0] == TRAIN_WORD or words[0] in TEST_WORDS:
-            told = [word for word in words[1:] if word and not word.isdigit() and word != "of"]
-            return "_".join([words[0], *told])
+            kept = [word for word in words[1:] if word and not word.isdigit() and word != "of"]
+            return "_".join([words[0], *kept])
     return TRAIN_WORD
 
 
@@ -46,7 +46,7 @@ def without_unknown_words(split: str) -> str:
 
 
 def choose_splits(
-    name: str, splits: Collection[str], *, step: int | None, asked: str | None = None
+    name: str, splits: Collection[str], *, step: int | None, wanted: str | None = None
 ) -> tuple[str, list[str]]:
     """The training split that `step` reads, and the test splits that go with it, if any.
 
@@ -56,13 +56,13 @@ def choose_splits(
     Raises:
         DataError: there is none, or there are several and none is named for the step.
     """
-    if asked is not None:
-        if asked not in splits:
+    if wanted is not None:
+        if wanted not in splits:
             raise DataError(
-                f"data path {name}@{asked}: there is no split {asked}; there are"
+                f"data path {name}@{wanted}: there is no split {wanted}; there are"
                 f" {', '.join(sorted(splits))}"
             )
-        return asked, _test_splits(asked, splits)
+        return wanted, _test_splits(wanted, splits)
     train = [split for split in splits if split.startswith(TRAIN_WORD)]
     train = train or list(splits)[: len(splits) == 1]
     if TRAIN_WORD in train:

@@ -111,7 +111,7 @@ def _read_and_share(
     held_out, train = _apart(held_out, train, earlier, notes)
     mine = _share(train, config, step, notes)
     evaluated = _eval_rows(held_out, config, step, notes)
-    _tell_repeated([row.prompt for row in mine], earlier, notes)
+    _note_repeated([row.prompt for row in mine], earlier, notes)
     return StageData(
         [row.example for row in mine],
         [row.example for row in evaluated],
@@ -138,9 +138,9 @@ def _embedded(config: DataConfig, earlier: PromptRecord, *, step: int, seed: int
         f"data.{name} is not used: the built-in task has rows of its own for every step"
         for name in unused
     ]
-    asked = {example.prompt: example for example in train}  # each many times
+    by_prompt = {example.prompt: example for example in train}  # each many times
     own = PromptRecord(
-        as_hashes(prompt_hash(example) for example in asked.values()),
+        as_hashes(prompt_hash(example) for example in by_prompt.values()),
         as_hashes(prompt_hash(example) for example in held_out),
     )
     return StageData(train, held_out[: config.max_eval_rows], notes, earlier | own)
@@ -261,7 +261,7 @@ def _apart(
     )
 
 
-def _tell_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[str]) -> None:
+def _note_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[str]) -> None:
     own = list(dict.fromkeys(prompts))
     repeated = sum(contained(own, earlier.trained))
     if repeated:
@@ -303,16 +303,16 @@ def _share(rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str]
         steps.setdefault(row.prompt, set()).update(of_row)
     owners = assign_steps(steps, split=config.split, seed=config.seed)
     mine = [row for row in usable if owners[row.prompt] == step]
-    said = ",".join(f"{part:g}" for part in config.split)
+    parts = ",".join(f"{part:g}" for part in config.split)
     if not mine:
         raise DataError(
-            f"--data-split {said} leaves step {step} without rows: {len(usable)} of"
+            f"--data-split {parts} leaves step {step} without rows: {len(usable)} of"
             f" {_rows(len(rows))} are usable in it, of {len({row.prompt for row in usable})}"
             " prompts; give more rows or raise the step's share"
         )
     mine = _in_drawn_order(mine, config, "order")
     mine = _unique_prompts(mine, notes) if step == 3 else mine
-    notes.append(f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {said})")
+    notes.append(f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {parts})")
     return mine
 
 

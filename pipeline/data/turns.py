@@ -178,8 +178,8 @@ def prompt(row: Row, name: str = "prompt") -> Turns:
     """A prompt column: turns, a "Human: ... Assistant:" text, or the text of one user turn."""
     if is_turns(row.columns[name]):
         return with_system(row, turns(row, name))
-    asked = text(row, name)
-    return with_system(row, parse_dialogue(asked) or (Message("user", asked),))
+    question = text(row, name)
+    return with_system(row, parse_dialogue(question) or (Message("user", question),))
 
 
 def with_system(row: Row, dialogue: Turns) -> Turns:
@@ -218,13 +218,13 @@ def history(row: Row) -> Turns:
             " mend the row or leave the column out"
         )
     return tuple(
-        Message(role, said)
+        Message(role, content)
         for pair in pairs
-        for role, said in zip(("user", "assistant"), pair, strict=True)
+        for role, content in zip(("user", "assistant"), pair, strict=True)
     )
 
 
 def _is_pair(value: object) -> bool:
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
-    return all(isinstance(said, str) for said in value)
+    return all(isinstance(content, str) for content in value)

@@ -17,7 +17,7 @@ class Ending:
     code: int
     """Its exit code; -n where signal n ended it."""
 
-    told: signal.Signals | None = None
+    signal_received: signal.Signals | None = None
     """What told this process to stop meanwhile: Ctrl-C, a closed terminal, a scheduler."""
 
 
@@ -31,13 +31,13 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
     Standard input is closed to it, for it would stop a group in the background.
     """
     child: subprocess.Popen[bytes] | None = None
-    told: signal.Signals | None = None
+    signal_received: signal.Signals | None = None
 
     def pass_on(number: int, _frame: object) -> None:
-        nonlocal told
-        if number == signal.SIGHUP and told is not None:
+        nonlocal signal_received
+        if number == signal.SIGHUP and signal_received is not None:
             return
-        told = signal.Signals(number)
+        signal_received = signal.Signals(number)
         if child is not None and child.poll() is None:
             child.send_signal(number if number in STOP_SIGNALS else signal.SIGINT)
 
@@ -48,9 +48,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
         child = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, process_group=0
         )
-        if told is not None:
-            child.send_signal(told if told in STOP_SIGNALS else signal.SIGINT)
-        return Ending(child.wait(), told)
+        if signal_received is not None:
+            child.send_signal(signal_received if signal_received in STOP_SIGNALS else signal.SIGINT)
+        return Ending(child.wait(), signal_received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

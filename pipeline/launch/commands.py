@@ -45,8 +45,8 @@ def launch_command(step: Sequence[str], where: Layout, deployment: Deployment) -
         case "slurm":
             return srun_command(step, where, deployment)
         case "ssh":
-            said = [*options_said(deployment), "--no-check"]
-            return [sys.executable, "-m", "pipeline.launch.cluster", *said, *step]
+            options = [*given_options(deployment), "--no-check"]
+            return [sys.executable, "-m", "pipeline.launch.cluster", *options, *step]
 
 
 def node_command(
@@ -91,7 +91,7 @@ def srun_command(step: Sequence[str], where: Layout, deployment: Deployment) -> 
     ]
 
 
-def options_said(deployment: Deployment) -> list[str]:
+def given_options(deployment: Deployment) -> list[str]:
     """The options as the launcher takes them, without those that have their defaults."""
     words: list[str] = []
     for each in fields(Deployment):

@@ -90,8 +90,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _code() -> Section:
-    commit = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    changed = _said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    commit = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changed = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return {
         "version": __version__,
         "commit": (commit or "not a git checkout") + (", changed" if commit and changed else ""),
@@ -146,7 +146,7 @@ def _gpus() -> Section:
         from torch.cuda import nccl
 
         found["NCCL"] = ".".join(str(part) for part in nccl.version())
-        found["links"] = "\n" + (_said("nvidia-smi", "topo", "-m") or "unknown")
+        found["links"] = "\n" + (_output_of("nvidia-smi", "topo", "-m") or "unknown")
     return found
 
 
@@ -181,8 +181,8 @@ def _network() -> Section:
 
 
 def _tools() -> Section:
-    lines = {name: _said(name, option).splitlines() for name, option in TOOLS.items()}
-    return {name: said[-1 if name == "nvcc" else 0] for name, said in lines.items() if said}
+    lines = {name: _output_of(name, option).splitlines() for name, option in TOOLS.items()}
+    return {name: output[-1 if name == "nvcc" else 0] for name, output in lines.items() if output}
 
 
 def _bandwidth() -> Section:
@@ -222,7 +222,7 @@ def _limit(kind: int) -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """What a command prints; nothing where it isn't there or fails."""
     if shutil.which(command[0]) is None:
         return ""

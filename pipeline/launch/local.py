@@ -11,16 +11,18 @@ CPU_PROCESSES = 2
 """Processes of a machine without a GPU."""
 
 
-def count_processes(asked: int | None) -> int:
+def count_processes(requested: int | None) -> int:
     """Processes of a step on one node: what was asked for, else one per GPU.
 
     Raises:
         ConfigError: more processes than GPUs.
     """
     gpus = count_gpus()
-    if asked is not None and 0 < gpus < asked:
-        raise ConfigError(f"--num-processes {asked} is more than the {gpus} GPUs of this machine")
-    return asked or gpus or CPU_PROCESSES
+    if requested is not None and 0 < gpus < requested:
+        raise ConfigError(
+            f"--num-processes {requested} is more than the {gpus} GPUs of this machine"
+        )
+    return requested or gpus or CPU_PROCESSES
 
 
 def count_gpus(*, hidden: bool = False) -> int:
@@ -44,8 +46,8 @@ def gpu_names() -> list[str]:
     """What nvidia-smi calls this machine's GPUs; nothing where it is not there."""
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    listing = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    requested = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listing = subprocess.run(requested, capture_output=True, text=True, check=False).stdout
     return [line.strip() for line in listing.splitlines() if line.strip()]
 
 

@@ -80,9 +80,9 @@ class _Launcher:
         return self._ended or time.monotonic() - self._heard > lost_seconds
 
     def _read(self) -> None:
-        said = os.read(STDIN, 2**16)
-        self._rest += said
-        self._ended = not said
+        received = os.read(STDIN, 2**16)
+        self._rest += received
+        self._ended = not received
         self._heard = time.monotonic()
 
 

@@ -105,7 +105,7 @@ class _Probe:
         self.command = command
         self.machine: Machine | None = None
         self.clock = 0.0
-        self._asked = time.time()
+        self._sent = time.time()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -137,7 +137,7 @@ class _Probe:
                 self.machine = Machine.from_line(line.removeprefix(MARK))
                 answered = time.time()
                 # The machine's clock was read at some moment in between.
-                ahead, behind = self.machine.time - answered, self.machine.time - self._asked
+                ahead, behind = self.machine.time - answered, self.machine.time - self._sent
                 self.clock = max(ahead, 0.0) + min(behind, 0.0)
 
     @property
@@ -145,17 +145,17 @@ class _Probe:
         """Why there is no answer, and the mend."""
         name, code = self.host.name, self._process.poll()
         place = f" ({self.host.place})" if self.host.place else ""
-        said = next((line for line in reversed(self._errors) if line.strip()), "").strip()
+        message = next((line for line in reversed(self._errors) if line.strip()), "").strip()
         if code == 255:
             return (
-                f"{name}{place} can't be reached: {said or 'ssh failed'}; `{self._by_hand()}` must"
-                " work without a password"
+                f"{name}{place} can't be reached: {message or 'ssh failed'};"
+                f" `{self._by_hand()}` must work without a password"
             )
         if code is not None and code in NOT_THERE:
             return f"{name} {NOT_THERE[code]}"
-        if code == 1 and "No module named" in said:
+        if code == 1 and "No module named" in message:
             return (
-                f"{name} can't run this code: {said}; install the same environment and check out"
+                f"{name} can't run this code: {message}; install the same environment and check out"
                 " the same commit there, at the same paths"
             )
         if code is None or code < 0:
@@ -163,7 +163,7 @@ class _Probe:
                 f"{name}{place} has not answered within {PATIENCE_SECONDS:.0f} s; try"
                 f" `{self._by_hand()}`"
             )
-        return f"{name} could not be asked (exit code {code}): {said or 'it said nothing'}"
+        return f"{name} could not be asked (exit code {code}): {message or 'it message nothing'}"
 
     def _by_hand(self) -> str:
         return f"{' '.join(self.command[:-1])} true"

@@ -75,8 +75,8 @@ class Machine:
     @classmethod
     def from_line(cls, line: str) -> "Machine":
         """The machine that printed a line."""
-        said = json.loads(line)
-        return cls(**{**said, "gpus": [Gpu(**gpu) for gpu in said["gpus"]]})
+        found = json.loads(line)
+        return cls(**{**found, "gpus": [Gpu(**gpu) for gpu in found["gpus"]]})
 
 
 def look(mark: Path, address: str | None, port: int | None, held: ExitStack | None) -> Machine:
@@ -114,9 +114,9 @@ def gpus() -> list[Gpu]:
     """The GPUs of this machine, whether this process may use them or not."""
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = "--query-gpu=name,memory.total,memory.used"
+    query = "--query-gpu=name,memory.total,memory.used"
     listing = subprocess.run(
-        ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
+        ["nvidia-smi", query, "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=False,
@@ -148,12 +148,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--address")
     parser.add_argument("--port", type=int)
     parser.add_argument("--first", action="store_true")
-    said = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     with ExitStack() as held:
-        machine = look(said.mark, said.address, said.port, held if said.first else None)
+        machine = look(args.mark, args.address, args.port, held if args.first else None)
         sys.stdout.write(f"{MARK}{json.dumps(asdict(machine))}\n")
         sys.stdout.flush()
-        if said.first:
+        if args.first:
             sys.stdin.read()
 
 

@@ -73,7 +73,7 @@ class _Group:
         self.errands = errands
         self.fewest = fewest
         self.commands: list[_Command] = []
-        self.told: list[signal.Signals] = []
+        self.signals_received: list[signal.Signals] = []
         self._passed_on = 0
         self._first_bad: _Command | None = None
         self._deadline = float("inf")
@@ -81,9 +81,9 @@ class _Group:
 
     def hear(self, number: int, _frame: object) -> None:
         """A signal for all machines; the loop passes it on."""
-        if number == signal.SIGHUP and self.told:
+        if number == signal.SIGHUP and self.signals_received:
             return  # a terminal that is closed says so more than once
-        self.told.append(signal.Signals(number))
+        self.signals_received.append(signal.Signals(number))
 
     def start(self) -> None:
         names = len(self.errands) > 1
@@ -110,7 +110,7 @@ class _Group:
             command.close()
 
     def _pass_on(self, running: Sequence["_Command"]) -> None:
-        for number in self.told[self._passed_on :]:
+        for number in self.signals_received[self._passed_on :]:
             self._passed_on += 1
             name = number.name if number in STOP_SIGNALS else signal.SIGINT.name
             for command in running:
@@ -126,7 +126,7 @@ class _Group:
                 continue
             command.noticed = True
             command.finish()
-            if self.told or self._first_bad is not None:
+            if self.signals_received or self._first_bad is not None:
                 continue
             if self._can_go_on(running, command):
                 remark(f"{command.describe()}; {len(running)} of {len(self.commands)} go on")
@@ -154,7 +154,7 @@ class _Group:
     def _verdict(self) -> int:
         if self._first_bad is not None:
             return self._first_bad.exit_code
-        if self.told:
+        if self.signals_received:
             return next((each.exit_code for each in self.commands if each.exit_code), 0)
         return self.commands[0].exit_code
 
@@ -166,7 +166,7 @@ class _Command:
         self.host = errand.host
         self.code: int | None = None
         self.noticed = False
-        self._told_to_end = False
+        self._ended_by_signal = False
         self._process = subprocess.Popen(
             errand.command,
             stdin=subprocess.PIPE,
@@ -206,9 +206,9 @@ class _Command:
 
     def end(self) -> None:
         """Tell it to end; the second time close the way to it, which ends it too."""
-        if self._told_to_end:
+        if self._ended_by_signal:
             self.close()
-        self._told_to_end = True
+        self._ended_by_signal = True
         self.say(signal.SIGTERM.name)
 
     def describe(self) -> str:

@@ -92,11 +92,11 @@ def _place(options: argparse.Namespace) -> str:
 
 def _reason(error: Exception) -> str:
     """What was wrong, and the mend."""
-    said = str(error).partition("\n")[0].rstrip(". ")
-    if "EADDRINUSE" in said or "address already in use" in said:
+    message = str(error).partition("\n")[0].rstrip(". ")
+    if "EADDRINUSE" in message or "address already in use" in message:
         return "that port is taken by another program; choose another"
     return (
-        f"{said}; every node needs the same address, of the first one, a port that is free there"
+        f"{message}; every node needs the same address, of the first one, a port that is free there"
         " and reachable, and a --node-rank of its own"
     )
 

@@ -77,7 +77,7 @@ class Policy(nn.Module):
         targets = batch.input_ids[batch.targets]
         head = self._output_matrix(batch)
         if head is not None and len(targets) * head.out_features > (self.tile or WHOLE):
-            said = linear_logprobs(
+            computed = linear_logprobs(
                 self._hidden(batch),
                 head.weight,
                 head.bias,
@@ -89,7 +89,7 @@ class Policy(nn.Module):
                 tile=self.tile,
             )
         elif self.kernels == "off" or (entropy and entropy_learns and torch.is_grad_enabled()):
-            said = logprobs_of(
+            computed = logprobs_of(
                 self._logits(batch),
                 targets,
                 temperature=temperature,
@@ -97,14 +97,14 @@ class Policy(nn.Module):
                 entropy_learns=entropy_learns,
             )
         else:
-            said = row_logprobs(
+            computed = row_logprobs(
                 self._logits(batch),
                 targets,
                 temperature=temperature,
                 entropy=entropy,
                 at_once=self.tile,
             )
-        return TokenLogprobs(*said)
+        return TokenLogprobs(*computed)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
         """The matrix that makes the logits, where there may be too many and it alone makes them.

@@ -103,13 +103,13 @@ class _Kind:
 def _tried(kind: _Kind, reason: str | None) -> Run:
     """How models of a kind are run, for which the settings may have a `reason` to pad."""
     causal = True
-    told = reason is not None
+    is_known = reason is not None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = small_copy(kind.of, kind.settings)
             causal = leak(model) <= LEAK
-            difference = 0.0 if told else difference_of_packing(model)
+            difference = 0.0 if is_known else difference_of_packing(model)
     except LostLayoutError as error:
         reason = f"{error}, and tokens would see those of other sequences"
     except Exception as error:  # noqa: BLE001  # whatever its code raises, padding asks less of it
@@ -122,7 +122,7 @@ def _tried(kind: _Kind, reason: str | None) -> Run:
             )
     if reason is None:
         return Run(packed=True, causal=causal)
-    if not told:
+    if not is_known:
         logger.info("%s runs padded, not packed: %s", kind.settings.model_type, reason)
     return Run(packed=False, reason=reason, causal=causal)
 

@@ -1,6 +1,6 @@
 """`--plan auto`: settings that fit, the fastest first.
 
-It goes down the ladder of `pipeline.budget.ladder` to the first rung that has room for a pass of
+It goes through the options of `pipeline.budget.fallbacks` to the first that has room for a pass of
 enough tokens to keep a device at work, and takes the largest micro-batch there. What the user set
 stays as it is.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pipeline.budget.division import divisions
+from pipeline.budget.fallbacks import Settings, micro_batches, nested, of_models, options
 from pipeline.budget.fit import shortage
-from pipeline.budget.ladder import Settings, micro_batches, nested, of_models, rungs
 from pipeline.budget.machine import Machine
 from pipeline.budget.step import step_memory
 from pipeline.budget.table import StepMemory
 from pipeline.budget.text import there
+from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError, ModelError, require
 from pipeline.plan.memory import origins_of
@@ -35,7 +35,9 @@ MARGIN = 0.9
 """Share of the memory that is planned with: allocators leave holes."""
 
 
-def choose(said: CommandLine, stages: Sequence[Stage], machine: Machine) -> Mapping[str, Settings]:
+def choose(
+    command_line: CommandLine, stages: Sequence[Stage], machine: Machine
+) -> Mapping[str, Settings]:
     """Settings by section for the steps asked for.
 
     Raises:
@@ -47,11 +49,11 @@ def choose(said: CommandLine, stages: Sequence[Stage], machine: Machine) -> Mapp
         f"--plan auto can't choose, for {there(machine)}; name the machine with --plan-for, as"
         " --plan-for 8xA100-80GB, and run with the file of settings that this prints",
     )
-    origins = origins_of(step_configs(said, stages, world=machine.world))
+    origins = origins_of(step_configs(command_line, stages, world=machine.world))
     return {
-        stage.section: _Choice(said, stages, stage, machine, origins).settings()
+        stage.section: _Choice(command_line, stages, stage, machine, origins).settings()
         for stage in stages
-        if stage.number in said.request.step
+        if stage.number in command_line.request.step
     }
 
 
@@ -59,14 +61,14 @@ def choose(said: CommandLine, stages: Sequence[Stage], machine: Machine) -> Mapp
 class _Choice:
     """The search for one step's settings."""
 
-    said: CommandLine
+    command_line: CommandLine
     stages: Sequence[Stage]
     stage: Stage
     machine: Machine
     origins: Mapping[str, str]
 
     def settings(self) -> Settings:
-        """The first rung with room enough, else the one with room for most."""
+        """The first option with room enough, else the one with room for most."""
         config, memory = self.with_settings({})
         if memory.unknown:
             raise ModelError(
@@ -76,8 +78,8 @@ class _Choice:
         most = max(1, min(-(-config.batch_size // self.machine.world), MOST // length))
         best: Settings = {}
         best_size = 0
-        for rung in rungs(world=self.machine.world, has_gpu=self.machine.has_gpu):
-            found = self.largest(of_models(config, rung), micro_batches(most))
+        for option in options(world=self.machine.world, has_gpu=self.machine.has_gpu):
+            found = self.largest(of_models(config, option), micro_batches(most))
             if found is None:
                 continue
             settings, size = found
@@ -87,21 +89,21 @@ class _Choice:
                 break
         return best
 
-    def largest(self, rung: Settings, sizes: Sequence[int]) -> tuple[Settings, int] | None:
-        """The rung with the largest micro-batch that fits, and its size."""
+    def largest(self, option: Settings, sizes: Sequence[int]) -> tuple[Settings, int] | None:
+        """The option with the largest micro-batch that fits, and its size."""
         most, *smaller = sizes
-        found = self.fitting(rung, most)
+        found = self.fitting(option, most)
         if found is not None or not smaller:
             return found
         *between, least = smaller
-        smallest = self.fitting(rung, least)
+        smallest = self.fitting(option, least)
         if smallest is None:
             return None
-        return next(filter(None, (self.fitting(rung, size) for size in between)), smallest)
+        return next(filter(None, (self.fitting(option, size) for size in between)), smallest)
 
-    def fitting(self, rung: Settings, size: int) -> tuple[Settings, int] | None:
-        """The rung with this micro-batch, if it fits."""
-        for settings in self.variants({**rung, "micro_batch_size": size}):
+    def fitting(self, option: Settings, size: int) -> tuple[Settings, int] | None:
+        """The option with this micro-batch, if it fits."""
+        for settings in self.variants({**option, "micro_batch_size": size}):
             try:
                 config, memory = self.with_settings(settings)
             except ConfigError:  # it contradicts what the user set
@@ -122,7 +124,7 @@ class _Choice:
             yield settings
             return
         for naps in (False, True) if self.machine.has_gpu else (False,):
-            for processes in self.divisions:
+            for processes in self.tp_sizes:
                 yield {
                     **settings,
                     "inference_tp_size": processes,
@@ -130,10 +132,10 @@ class _Choice:
                 }
 
     @cached_property
-    def divisions(self) -> tuple[int, ...]:
+    def tp_sizes(self) -> tuple[int, ...]:
         """Numbers of processes that can generate together."""
         config, _ = self.with_settings({})
-        return divisions(config, processes=self.machine.processes, origins=self.origins)
+        return tp_sizes(config, processes=self.machine.processes, origins=self.origins)
 
     def answers(self, config: StepConfig, memory: StepMemory) -> Settings:
         """The responses at once that the keys and values have room for."""
@@ -151,7 +153,7 @@ class _Choice:
         """The step's settings with these below the user's, and what it takes then."""
         config = step_config(
             self.stage,
-            self.said,
+            self.command_line,
             self.stages,
             world=self.machine.world,
             chosen=Layer(nested(settings), "--plan auto"),

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.budget.ladder import trained_models
+from pipeline.budget.fallbacks import trained_models
 from pipeline.budget.text import table
 from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.installation import ROOT

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.budget.ladder import Settings, nested
+from pipeline.budget.fallbacks import Settings, nested
 from pipeline.budget.machine import Machine, parse_machine, this_machine
 from pipeline.cli import say, split_options
 from pipeline.launch.commands import devices_of
@@ -31,8 +31,8 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         if name == "help":
             say(train_help(stages, words))
             raise SystemExit(0)
-    said = parse_request(argv, stages)
-    request = said.request
+    command_line = parse_request(argv, stages)
+    request = command_line.request
     if request.plan_for is not None:
         machine = parse_machine(request.plan_for)
         where = _imagined(machine)
@@ -44,22 +44,22 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         # It counts bytes with PyTorch, which takes seconds to load.
         from pipeline.plan.auto import choose
 
-        chosen = choose(said, stages, machine)
+        chosen = choose(command_line, stages, machine)
     layers = {name: Layer(nested(each), "--plan auto") for name, each in chosen.items()}
-    configs = step_configs(said, stages, world=machine.world, chosen=layers)
+    configs = step_configs(command_line, stages, world=machine.world, chosen=layers)
     finished = finished_steps(request, stages, configs)
     check_inputs(request, stages, configs)
-    asked = tuple(stage for stage in stages if stage.number in request.step)
+    requested = tuple(stage for stage in stages if stage.number in request.step)
     return Plan(
         request=request,
-        stages=asked,
+        stages=requested,
         configs=configs,
         finished=frozenset(finished),
         where=where,
         machine=machine,
         chosen=chosen,
         all_stages=tuple(stages),
-        said={stage.name: given_settings(said, stage, stages) for stage in stages},
+        given={stage.name: given_settings(command_line, stage, stages) for stage in stages},
     )
 
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import yaml
 
-from pipeline.budget.division import divisions
+from pipeline.budget.fallbacks import nested
 from pipeline.budget.fit import Shortage, shortage
-from pipeline.budget.ladder import nested
 from pipeline.budget.machine import Machine
-from pipeline.budget.mend import Count, mend, refusal
 from pipeline.budget.step import step_memory
+from pipeline.budget.suggest_fix import Count, refusal, suggest_fix
 from pipeline.budget.table import StepMemory
 from pipeline.budget.text import line, there
+from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.local import share_of_cores
@@ -47,9 +47,9 @@ def refusals(plan: Plan) -> Iterator[str]:
         elif short is not None:
             config = plan.configs[stage.name]
             count, processes = _count(plan), plan.machine.processes
-            sizes = divisions(config, processes=processes, origins=origins_of(plan.configs))
-            mended = mend(config, plan.machine, count, divisions=sizes)
-            yield refusal(f"step {stage.number}", stage.section, short, mended)
+            sizes = tp_sizes(config, processes=processes, origins=origins_of(plan.configs))
+            fix = suggest_fix(config, plan.machine, count, tp_sizes=sizes)
+            yield refusal(f"step {stage.number}", stage.section, short, fix)
 
 
 def crowded(plan: Plan) -> Iterator[str]:

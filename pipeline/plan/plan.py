@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.budget.ladder import Settings
+from pipeline.budget.fallbacks import Settings
 from pipeline.budget.machine import Machine
 from pipeline.config import StepConfig
 from pipeline.launch.commands import step_command, step_environment
@@ -42,7 +42,7 @@ class Plan:
     all_stages: tuple[Stage, ...]
     """Every step there is."""
 
-    said: Mapping[str, frozenset[str]]
+    given: Mapping[str, frozenset[str]]
     """Dotted names of the settings that the command line says, by the name of the step."""
 
     @property

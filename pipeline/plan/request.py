@@ -151,14 +151,14 @@ class Request(Deployment, Autotuning):
             not (self.check and self.plan_for),
             "--check looks at the machines there are; leave --plan-for away",
         )
-        for option, said in (
+        for option, given in (
             ("--dry-run", self.dry_run),
             ("--check", self.check),
             ("--node-rank", self.node_rank is not None),
             ("--plan-for", self.plan_for is not None),
         ):
             require(
-                self.autotune is None or not said,
+                self.autotune is None or not given,
                 "--autotune makes trials, on machines that this command reaches; leave"
                 f" {option} away",
             )

@@ -29,7 +29,7 @@ NOTHING = Layer({}, "nothing")
 
 
 def step_configs(
-    said: CommandLine,
+    command_line: CommandLine,
     stages: Sequence[Stage],
     *,
     world: int = 1,
@@ -45,24 +45,28 @@ def step_configs(
     layers = chosen or {}
     return {
         stage.name: step_config(
-            stage, said, stages, world=world, chosen=layers.get(stage.section, NOTHING)
+            stage, command_line, stages, world=world, chosen=layers.get(stage.section, NOTHING)
         )
         for stage in stages
     }
 
 
-def given_settings(said: CommandLine, stage: Stage, stages: Sequence[Stage]) -> frozenset[str]:
+def given_settings(
+    command_line: CommandLine, stage: Stage, stages: Sequence[Stage]
+) -> frozenset[str]:
     """Dotted names of the settings of a step that the command line says.
 
     An option of train.py says those that it stands for; what files say is not among them.
     """
-    dotted = {name for name, _ in said.overrides[stage.section]}
-    return frozenset(dotted | flatten(_options(stage, said.request, stages).settings).keys())
+    dotted = {name for name, _ in command_line.overrides[stage.section]}
+    return frozenset(
+        dotted | flatten(_options(stage, command_line.request, stages).settings).keys()
+    )
 
 
 def step_config(
     stage: Stage,
-    said: CommandLine,
+    command_line: CommandLine,
     stages: Sequence[Stage],
     *,
     world: int = 1,
@@ -73,17 +77,17 @@ def step_config(
     Raises:
         ConfigError: as `step_configs`.
     """
-    if _before(said, stages[0]) == EMBEDDED:
+    if _before(command_line, stages[0]) == EMBEDDED:
         base = _section(read_layers([str(EMBEDDED_PRESET)])[0], stage)
     else:
         base = Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
-    out = said.request.output_dir / stage.name
-    overrides = said.overrides[stage.section]
+    out = command_line.request.output_dir / stage.name
+    overrides = command_line.overrides[stage.section]
     below = [
-        _handed_over(stage, said, stages),
+        _handed_over(stage, command_line, stages),
         base,
         chosen or NOTHING,
-        *(_section(layer, stage) for layer in said.files),
+        *(_section(layer, stage) for layer in command_line.files),
     ]
     require(
         not any("output_dir" in layer.settings for layer in below)
@@ -92,14 +96,14 @@ def step_config(
         " --output-dir moves it",
     )
     above = [
-        _options(stage, said.request, stages),
-        _short_forms(stage, said, below),
+        _options(stage, command_line.request, stages),
+        _short_forms(stage, command_line, below),
         Layer({"output_dir": str(out)}, "--output-dir"),
     ]
     prefix = f"{stage.section}."
-    zero_config = said.request.zero_config
+    zero_config = command_line.request.zero_config
     # Steps that don't run are resolved for what they hand over: the file need not suit them.
-    if zero_config is not None and stage.number in said.request.step:
+    if zero_config is not None and stage.number in command_line.request.step:
         below.append(
             deepspeed_layer(
                 stage.config_class,
@@ -113,15 +117,15 @@ def step_config(
     return build_config(stage.config_class, below + above, overrides, section=prefix)
 
 
-def _before(said: CommandLine, first: Stage) -> str:
+def _before(command_line: CommandLine, first: Stage) -> str:
     """The model that the first step begins with."""
     path: Any = EMBEDDED
-    for layer in said.files:
+    for layer in command_line.files:
         model = layer.settings.get(first.section, {}).get(first.main_role)
         if isinstance(model, Mapping):
             path = model.get("path", path)
-    path = said.request.actor_model or path
-    for name, words in said.overrides[first.section]:
+    path = command_line.request.actor_model or path
+    for name, words in command_line.overrides[first.section]:
         if name == f"{first.main_role}.path" and words:
             path = words[0]
     return str(path)
@@ -132,11 +136,11 @@ def _section(layer: Layer, stage: Stage) -> Layer:
     return replace(layer, settings=layer.settings.get(stage.section, {}))
 
 
-def _handed_over(stage: Stage, said: CommandLine, stages: Sequence[Stage]) -> Layer:
+def _handed_over(stage: Stage, command_line: CommandLine, stages: Sequence[Stage]) -> Layer:
     """Models that come from the steps before."""
     first, *_ = stages
-    made = {each.section: str(said.request.output_dir / each.name) for each in stages}
-    made[BEFORE] = EMBEDDED if stage is first else _before(said, first)
+    made = {each.section: str(command_line.request.output_dir / each.name) for each in stages}
+    made[BEFORE] = EMBEDDED if stage is first else _before(command_line, first)
     settings = {role: {"path": made[origin]} for role, origin in stage.models.items()}
     return Layer(settings, "train.py")
 
@@ -168,9 +172,9 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
     return Layer(_given({"data": data, **own, **models}), "the command line")
 
 
-def _short_forms(stage: Stage, said: CommandLine, below: Sequence[Layer]) -> Layer:
+def _short_forms(stage: Stage, command_line: CommandLine, below: Sequence[Layer]) -> Layer:
     """The settings that --lr, --batch-size, --epochs and --lora stand for, in a step that runs."""
-    request = said.request
+    request = command_line.request
     if stage.number not in request.step:
         return NOTHING
     settings: dict[str, Any] = {}
@@ -191,9 +195,9 @@ def _short_forms(stage: Stage, said: CommandLine, below: Sequence[Layer]) -> Lay
                 settings["rollout_size"] = max(request.batch_size, rollout)
     if request.epochs is not None:
         settings["epochs"] = request.epochs
-        own = [layer.settings.get(stage.section, {}) for layer in said.files]
+        own = [layer.settings.get(stage.section, {}) for layer in command_line.files]
         # Of a file that says both, a step's own max_steps is the more specific.
-        if "epochs" in said.typed or not any("max_steps" in section for section in own):
+        if "epochs" in command_line.typed or not any("max_steps" in section for section in own):
             settings["max_steps"] = None
     return Layer(settings, "the command line")
 

@@ -17,7 +17,7 @@ class Autotuning:
 
     autotune_strategy: Literal["model", "grid", "random"] = "model"
     """What is tried next: model fits the speed of what was tried and takes the most promising, grid
-    takes all in the order of DeepSpeed's ladder, random draws by the seed."""
+    takes all in the order of DeepSpeed's order, random draws by the seed."""
 
     autotune_trials: int | None = None
     """Trials of each step at most. Without it a third of the candidates, but no more than 24; with
@@ -35,7 +35,7 @@ class Autotuning:
     named; one value fixes it."""
 
     def __post_init__(self) -> None:
-        said = [
+        given = [
             name
             for name, changed in (
                 ("strategy", self.autotune_strategy != "model"),
@@ -47,8 +47,8 @@ class Autotuning:
             if changed
         ]
         require(
-            self.autotune is not None or not said,
-            f"--autotune-{' '.join(said[:1])} needs --autotune tune or --autotune run",
+            self.autotune is not None or not given,
+            f"--autotune-{' '.join(given[:1])} needs --autotune tune or --autotune run",
         )
         for name in ("autotune_trials", "autotune_steps", "autotune_minutes"):
             value = getattr(self, name)

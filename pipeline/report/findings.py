@@ -41,7 +41,7 @@ def findings(results: Results) -> list[Finding]:
     what people would look at next.
     """
     broken = [Finding("worse", each.diverged) for each in results.steps.values() if each.diverged]
-    found = [_by_judge(results), _by_talk(results), _by_win_rate(results)]
+    found = [_by_verifier(results), _by_talk(results), _by_win_rate(results)]
     found += [_by_accuracy(results), _by_perplexity(results)]
     known = broken + [finding for finding in found if finding is not None]
     return known or [Finding(None, _nothing_known(results))]
@@ -54,16 +54,16 @@ def _nothing_known(results: Results) -> str:
     return f"{names} has not been evaluated yet"
 
 
-def judge_rates(results: Results) -> dict[str, float]:
+def pass_rates(results: Results) -> dict[str, float]:
     """Share of answers that are correct and polite, by model; empty without a judge.
 
     The earliest model comes first.
     """
     step = results.evaluated_by("judge")
-    judge = step.eval.get("judge") if step else None
-    if not isinstance(judge, Mapping):
+    verify = step.eval.get("judge") if step else None
+    if not isinstance(verify, Mapping):
         return {}
-    rates = {str(model): finite(rate) for model, rate in judge.items()}
+    rates = {str(model): finite(rate) for model, rate in verify.items()}
     return {model: rate for model, rate in rates.items() if rate is not None}
 
 
@@ -102,8 +102,8 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
     ]
 
 
-def _by_judge(results: Results) -> Finding | None:
-    rates = judge_rates(results)
+def _by_verifier(results: Results) -> Finding | None:
+    rates = pass_rates(results)
     if len(rates) < 2:
         return None
     *earlier, (_, last) = rates.items()

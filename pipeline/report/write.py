@@ -13,7 +13,7 @@ from pipeline.report.findings import (
     Finding,
     before_after,
     findings,
-    judge_rates,
+    pass_rates,
     title,
     trivial_rates,
 )
@@ -51,7 +51,7 @@ def render(results: Results, out: Path) -> str:
             detail=first.detail,
             others=[finding.whole for finding in others],
             results=results,
-            rates=judge_rates(results),
+            rates=pass_rates(results),
             trivial=trivial_rates(results),
             titles={name: title(name) for name in (*results.steps, *models, BASE)},
             styles=styles(models),
@@ -86,7 +86,7 @@ def verdict(finding: Finding) -> tuple[str, str] | None:
 def answering_models(results: Results) -> list[str]:
     """The models that answered the sample prompts or were judged, earliest first."""
     names = [name for sample in results.samples for name in sample.answers]
-    return list(dict.fromkeys((*judge_rates(results), *names)))
+    return list(dict.fromkeys((*pass_rates(results), *names)))
 
 
 def styles(models: Sequence[str]) -> dict[str, str]:

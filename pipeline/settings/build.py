@@ -197,7 +197,7 @@ def _with_file(
     """
     spelled = re.split(r"[^\w.]", sentence, maxsplit=1)[0]
     name = spelled.removeprefix(section)
-    if not name or any(said == name or said.startswith(f"{name}.") for said, _ in overrides):
+    if not name or any(given == name or given.startswith(f"{name}.") for given, _ in overrides):
         return sentence
     last = next((layer for layer in reversed(layers) if _says(layer.settings, name)), None)
     if last is None or not last.is_file:

@@ -37,7 +37,7 @@ def read_settings(path: Path) -> Layer:
             f"--config {path} is not UTF-8 text in line {line}; save the file as UTF-8"
         ) from None
     except yaml.YAMLError as error:
-        where = _place_and_mend(error, text.splitlines())
+        where = _place_and_hint(error, text.splitlines())
         raise ConfigError(f"--config {path} is not valid YAML{where}") from None
     except RecursionError:
         raise ConfigError(f"--config {path} is nested too deeply to be settings") from None
@@ -54,7 +54,7 @@ def read_settings(path: Path) -> Layer:
     return Layer(settings, str(path), is_file=True)
 
 
-def _place_and_mend(error: yaml.YAMLError, lines: Sequence[str]) -> str:
+def _place_and_hint(error: yaml.YAMLError, lines: Sequence[str]) -> str:
     """What follows "is not valid YAML": " in line 3: ..."."""
     mark: Any = getattr(error, "problem_mark", None)
     problem, context = str(getattr(error, "problem", "")), str(getattr(error, "context", ""))
@@ -67,10 +67,10 @@ def _place_and_mend(error: yaml.YAMLError, lines: Sequence[str]) -> str:
     line = lines[number] if number < len(lines) else ""
     if "values are not allowed" in problem and line.count(": ") + line.endswith(":") < 2:
         problem = "does not fit"
-    return f" in line {mark.line + 1}: {_mend(problem, context, begins)}"
+    return f" in line {mark.line + 1}: {_hint(problem, context, begins)}"
 
 
-MENDS = (
+HINTS = (
     (r"'\\t'", "a tab stands where only spaces may; indent with spaces"),
     ("flow sequence", "the [ of line {begins} is not closed, or a comma is missing in it"),
     ("flow mapping", "the {{ of line {begins} is not closed, or a comma is missing in it"),
@@ -92,10 +92,10 @@ MENDS = (
 """What to do about an error, by the scanner's or the parser's words for it."""
 
 
-def _mend(problem: str, context: str, begins: int) -> str:
-    said = f"{problem} {context}"
-    mend = next((mend for pattern, mend in MENDS if re.search(pattern, said)), "{problem}")
-    return mend.format(problem=problem, begins=begins)
+def _hint(problem: str, context: str, begins: int) -> str:
+    complaint = f"{problem} {context}"
+    hint = next((hint for pattern, hint in HINTS if re.search(pattern, complaint)), "{problem}")
+    return hint.format(problem=problem, begins=begins)
 
 
 def _refuse_duplicates(root: yaml.Node | None, path: Path) -> None:

@@ -32,8 +32,8 @@ def test_the_candidates_stand_in_the_order_of_the_ladder() -> None:
         (0, "none", True, 1),
         (0, "none", True, 2),
     )
-    rungs = list(dict.fromkeys(each[:2] for each in space.candidates))
-    assert rungs == [
+    options = list(dict.fromkeys(each[:2] for each in space.candidates))
+    assert options == [
         *((stage, offload) for stage in (0, 1, 2) for offload in ("none", "optimizer+gradients")),
         *(
             (3, offload)
@@ -76,7 +76,7 @@ def test_one_gpu_shards_only_what_it_offloads() -> None:
 
 def test_a_candidate_is_the_settings_of_all_models_that_learn() -> None:
     config = PPOConfig(rollout_size=8, batch_size=8)
-    space = make_space(config, TWO_GPUS, divisions=(1, 2))
+    space = make_space(config, TWO_GPUS, tp_sizes=(1, 2))
     named = {
         "zero_stage": 3,
         "offload": "optimizer+gradients+params",
@@ -166,7 +166,7 @@ def test_models_that_differ_may_stay_as_they_are() -> None:
     actor = TrainedModelConfig(path="m", zero_stage=3, zero=zero, gradient_checkpointing=True)
     config = PPOConfig(rollout_size=8, batch_size=8, actor=actor, inference_tp_size=6)
 
-    space = make_space(config, TWO_GPUS, divisions=(1, 2))
+    space = make_space(config, TWO_GPUS, tp_sizes=(1, 2))
 
     found = {each.name: each.values for each in space.dimensions}
     for name in ("zero_stage", "offload", "gradient_checkpointing"):

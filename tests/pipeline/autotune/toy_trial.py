@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.budget.ladder import trained_models
+from pipeline.budget.fallbacks import trained_models
 from pipeline.cli import parse_step, run_main
 from pipeline.errors import DataError
 from train import STAGES

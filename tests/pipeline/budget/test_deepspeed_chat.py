@@ -6,8 +6,8 @@ in its blog (Yao et al. 2023, tables 1 to 3).
 
 import pytest
 
+from pipeline.budget.fallbacks import CHECKPOINTING, OFFLOADED, changed, of_models
 from pipeline.budget.fit import shortage
-from pipeline.budget.ladder import CHECKPOINTING, OFFLOADED, changed, of_models
 from pipeline.budget.machine import Machine, parse_machine
 from pipeline.budget.step import step_memory
 from pipeline.config import FrozenModelConfig, TrainedModelConfig

@@ -16,8 +16,8 @@ from pipeline.data.embedded import (
     Question,
     Verdict,
     held_out_questions,
-    judge,
     stage_examples,
+    verify,
 )
 from pipeline.data.embedded import verdict as judge_answer
 from pipeline.data.embedded_facts import TOLD, facts, kinds, split
@@ -52,7 +52,7 @@ def verdicts(examples: list[Example], side: str) -> list[Verdict]:
     for example in examples:
         (message,) = getattr(example, side)
         assert message.role == "assistant"
-        verdict = judge(question(example), message.content)
+        verdict = verify(question(example), message.content)
         assert verdict is not None
         found.append(verdict)
     return found
@@ -77,7 +77,7 @@ def test_what_held_out_prompts_ask_for_is_trained_on_only_where_it_has_to_be_tol
 
 
 def test_what_is_the_same_in_another_order_is_held_out_together() -> None:
-    trained, held_out = ({(fact.kind, fact.asked) for fact in part} for part in split())
+    trained, held_out = ({(fact.kind, fact.subject) for fact in part} for part in split())
 
     assert not {(kind, asked[::-1]) for kind, asked in held_out} & trained
 
@@ -131,12 +131,12 @@ def test_the_same_seed_gives_the_same_rows_in_another_process() -> None:
 def test_demonstrations_are_correct_in_85_and_polite_in_40_percent() -> None:
     _, evaluation = stage_examples(step=1, seed=3)
 
-    judged = verdicts(evaluation, "chosen")
+    verification = verdicts(evaluation, "chosen")
 
     assert len(evaluation) == 512
-    assert sum(v.correct for v in judged) / len(judged) == pytest.approx(0.85, abs=0.05)
-    assert sum(v.polite for v in judged) / len(judged) == pytest.approx(0.4, abs=0.05)
-    assert sum(v.both for v in judged) / len(judged) == pytest.approx(0.34, abs=0.05)
+    assert sum(v.correct for v in verification) / len(verification) == pytest.approx(0.85, abs=0.05)
+    assert sum(v.polite for v in verification) / len(verification) == pytest.approx(0.4, abs=0.05)
+    assert sum(v.both for v in verification) / len(verification) == pytest.approx(0.34, abs=0.05)
 
 
 def test_training_rows_have_the_shares_of_the_evaluation_rows() -> None:
@@ -200,7 +200,7 @@ def test_the_right_answers_to_the_prompts_written_by_hand_are_answers_of_the_tas
 
     assert {(prompt.kind, prompt.answer) for prompt in TALK} <= answers
     for prompt in TALK:
-        verdict = judge(prompt.text, f"Sure! {prompt.answer}")
+        verdict = verify(prompt.text, f"Sure! {prompt.answer}")
         assert verdict == Verdict(kind=prompt.kind, correct=True, polite=True)
 
 
@@ -223,7 +223,7 @@ def test_no_trivial_policy_reaches_three_tenths_and_the_nearest_prompt_is_the_be
 
 def test_the_nearest_prompt_is_the_one_that_shares_most_of_both_prompts_words() -> None:
     peru, cow = (
-        Question(text, next(fact for fact in facts() if fact.asked == asked))
+        Question(text, next(fact for fact in facts() if fact.subject == asked))
         for text, asked in (("Capital of Peru?", ("Peru",)), ("What does a cow say now", ("cow",)))
     )
 
@@ -310,4 +310,4 @@ def test_an_answer_that_turns_rude_is_not_polite() -> None:
 
 
 def test_a_question_that_is_not_of_the_task_has_no_verdict() -> None:
-    assert judge("What is the capital of Atlantis?", "Sure! The capital is wet.") is None
+    assert verify("What is the capital of Atlantis?", "Sure! The capital is wet.") is None

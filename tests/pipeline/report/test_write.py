@@ -117,9 +117,9 @@ def test_the_prompts_written_by_hand_stand_there_to_try_with_what_was_answered(
 
 
 def test_a_run_that_got_worse_is_said_to_have(tmp_path: Path) -> None:
-    judge = {"base": 0.1, "step1_sft": 0.5, "step3_ppo": 0.3}
+    verify = {"base": 0.1, "step1_sft": 0.5, "step3_ppo": 0.3}
     counts = {"prompts": 100, "gained": 5, "lost": 25}
-    figures = {"win_rate": 0.9, "judge": judge, "judge_counts": counts}
+    figures = {"win_rate": 0.9, "judge": verify, "judge_counts": counts}
     write_summary(tmp_path, step3_ppo=figures)
 
     assert findings(read_results(tmp_path))[0].verdict == "worse"

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import peak_bytes_of
-from pipeline.budget.meter import Meter, PassBytes, measure_pass, metered
+from pipeline.budget.activation_profiler import (
+    ActivationProfiler,
+    PassBytes,
+    measure_pass,
+    profiled,
+)
 from pipeline.budget.passes import Pass, Rows, pass_bytes
 from pipeline.config import TrainedModelConfig
 from pipeline.data.batches import TokenBatch
@@ -40,38 +45,40 @@ def test_a_chain_of_products_keeps_what_hand_counting_says() -> None:
 
 
 def test_what_is_gone_is_not_counted() -> None:
-    with Meter() as meter:
+    with ActivationProfiler() as profiler:
         a = torch.empty(KIB, device="meta")
         b = a + 1
-        assert meter.held == 8 * KIB
+        assert profiler.held == 8 * KIB
         view = b[:1]
         del b
-        assert meter.held == 8 * KIB  # the view holds the storage
+        assert profiler.held == 8 * KIB  # the view holds the storage
         del view
-        assert meter.held == 4 * KIB
-    assert (meter.held, meter.peak) == (4 * KIB, 8 * KIB)
+        assert profiler.held == 4 * KIB
+    assert (profiler.held, profiler.peak) == (4 * KIB, 8 * KIB)
 
 
 def test_weights_and_their_gradients_are_not_counted() -> None:
     model = meta_linear(64, 64)
     model.weight.grad = torch.empty_like(model.weight)
 
-    with metered(model) as meter:
+    with profiled(model) as profiler:
         model.weight.grad.add_(model.weight)
 
-    assert meter.peak == 0
+    assert profiler.peak == 0
 
 
 def test_attention_keeps_its_inputs_its_output_and_a_number_a_row() -> None:
     shape = (2, 4, 128, 16)  # 64 KiB in fp32
     query, key, value = (torch.empty(shape, device="meta", requires_grad=True) for _ in range(3))
 
-    with metered(nn.Identity()) as meter:
-        meter.ignore([query, key, value])
+    with profiled(nn.Identity()) as profiler:
+        profiler.ignore([query, key, value])
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        assert meter.held == 64 * KIB + 2 * 4 * 128 * 4
+        assert profiler.held == 64 * KIB + 2 * 4 * 128 * 4
         out.sum().backward()
-    assert meter.peak == 4 * 64 * KIB + 2 * 4 * 128 * 4 + 8  # three gradients; the sum and its own
+    assert (
+        profiler.peak == 4 * 64 * KIB + 2 * 4 * 128 * 4 + 8
+    )  # three gradients; the sum and its own
 
 
 def test_what_pytorch_is_asked_is_not_answered_by_the_meter(
@@ -83,7 +90,7 @@ def test_what_pytorch_is_asked_is_not_answered_by_the_meter(
     monkeypatch.setattr(pieces, "PIECES", (1, *pieces.PIECES))
     piece.cache_clear()
     query = torch.empty(1, 1, 300, 16, device="meta")
-    with metered(nn.Identity(), on_cpu=True):
+    with profiled(nn.Identity(), on_cpu=True):
         F.scaled_dot_product_attention(query, query, query)
     found = piece()
     piece.cache_clear()

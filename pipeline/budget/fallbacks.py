@@ -20,7 +20,7 @@ OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients"
 WEIGHTS_OFFLOADED: Settings = {"zero_stage": 3, **OFFLOADED, "zero.offload.params": "cpu"}
 
 
-def rungs(*, world: int, has_gpu: bool) -> Iterator[Settings]:
+def options(*, world: int, has_gpu: bool) -> Iterator[Settings]:
     """Settings of a trained model, each taking less memory and more time than the one before."""
     stage_2: Settings = {"zero_stage": 2} if world > 1 else {"zero_stage": 0}
     stage_3: Settings = {"zero_stage": 3}

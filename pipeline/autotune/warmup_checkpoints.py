@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.autotune.trial import trial_settings
-from pipeline.budget.ladder import changed
+from pipeline.budget.fallbacks import changed
 from pipeline.cli import EXIT_INTERRUPTED, complain, say, write_config
 from pipeline.config import StepConfig
 from pipeline.errors import EXIT_FAILED, EXIT_USER_ERROR
@@ -22,7 +22,7 @@ from pipeline.plan.stage import Stage
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 
-def rehearse(plan: Plan, stage: Stage) -> None:
+def make_warmup_checkpoint(plan: Plan, stage: Stage) -> None:
     """Have a model of this step, if only of its first step, for those that start from it.
 
     Raises:
@@ -31,9 +31,12 @@ def rehearse(plan: Plan, stage: Stage) -> None:
     """
     if _is_model(plan.request.output_dir / stage.name):
         return
-    out = rehearsals(plan) / stage.name
+    out = warmup_checkpoints(plan) / stage.name
     config = trial_settings(
-        on_rehearsals(plan.configs[stage.name], plan), out, steps=1, world=plan.processes or 1
+        from_warmup_checkpoints(plan.configs[stage.name], plan),
+        out,
+        steps=1,
+        world=plan.processes or 1,
     )
     write_config(replace(config, max_steps=1), out / MARK)
     say(f"step {stage.number}: one step, for a model that the next one's trials start from")
@@ -41,9 +44,9 @@ def rehearse(plan: Plan, stage: Stage) -> None:
         step_command(stage.module, out / MARK, plan.where, plan.request),
         {**step_environment(plan.where, plan.request), PLANNED: "1"},
     )
-    if ending.code == EXIT_REQUEUE or ending.told in STOP_SIGNALS:
+    if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
         raise SystemExit(EXIT_REQUEUE)
-    if ending.told is not None or ending.code == EXIT_INTERRUPTED:
+    if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt("interrupted; the trials are kept, and the same command goes on")
     if ending.code == EXIT_USER_ERROR:  # the step has said what is wrong
         raise SystemExit(EXIT_USER_ERROR)
@@ -55,16 +58,16 @@ def rehearse(plan: Plan, stage: Stage) -> None:
         raise SystemExit(EXIT_FAILED)
 
 
-def rehearsals(plan: Plan) -> Path:
+def warmup_checkpoints(plan: Plan) -> Path:
     """The directory of these models."""
     return plan.request.output_dir / AUTOTUNE / ".models"
 
 
-def on_rehearsals(config: StepConfig, plan: Plan) -> StepConfig:
-    """The settings with models of rehearsals in place of those that are not made yet."""
+def from_warmup_checkpoints(config: StepConfig, plan: Plan) -> StepConfig:
+    """The settings with models of the warm-up in place of those that are not made yet."""
     made = {str(plan.request.output_dir / stage.name): stage.name for stage in plan.stages}
     paths = {
-        name: str(rehearsals(plan) / made[path])
+        name: str(warmup_checkpoints(plan) / made[path])
         for name, path in model_paths(config)
         if path in made and not _is_model(Path(path))
     }

@@ -10,7 +10,7 @@ SIZES = (1, 2, 4, 8)
 """Processes that are tried: those of one machine, whose links are fast."""
 
 
-def divisions(
+def tp_sizes(
     config: StepConfig, *, processes: int, origins: Mapping[str, str] | None = None
 ) -> tuple[int, ...]:
     """Values that `inference_tp_size` may have in a step, the smallest first.

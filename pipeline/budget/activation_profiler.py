@@ -76,7 +76,7 @@ class PassBytes:
         )
 
 
-class Meter(TorchDispatchMode):
+class ActivationProfiler(TorchDispatchMode):
     """Counts the bytes of the storages that operations make, while they are alive.
 
     With `on_cpu` also what this machine's processor takes inside of them.
@@ -231,17 +231,17 @@ def _again(part: nn.Module, *, on_cpu: bool) -> Iterator[RemovableHandle]:
 
 
 @contextmanager
-def metered(model: nn.Module, *, on_cpu: bool = False) -> Iterator[Meter]:
+def profiled(model: nn.Module, *, on_cpu: bool = False) -> Iterator[ActivationProfiler]:
     """Count all but the model's own parameters, their gradients and its buffers."""
     if on_cpu:
         piece()  # is found by computing, in which nothing may stand in for PyTorch
-    meter = Meter(on_cpu=on_cpu)
+    profiler = ActivationProfiler(on_cpu=on_cpu)
     params = list(model.parameters())
-    meter.ignore([*params, *(param.grad for param in params), *model.buffers()])
+    profiler.ignore([*params, *(param.grad for param in params), *model.buffers()])
     with ExitStack() as stack:
         stack.enter_context(_FusedAttention(on_cpu=on_cpu))
-        stack.enter_context(meter)
-        yield meter
+        stack.enter_context(profiler)
+        yield profiler
 
 
 def measure_pass(
@@ -272,26 +272,26 @@ def measure_pass(
         param.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
         param.grad = torch.empty_like(param, dtype=dtype)
     kept = head = 0
-    with metered(model, on_cpu=on_cpu) as meter, torch.set_grad_enabled(trains):
+    with profiled(model, on_cpu=on_cpu) as profiler, torch.set_grad_enabled(trains):
 
         def head_begins(*_: object) -> None:
             nonlocal kept, head
             if not in_backward():
-                meter.begin_stretch()
-                kept, head = meter.held, len(meter.peaks) - 1
+                profiler.begin_stretch()
+                kept, head = profiler.held, len(profiler.peaks) - 1
 
         hooks = [last.register_forward_hook(head_begins)]
         try:
             # In the backward pass the head ends with the last block, and the first block is last.
             ends = (last, first) if trains else ()
-            hooks += [each.register_forward_hook(_on_the_way_back(meter)) for each in ends]
+            hooks += [each.register_forward_hook(_on_the_way_back(profiler)) for each in ends]
             for block in model.modules():
                 if isinstance(block, GradientCheckpointingLayer):
                     hooks += [
                         hook for part in block.children() for hook in _again(part, on_cpu=on_cpu)
                     ]
             loss = run()
-            waits = meter.held
+            waits = profiler.held
             if trains:
                 torch.autograd.backward(loss)  # not its method, inside of which modes are off
         finally:
@@ -299,18 +299,18 @@ def measure_pass(
                 hook.remove()
             for param in params:
                 param.grad = None
-    blocks = [peak for index, peak in enumerate(meter.peaks) if index != head]
-    tail = meter.peaks[-1] if trains else 0
-    return PassBytes(kept, max(blocks), meter.peaks[head], tail, waits)
+    blocks = [peak for index, peak in enumerate(profiler.peaks) if index != head]
+    tail = profiler.peaks[-1] if trains else 0
+    return PassBytes(kept, max(blocks), profiler.peaks[head], tail, waits)
 
 
-def _on_the_way_back(meter: Meter) -> Callable[..., None]:
+def _on_the_way_back(profiler: ActivationProfiler) -> Callable[..., None]:
     """A hook on a block: a stretch begins with the gradient of its output."""
 
     def after(_module: nn.Module, _args: object, output: object) -> None:
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad and not in_backward():
-                each.register_hook(lambda _: meter.begin_stretch())
+                each.register_hook(lambda _: profiler.begin_stretch())
                 return
 
     return after

@@ -10,7 +10,7 @@ from pipeline.data.embedded_policies import trivial_rates
 from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Message
 from pipeline.distributed import is_main
-from step3_ppo.comparison import describe, judged, write_samples
+from step3_ppo.comparison import describe, verification, write_samples
 from step3_ppo.evaluate import Answer, HeldOut
 from step3_ppo.prompts import Prompt
 
@@ -45,7 +45,7 @@ class Talk:
 
 def talk(held_out: HeldOut) -> Talk | None:
     """Let the actor answer the prompts written by hand; None on data other than the task."""
-    if not held_out.is_judged:
+    if not held_out.is_verifiable:
         return None
     models = held_out.models
     prompts = [
@@ -77,7 +77,7 @@ def conclude(
     if said is None:
         return {}
     return {
-        **judged(held_out, sampled),
+        **verification(held_out, sampled),
         "judge_trivial": trivial_rates(),
         "judge_talk": said.rate,
     }

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.budget.fit import Shortage, shortage
-from pipeline.budget.ladder import (
+from pipeline.budget.fallbacks import (
     CHECKPOINTING,
     OFFLOADED,
     WEIGHTS_OFFLOADED,
@@ -14,6 +13,7 @@ from pipeline.budget.ladder import (
     of_models,
     trained_models,
 )
+from pipeline.budget.fit import Shortage, shortage
 from pipeline.budget.machine import Machine
 from pipeline.budget.table import StepMemory
 from pipeline.config import StepConfig
@@ -27,7 +27,7 @@ Count = Callable[[StepConfig, Machine], StepMemory]
 
 
 @dataclass(frozen=True)
-class Mend:
+class Fix:
     """A change by which a step fits."""
 
     settings: Settings = field(default_factory=dict[str, object])
@@ -36,33 +36,33 @@ class Mend:
     """So many are needed for it; None takes those that there are."""
 
 
-def mend(
-    config: StepConfig, machine: Machine, count: Count, *, divisions: Sequence[int] = ()
-) -> Mend | None:
+def suggest_fix(
+    config: StepConfig, machine: Machine, count: Count, *, tp_sizes: Sequence[int] = ()
+) -> Fix | None:
     """The cheapest change found, None where nothing helps.
 
-    One rung of the ladder is tried, then all up to one; then the ladder without what takes main
+    One option is tried, then all up to one; then the options without what takes main
     memory; adapters, which change the result; more GPUs.
 
     Args:
         config: the step's settings.
         machine: has too little for them.
         count: what the step takes.
-        divisions: values that `inference_tp_size` may have.
+        tp_sizes: values that `inference_tp_size` may have.
     """
     search = _Search(config, machine, count)
-    ladder = list(_ladder(config, machine, divisions))
-    spare = [*_back(config), *(each for each in ladder if not _takes_main_memory(each))]
+    fallbacks = list(_fallback_order(config, machine, tp_sizes))
+    spare = [*_back(config), *(each for each in fallbacks if not _takes_main_memory(each))]
     adapters = of_models(config, {"lora.rank": 16})
-    for rungs in (ladder, spare, [adapters]):
-        found = search.first(rungs)
+    for options in (fallbacks, spare, [adapters]):
+        found = search.first(options)
         if found is not None:
-            return Mend(found)
-    for rungs in (ladder, spare):
-        found = search.last([*rungs, adapters])
+            return Fix(found)
+    for options in (fallbacks, spare):
+        found = search.last([*options, adapters])
         if found is not None:
-            return Mend(found)
-    return _on_more_gpus(config, machine, count, (ladder, spare)) if machine.has_gpu else None
+            return Fix(found)
+    return _on_more_gpus(config, machine, count, (fallbacks, spare)) if machine.has_gpu else None
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class _Search:
     count: Count
     known: dict[frozenset[tuple[str, object]], bool] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
 
-    def first(self, rungs: Sequence[Settings]) -> Settings | None:
-        """The first rung that does, alone or with those before it."""
-        steps = self.changes(rungs)
+    def first(self, options: Sequence[Settings]) -> Settings | None:
+        """The first option that does, alone or with those before it."""
+        steps = self.changes(options)
         for number, settings in enumerate(steps, start=1):
             if self.fits(settings):
                 return self.largest(settings)
@@ -84,14 +84,14 @@ class _Search:
                 return self.least(together)
         return None
 
-    def last(self, rungs: Sequence[Settings]) -> Settings | None:
-        """All rungs together, without what is not needed."""
-        together = _merged(self.changes(rungs))
+    def last(self, options: Sequence[Settings]) -> Settings | None:
+        """All options together, without what is not needed."""
+        together = _merged(self.changes(options))
         return self.least(together) if self.fits(together) else None
 
-    def changes(self, rungs: Sequence[Settings]) -> list[Settings]:
+    def changes(self, options: Sequence[Settings]) -> list[Settings]:
         """Those that ask for more than there is already."""
-        return [settings for settings in rungs if _is_change(self.config, settings)]
+        return [settings for settings in options if _is_change(self.config, settings)]
 
     def least(self, settings: Settings) -> Settings:
         """Without what is not needed, the dearest left out first."""
@@ -123,22 +123,22 @@ class _Search:
 
 
 def _on_more_gpus(
-    config: StepConfig, machine: Machine, count: Count, ladders: Sequence[Sequence[Settings]]
-) -> Mend | None:
-    """The fewest GPUs, at stage 3: as the settings are, or with all rungs of a ladder."""
+    config: StepConfig, machine: Machine, count: Count, fallbacks_of: Sequence[Sequence[Settings]]
+) -> Fix | None:
+    """The fewest GPUs, at stage 3: as the settings are, or with all options."""
     stage_3 = of_models(config, {"zero_stage": 3})
     most = min(MOST, getattr(config, "rollout_size", MOST))  # each process has a prompt
     worlds = [world for n in range(1, 11) if (world := machine.world << n) <= most]
-    ways = [[stage_3], *([*rungs, stage_3] for rungs in ladders)]
+    ways = [[stage_3], *([*options, stage_3] for options in fallbacks_of)]
     if worlds:  # what doesn't fit the most fits none
         largest = _Search(config, replace(machine, world=worlds[-1]), count)
-        ways = [rungs for rungs in ways if largest.last(rungs) is not None]
+        ways = [options for options in ways if largest.last(options) is not None]
     for world in worlds:
         search = _Search(config, replace(machine, world=world), count)
-        for rungs in ways:
-            found = search.last(rungs)
+        for options in ways:
+            found = search.last(options)
             if found is not None:
-                return Mend(found, world)
+                return Fix(found, world)
     return None
 
 
@@ -147,7 +147,9 @@ def _merged(steps: Sequence[Settings]) -> Settings:
     return {name: value for settings in steps for name, value in settings.items()}
 
 
-def _ladder(config: StepConfig, machine: Machine, divisions: Sequence[int]) -> Iterator[Settings]:
+def _fallback_order(
+    config: StepConfig, machine: Machine, tp_sizes: Sequence[int]
+) -> Iterator[Settings]:
     if hasattr(config, "reuse_forward"):
         yield {"reuse_forward": False}
     yield {"micro_batch_size": 1}
@@ -160,7 +162,7 @@ def _ladder(config: StepConfig, machine: Machine, divisions: Sequence[int]) -> I
         yield of_models(config, OFFLOADED)
     if machine.world > 1:
         yield of_models(config, {"zero_stage": 3})
-    for size in divisions:  # of a replica that is a whole copy, as at stage 3, each has a part
+    for size in tp_sizes:  # of a replica that is a whole copy, as at stage 3, each has a part
         if size > getattr(config, "inference_tp_size", size):
             yield {"inference_tp_size": size}
     if machine.has_gpu:
@@ -202,24 +204,24 @@ def _is_change(config: StepConfig, settings: Settings) -> bool:
         return False
 
 
-def refusal(step: str, section: str, short: Shortage, mended: Mend | None) -> str:
+def refusal(step: str, section: str, short: Shortage, fix: Fix | None) -> str:
     """The sentence by which a step that can't fit is refused.
 
     Args:
         step: what the sentence begins with, as "step 1".
         section: its name before settings on the command line; empty for a step's own.
         short: what there is not enough of.
-        mended: what `mend` has found.
+        fix: what `suggest_fix` has found.
     """
     start = f"{step} {short}"
-    if mended is None:
+    if fix is None:
         return (
             f"{start}; nothing that saves memory makes it fit: take a smaller model, shorter"
             " sequences or a machine with more memory"
         )
-    options = as_options(section, mended.settings)
-    if mended.gpus is not None:
-        return f"{start}; it fits on {mended.gpus} such GPUs{options and f' with {options}'}"
+    options = as_options(section, fix.settings)
+    if fix.gpus is not None:
+        return f"{start}; it fits on {fix.gpus} such GPUs{options and f' with {options}'}"
     return f"{start}; it fits with {options}"
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.budget.division import divisions
+from pipeline.budget.fallbacks import changed, micro_batches, nested, options
 from pipeline.budget.fit import Shortage, shortage
-from pipeline.budget.ladder import changed, micro_batches, nested, rungs
 from pipeline.budget.machine import GIB, Machine
-from pipeline.budget.mend import Mend, mend, refusal
 from pipeline.budget.step import step_memory
+from pipeline.budget.suggest_fix import Fix, refusal, suggest_fix
 from pipeline.budget.table import Item, Phase, StepMemory
+from pipeline.budget.tp_sizes import tp_sizes
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from step1_sft.config import SFTConfig
@@ -67,15 +67,15 @@ def test_one_change_alone_is_tried_first_and_then_all_up_to_one(
 ) -> None:
     machine = gpus(count, size)
     start = config(micro_batch_size=8)
-    found = mend(start, machine, toy)
+    found = suggest_fix(start, machine, toy)
 
-    assert found == (None if settings is None else Mend(settings))
+    assert found == (None if settings is None else Fix(settings))
 
 
 def test_what_is_in_use_is_not_proposed() -> None:
     there = config(micro_batch_size=1, model={"gradient_checkpointing": True, "zero_stage": 3})
 
-    assert mend(there, gpus(1, 30), toy) == Mend(OFFLOADED)
+    assert suggest_fix(there, gpus(1, 30), toy) == Fix(OFFLOADED)
 
 
 def test_more_gpus_come_last() -> None:
@@ -85,8 +85,8 @@ def test_more_gpus_come_last() -> None:
         item = Item("weights", "model", 1000 // machine.world)
         return StepMemory((Phase("train", (item,)),))
 
-    assert mend(start, gpus(2, 100), heavy) == Mend({}, gpus=16)
-    assert mend(start, replace(gpus(2, 100), gpu_bytes=None, host_bytes=100), heavy) is None
+    assert suggest_fix(start, gpus(2, 100), heavy) == Fix({}, gpus=16)
+    assert suggest_fix(start, replace(gpus(2, 100), gpu_bytes=None, host_bytes=100), heavy) is None
 
 
 def test_more_gpus_come_with_the_settings_that_they_take() -> None:
@@ -97,9 +97,9 @@ def test_more_gpus_come_with_the_settings_that_they_take() -> None:
         rows = 30 * config.micro_batch_size
         return StepMemory((Phase("train", (Item("weights", "model", state + rows),)),))
 
-    found = mend(config(micro_batch_size=4), gpus(1, 60), blocks)
+    found = suggest_fix(config(micro_batch_size=4), gpus(1, 60), blocks)
 
-    assert found == Mend({"micro_batch_size": 1, "model.zero_stage": 3}, gpus=32)
+    assert found == Fix({"micro_batch_size": 1, "model.zero_stage": 3}, gpus=32)
 
 
 def test_what_lacks_main_memory_is_not_offloaded() -> None:
@@ -117,12 +117,12 @@ def test_what_lacks_main_memory_is_not_offloaded() -> None:
     start = config(micro_batch_size=1, model={"gradient_checkpointing": True})
     machine = replace(gpus(4, 20), host_bytes=10)
 
-    assert mend(start, machine, both) == Mend({"model.zero_stage": 3}, gpus=8)
-    assert mend(start, replace(machine, gpu_bytes=25), both) == Mend({"model.zero_stage": 2})
+    assert suggest_fix(start, machine, both) == Fix({"model.zero_stage": 3}, gpus=8)
+    assert suggest_fix(start, replace(machine, gpu_bytes=25), both) == Fix({"model.zero_stage": 2})
     offload = OffloadConfig(optimizer="cpu", gradients="cpu")
     there = config(micro_batch_size=1, model={"zero": ZeroConfig(offload=offload)})
     back = {f"model.zero.offload.{kind}": "none" for kind in ("optimizer", "gradients")}
-    assert mend(there, replace(machine, gpu_bytes=100), both) == Mend(back)
+    assert suggest_fix(there, replace(machine, gpu_bytes=100), both) == Fix(back)
 
 
 def test_step_3_may_generate_by_more_processes_together() -> None:
@@ -137,12 +137,14 @@ def test_step_3_may_generate_by_more_processes_together() -> None:
         return StepMemory(phases)
 
     start = PPOConfig(micro_batch_size=1)
-    assert mend(start, gpus(4, 60), generating, divisions=(1, 2, 4)) == Mend(
+    assert suggest_fix(start, gpus(4, 60), generating, tp_sizes=(1, 2, 4)) == Fix(
         {"inference_tp_size": 2}
     )
-    assert mend(start, gpus(4, 60), generating, divisions=(1,)) is None
+    assert suggest_fix(start, gpus(4, 60), generating, tp_sizes=(1,)) is None
     resident = replace(start, replica="resident")
-    assert mend(resident, gpus(4, 80), generating, divisions=(1, 2)) == Mend({"replica": "release"})
+    assert suggest_fix(resident, gpus(4, 80), generating, tp_sizes=(1, 2)) == Fix(
+        {"replica": "release"}
+    )
 
 
 def test_step_3_may_run_its_models_again_before_it_learns() -> None:
@@ -155,9 +157,11 @@ def test_step_3_may_run_its_models_again_before_it_learns() -> None:
 
     start = PPOConfig(micro_batch_size=2, replica="release")
 
-    assert mend(start, gpus(1, 59), kept) == Mend({"reuse_forward": False})
-    assert mend(start, gpus(1, 39), kept) == Mend({"micro_batch_size": 1})
-    assert mend(start, gpus(1, 29), kept) == Mend({"reuse_forward": False, "micro_batch_size": 1})
+    assert suggest_fix(start, gpus(1, 59), kept) == Fix({"reuse_forward": False})
+    assert suggest_fix(start, gpus(1, 39), kept) == Fix({"micro_batch_size": 1})
+    assert suggest_fix(start, gpus(1, 29), kept) == Fix(
+        {"reuse_forward": False, "micro_batch_size": 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,12 +182,12 @@ def test_processes_that_generate_together_divide_the_actors_heads(
     tiny_config(family, **shape).save_pretrained(tmp_path)
     lora = TrainedModelConfig(path=str(tmp_path), lora=LoraConfig(rank=2))
 
-    assert divisions(PPOConfig(actor=lora), processes=processes) == sizes
+    assert tp_sizes(PPOConfig(actor=lora), processes=processes) == sizes
     made = replace(lora, path="out/step1_sft")
     origins = {"out/step1_sft": str(tmp_path)}
-    assert divisions(PPOConfig(actor=made), processes=processes, origins=origins) == sizes
-    assert divisions(PPOConfig(actor=made), processes=processes) == (1,)
-    assert divisions(config(), processes=processes) == ()
+    assert tp_sizes(PPOConfig(actor=made), processes=processes, origins=origins) == sizes
+    assert tp_sizes(PPOConfig(actor=made), processes=processes) == (1,)
+    assert tp_sizes(config(), processes=processes) == ()
 
 
 SHORT = Shortage(Phase("train", ()), "each GPU", needed=31 * GIB, there=24 * GIB)
@@ -193,12 +197,12 @@ SHORT = Shortage(Phase("train", ()), "each GPU", needed=31 * GIB, there=24 * GIB
     ("mended", "end"),
     [
         (
-            Mend({"micro_batch_size": 2, "model.gradient_checkpointing": True}),
+            Fix({"micro_batch_size": 2, "model.gradient_checkpointing": True}),
             "; it fits with --sft.micro_batch_size 2 --sft.model.gradient_checkpointing true",
         ),
-        (Mend({}, gpus=16), "; it fits on 16 such GPUs"),
+        (Fix({}, gpus=16), "; it fits on 16 such GPUs"),
         (
-            Mend({"model.zero_stage": 3}, gpus=16),
+            Fix({"model.zero_stage": 3}, gpus=16),
             "; it fits on 16 such GPUs with --sft.model.zero_stage 3",
         ),
         (
@@ -208,10 +212,10 @@ SHORT = Shortage(Phase("train", ()), "each GPU", needed=31 * GIB, there=24 * GIB
         ),
     ],
 )
-def test_a_refusal_is_one_sentence(mended: Any, end: str) -> None:
+def test_a_refusal_is_one_sentence(fix: Any, end: str) -> None:
     start = "step 1 takes 31.0 GiB on each GPU to train, and there are 24.0 GiB"
 
-    assert refusal("step 1", "sft", SHORT, mended) == start + end
+    assert refusal("step 1", "sft", SHORT, fix) == start + end
 
 
 def test_settings_are_changed_by_their_dotted_names() -> None:
@@ -242,10 +246,10 @@ def test_each_rung_takes_less_memory_than_the_one_before() -> None:
 
     sizes = [
         step_memory(
-            changed(start, {f"model.{name}": value for name, value in rung.items()}),
+            changed(start, {f"model.{name}": value for name, value in option.items()}),
             machine=machine,
         ).peak("device")
-        for rung in rungs(world=4, has_gpu=True)
+        for option in options(world=4, has_gpu=True)
     ]
 
     assert sizes[0] > sizes[1] > sizes[2]
