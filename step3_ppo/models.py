@@ -14,11 +14,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.peers import make_peers
 from pipeline.config import FrozenModelConfig, Kernels, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
-from pipeline.distributed import local_device
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError
@@ -27,6 +25,8 @@ from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.reward_text import RewardText, text_format
@@ -136,7 +136,10 @@ def load_models(
         ConfigError: actor or processes can't be divided by `config.inference_tp_size`.
     """
     device = local_device()
-    peers = make_peers(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
+    mesh = current_mesh()
+    tp_group = mesh.generation_group(
+        config.inference_tp_size, timeout_seconds=config.timeout_seconds
+    )
     for model in (config.critic, config.reference):
         if model.path is not None:
             require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
@@ -156,12 +159,14 @@ def load_models(
         config.actor,
         total_steps=actor_iterations * updates,
         name="actor",
+        group=mesh.data,
     )
     critic_engine = Engine(
         Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
         config.critic,
         total_steps=iterations * updates,
         name="critic",
+        group=mesh.data,
     )
     return Models(
         actor=engine,
@@ -171,7 +176,7 @@ def load_models(
         hybrid_engine=HybridEngine(
             engine,
             actor,
-            peers=peers,
+            tp_group=tp_group,
             resident=config.replica == "resident",
             napping=(engine, critic_engine) if config.offload_in_generation else (),
         ),

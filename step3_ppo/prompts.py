@@ -10,8 +10,8 @@ from pipeline.data.examples import Example, Message
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.step_rows import load_step_rows
-from pipeline.distributed import share_of_rank, world_size
 from pipeline.errors import ConfigError, DataError
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,9 @@ class Prompts:
 
     def _batch(self, rows: Sequence[int], step: int) -> PromptBatch:
         size = len(rows)
-        keys = share_of_rank(range((step - 1) * size, step * size))
-        return PromptBatch([self.train[row].input_ids for row in share_of_rank(rows)], list(keys))
+        data = current_mesh().data
+        keys = data.share(range((step - 1) * size, step * size))
+        return PromptBatch([self.train[row].input_ids for row in data.share(rows)], keys)
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
@@ -75,9 +76,10 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
         DataError: no prompt is short enough.
         ConfigError: an iteration has fewer prompts than there are processes.
     """
-    if config.rollout_size < world_size():
+    processes = current_mesh().data.size
+    if config.rollout_size < processes:
         raise ConfigError(
-            f"ppo.rollout_size {config.rollout_size} leaves some of {world_size()} processes"
+            f"ppo.rollout_size {config.rollout_size} leaves some of {processes} processes"
             " without a prompt; raise it"
         )
     data = load_step_rows(config, step=3)

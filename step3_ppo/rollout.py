@@ -14,9 +14,10 @@ from torch import Tensor
 from inference.generation import Response, generate
 from pipeline.data.batches import TokenBatch, collate, local_micro_batches, pad
 from pipeline.data.examples import Encoded
-from pipeline.distributed import global_sums, local_device, world_size
 from pipeline.models.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.losses import gae, token_rewards, whiten
 from step3_ppo.models import Models
@@ -160,7 +161,7 @@ def score_responses(
         name: [torch.empty(0)] * len(sequences)
         for name in ("logprobs", "entropy", "ref_logprobs", "values", "score")
     }
-    reuses = learns and config.reuses_forward(processes=world_size())
+    reuses = learns and config.reuses_forward(processes=current_mesh().data.size)
     kept: Forward | None = None
     max_tokens = config.micro_batch_size * config.max_length
     for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
@@ -244,7 +245,7 @@ def compute_advantages(
 def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:
     """Mean and biased variance over the real tokens of all processes."""
     real = values[mask].double()
-    total, count = global_sums([real.sum().item(), real.numel()])
+    total, count = current_mesh().data.sums([real.sum().item(), real.numel()])
     mean = total / max(1.0, count)
-    (squares,) = global_sums([(real - mean).square().sum().item()])
+    (squares,) = current_mesh().data.sums([(real - mean).square().sum().item()])
     return mean, squares / max(1.0, count)

@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.distributed import global_max, global_sums
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.losses import explained_variance, k3
 from step3_ppo.rollout import Experience, Rollout, global_moments
 
@@ -38,7 +38,7 @@ def rollout_statistics(
         "value": experience.values[mask].double().sum(),
         "repeated": float(repeated_tokens(experience)),
     }
-    totals = dict(zip(sums, global_sums([float(value) for value in sums.values()]), strict=True))
+    totals = dict(zip(sums, current_mesh().data.sums(list(map(float, sums.values()))), strict=True))
     responses, tokens = totals["responses"], totals["tokens"]
     score = totals["score"] / responses
     residual_variance = global_moments(rollout.returns - experience.values, mask)[1]
@@ -58,7 +58,7 @@ def rollout_statistics(
         "stop_rate": totals["stopped"] / responses,
         "repetition": totals["repeated"] / tokens,
         "rollout_gap": totals["gap"] / tokens,
-        "rollout_gap_max": global_max(gap.max().item()),
+        "rollout_gap_max": current_mesh().data.max(gap.max().item()),
     }
 
 

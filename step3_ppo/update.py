@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.batches import local_micro_batches
-from pipeline.distributed import global_max, global_sum, global_sums, rank, world_size
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
 from step3_ppo.losses import policy_loss, policy_ratio, value_loss
@@ -77,7 +77,7 @@ def update_policy(
     cuts the same minibatches, however many processes hold them. `forward` is the pass over the
     rollout that the first of them goes back through, where there is one.
     """
-    updates = Updates()
+    updates, data = Updates(), current_mesh().data
     for epoch in range(config.ppo_epochs):
         generator = torch.Generator().manual_seed(
             config.seed * 1_000_003 + step * config.ppo_epochs + epoch
@@ -87,7 +87,7 @@ def update_policy(
             # In order: a minibatch of all responses then is the rollout as it was scored. Slot s of
             # the rollout is row s // W of process s % W.
             slots = sorted(minibatch.tolist())
-            rows = [slot // world_size() for slot in slots if slot % world_size() == rank()]
+            rows = [slot // data.size for slot in slots if slot % data.size == data.rank]
             update = update_minibatch(
                 models,
                 rollout,
@@ -126,7 +126,8 @@ def update_minibatch(
     """
     lengths = [len(rollout.experience.sequences[row]) for row in rows]
     max_tokens = config.micro_batch_size * config.max_length
-    num_tokens = int(global_sum(rollout.experience.mask[list(rows)].sum().item()))
+    data = current_mesh().data
+    num_tokens = int(data.sum(rollout.experience.mask[list(rows)].sum().item()))
     sums: dict[str, float] = {}
     maxima = {"ratio_max": 0.0, "ratio_error": 0.0}
     for part in local_micro_batches(lengths, max_tokens=max_tokens):
@@ -144,9 +145,9 @@ def update_minibatch(
         for name, value in said.items():
             sums[name] = sums.get(name, 0.0) + value.item()
 
-    totals = dict(zip(sums, global_sums(list(sums.values())), strict=True))
+    totals = dict(zip(sums, data.sums(list(sums.values())), strict=True))
     metrics = {name: total / num_tokens for name, total in totals.items()}
-    metrics |= {name: global_max(largest) for name, largest in maxima.items()}
+    metrics |= {name: data.max(largest) for name, largest in maxima.items()}
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
         models.actor.discard()
@@ -239,4 +240,4 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
         loss = -models.actor(batch, uniform=True).logprobs.sum()
         models.actor.backward(config.ptx_coef * loss / num_targets)
         nll += loss.item()
-    return global_sum(nll) / num_targets
+    return current_mesh().data.sum(nll) / num_targets
