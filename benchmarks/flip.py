@@ -56,15 +56,15 @@ def measure(directory: Path, case: str, precision: str, iterations: int) -> dict
     from benchmarks.iteration import iterate
     from benchmarks.llama import VOCABULARY
     from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
-    from pipeline.distributed import world_size
     from pipeline.models.chat import load_chat
+    from pipeline.parallel.mesh import current_mesh
     from step3_ppo.config import PPOConfig
     from step3_ppo.models import load_models
 
     _, trained, settings = CASES[case]
     lora = LoraConfig(**trained["lora"]) if "lora" in trained else None
     stage = trained.get("zero_stage", 0)
-    everyone = PROMPTS * world_size()
+    everyone = PROMPTS * current_mesh().data.size
 
     def model(name: str) -> TrainedModelConfig:
         path = str(directory / name)
@@ -105,13 +105,14 @@ def work(args: argparse.Namespace) -> None:
     """One case, in the processes that torchrun started."""
     import torch
 
-    from pipeline.distributed import is_main
-    from pipeline.process_group import process_group
+    from pipeline.parallel.mesh import current_mesh
+    from pipeline.parallel.process_group import process_group
+    from pipeline.watch.process import watching
 
     torch.set_num_threads(1)
-    with process_group():
+    with process_group(watching):
         figures = measure(args.models, args.work, args.precisions[0], args.iterations)
-        if is_main():
+        if current_mesh().is_main:
             args.result.write_text(json.dumps(figures))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pipeline.clock import Clock
-from pipeline.distributed import rank, world_size
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.models import Models
 from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
 from step3_ppo.scoring import reward_of
@@ -34,10 +34,11 @@ def iterate(
         vocabulary: tokens are drawn below it.
         wait: returns when the device has done what it was told.
     """
-    generator = torch.Generator().manual_seed(step * world_size() + rank())
+    data = current_mesh().data
+    generator = torch.Generator().manual_seed(step * data.size + data.rank)
     shape = (num_prompts, prompt_length)
     prompts = torch.randint(3, vocabulary, shape, generator=generator).tolist()
-    first_key = (step * world_size() + rank()) * num_prompts
+    first_key = (step * data.size + data.rank) * num_prompts
     wait()
     clock = Clock()
     keys = range(first_key, first_key + num_prompts)

@@ -209,9 +209,10 @@ def main(argv: Sequence[str]) -> int:
     elif not torch.cuda.is_available():
         parser.error("there is no GPU; --tiny runs the same course anywhere")
 
-    from pipeline.process_group import process_group
+    from pipeline.parallel.process_group import process_group
+    from pipeline.watch.process import watching
 
-    with tempfile.TemporaryDirectory() as scratch, process_group():
+    with tempfile.TemporaryDirectory() as scratch, process_group(watching):
         vocabulary = save_models(Path(scratch), tiny=args.tiny)
         found = measure(Path(scratch), vocabulary, args)
     commit = subprocess.run(

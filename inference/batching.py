@@ -13,10 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from inference.decoding import Decoder
-from inference.peers import peers_of
 from inference.requests import Recorder, Request
 from inference.sampling import Sampler
 from inference.slots import Continuation, NextToken, SlotCache
+from inference.tp_group import tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.cpu.rows import fewest_rows
 from pipeline.models.attention import Layout, Ragged, round_up
@@ -112,7 +112,7 @@ class Slots:
             self._modules,
             dtype=plain.dtype,
             device=self.device,
-            repeats=peers_of(plain).size == 1 and not has_hooks(model),
+            repeats=tp_group_of(plain).size == 1 and not has_hooks(model),
         )
         self._asked = Counter(request.prompt for request in requests)
         self._after: dict[tuple[int, ...], Float[Tensor, " V"]] = {}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from inference.peers import Peers, mark
+from inference.tp_group import join_columns, mark, sum_
 from pipeline.errors import require
 from pipeline.models.division import OF_KEYS, STYLES, DividedLayers, match
+from pipeline.parallel.group import Group
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,20 @@ class Division(DividedLayers):
 
     Args:
         model: on any device; nothing is changed before `apply`.
-        peers: with one process nothing is divided.
+        tp_group: the processes that share it out; with one nothing is divided.
 
     Raises:
         ConfigError: the family has no plan, or its heads or widths can't be cut into so many.
     """
 
-    def __init__(self, model: PreTrainedModel, peers: Peers) -> None:
-        super().__init__(model, peers.size)
-        self.peers = peers
+    def __init__(self, model: PreTrainedModel, tp_group: Group) -> None:
+        super().__init__(model, tp_group.size)
+        self.tp_group = tp_group
 
     @property
     def kv_heads_here(self) -> int:
         """Heads of keys that this process has."""
-        share = self.kv_heads // self.peers.size if self.divides_keys else self.kv_heads
+        share = self.kv_heads // self.tp_group.size if self.divides_keys else self.kv_heads
         return max(1, share)
 
     def cut(self, owner: str, leaf: str, shape: torch.Size) -> Cut | None:
@@ -97,10 +98,10 @@ class Division(DividedLayers):
             return Cut(0, tuple(self._pieces(owner, name, shape[0])))
         # The bias is added once.
         whole = (Piece(0, shape[0], counts=False),)
-        return Cut(0, whole, zero=True) if self.peers.rank > 0 else None
+        return Cut(0, whole, zero=True) if self.tp_group.rank > 0 else None
 
     def _pieces(self, owner: str, style: str, total: int) -> Iterator[Piece]:
-        rank, size = self.peers.rank, self.peers.size
+        rank, size = self.tp_group.rank, self.tp_group.size
         if owner.endswith(OF_KEYS) and not STYLES[style].joins and self.kv_heads < size:
             width, copies = total // self.kv_heads, size // self.kv_heads
             head = rank // copies
@@ -116,19 +117,19 @@ class Division(DividedLayers):
 
     def _even(self, owner: str, first: int, total: int) -> Iterator[Piece]:
         """This process's equal share of `total` elements from `first` on."""
-        size = self.peers.size
+        size = self.tp_group.size
         require(
             total % size == 0,
             f"inference_tp_size {size} doesn't divide the width {total} of {owner}; choose one that"
             " does",
         )
         share = total // size
-        start = first + self.peers.rank * share
+        start = first + self.tp_group.rank * share
         yield Piece(start, start + share)
 
     def apply(self) -> None:
         """Have the modules compute their parts, and join what the peers find."""
-        if self.peers.size == 1:
+        if self.tp_group.size == 1:
             return
         for name, kind in self.styles.items():
             module, style = self.model.get_submodule(name), STYLES[kind]
@@ -141,13 +142,13 @@ class Division(DividedLayers):
                 module.register_forward_pre_hook(self._split)
         for name, module in self.model.named_modules():
             for attribute in match(self.plan.counts, name) or ():
-                setattr(module, attribute, getattr(module, attribute) // self.peers.size)
+                setattr(module, attribute, getattr(module, attribute) // self.tp_group.size)
             if hasattr(module, "num_key_value_groups") and self.divides_keys:
-                share = self.num_heads // self.peers.size
+                share = self.num_heads // self.tp_group.size
                 object.__setattr__(module, "num_key_value_groups", share // self.kv_heads_here)
             if match(dict.fromkeys(self.plan.biased, True), name):
                 module.register_forward_pre_hook(self._own_heads, with_kwargs=True)
-        mark(self.model, self.peers, kv_heads=self.kv_heads_here)
+        mark(self.model, self.tp_group, kv_heads=self.kv_heads_here)
 
     def _tell_width(self, name: str, module: nn.Module) -> None:
         """A module's own idea of its width, which Conv1D computes with."""
@@ -161,20 +162,20 @@ class Division(DividedLayers):
             module.out_features, module.in_features = rows, columns
 
     def _sum(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        return self.peers.sum_(output)
+        return sum_(output, self.tp_group)
 
     def _join(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        return self.peers.join_columns(output)
+        return join_columns(output, self.tp_group)
 
     def _split(self, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (args[0].chunk(self.peers.size, dim=-1)[self.peers.rank],)
+        return (args[0].chunk(self.tp_group.size, dim=-1)[self.tp_group.rank],)
 
     def _own_heads(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The rows of this process's heads, of a bias (B * H, 1, K) or (B, H, Q, K) and a mask."""
-        share = self.num_heads // self.peers.size
-        own = partial(torch.narrow, dim=1, start=self.peers.rank * share, length=share)
+        share = self.num_heads // self.tp_group.size
+        own = partial(torch.narrow, dim=1, start=self.tp_group.rank * share, length=share)
         bias, mask = kwargs["alibi"], kwargs["attention_mask"]
         if bias.ndim == 3:
             kwargs["alibi"] = own(bias.unflatten(0, (-1, self.num_heads))).flatten(0, 1)

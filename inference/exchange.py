@@ -4,8 +4,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from inference.peers import Peers
 from inference.requests import Request, StopWhen
+from pipeline.parallel.group import Group
 
 OnToken = Callable[[int, int], None]
 """Told of each token: index of the prompt, token."""
@@ -19,7 +19,7 @@ class PeersDisagreeError(RuntimeError):
 class Exchange:
     """Prompts of all peers, in rank order, and which of them are this process's own."""
 
-    peers: Peers
+    tp_group: Group
 
     asked: list[tuple[tuple[int, ...], int]]
     """Token ids and key of each prompt."""
@@ -33,15 +33,17 @@ class Exchange:
     count: int
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], keys: Sequence[int], peers: Peers) -> "Exchange":
-        """Exchange prompts, of any number and lengths; the peers call it in step."""
+    def of(
+        cls, prompts: Sequence[Sequence[int]], keys: Sequence[int], tp_group: Group
+    ) -> "Exchange":
+        """Exchange prompts, of any number and lengths; the group calls it in step."""
         own = [(tuple(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
-        everyones = peers.gather_objects(own)
+        everyones = tp_group.gather_objects(own)
         return cls(
-            peers=peers,
+            tp_group=tp_group,
             asked=[each for asked in everyones for each in asked],
             places=[place for asked in everyones for place in range(len(asked))],
-            first=sum(len(asked) for asked in everyones[: peers.rank]),
+            first=sum(len(asked) for asked in everyones[: tp_group.rank]),
             count=len(own),
         )
 
@@ -51,11 +53,11 @@ class Exchange:
 
     def smallest(self, number: int) -> int:
         """The smallest number of all peers."""
-        return min(self.peers.gather_objects(number))
+        return min(self.tp_group.gather_objects(number))
 
     def on_token(self, tell: OnToken | None) -> OnToken | None:
         """Tells of this process's tokens alone, by its own indices."""
-        if tell is None or self.peers.size == 1:
+        if tell is None or self.tp_group.size == 1:
             return tell
 
         def own(index: int, token: int) -> None:
@@ -66,7 +68,7 @@ class Exchange:
 
     def stop_when(self, stop_when: StopWhen | None) -> StopWhen | None:
         """Asks by the indices of each prompt's own process; all processes must answer alike."""
-        if stop_when is None or self.peers.size == 1:
+        if stop_when is None or self.tp_group.size == 1:
             return stop_when
         return lambda index, ids: stop_when(self.places[index], ids)
 
@@ -76,7 +78,7 @@ class Exchange:
         Raises:
             PeersDisagreeError: the peers did not choose the same tokens.
         """
-        if self.peers.size == 1:
+        if self.tp_group.size == 1:
             yield from requests
             return
         chosen = 0
@@ -84,7 +86,7 @@ class Exchange:
             chosen = zlib.crc32(repr((request.index, request.response.ids)).encode(), chosen)
             if self.is_own(request.index):
                 yield replace(request, index=self.places[request.index])
-        if len(set(self.peers.gather_objects(chosen))) > 1:
+        if len(set(self.tp_group.gather_objects(chosen))) > 1:
             raise PeersDisagreeError(
                 "the processes that generate together chose different tokens: they run different"
                 " versions, or on different devices"

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from inference.batching import answer_in_slots
 from inference.exchange import Exchange
 from inference.padded import answer_in_batches
-from inference.peers import peers_of
 from inference.requests import Recorder, Request, Response, StopWhen
 from inference.sampling import Sampler
 from inference.slots import bytes_per_token
-from pipeline.distributed import local_world_size
+from inference.tp_group import tp_group_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length, is_ragged
+from pipeline.parallel.mesh import current_mesh
 
 __all__ = ["Response", "answer_each", "generate"]
 
@@ -106,7 +106,7 @@ def answer_each(
     """
     plain = base_model(model)
     numbers = range(len(prompts)) if keys is None else keys
-    exchange = Exchange.of(prompts, numbers, peers_of(plain))
+    exchange = Exchange.of(prompts, numbers, tp_group_of(plain))
     requests = [
         Request(index, prompt, key, room=min(max_new_tokens, room_after(plain, len(prompt))))
         for index, (prompt, key) in enumerate(exchange.asked)
@@ -157,7 +157,7 @@ def free_bytes(device: torch.device) -> int:
     process's share of what is available, for the other half is the activations' and the system's.
     """
     if device.type != "cuda":
-        return psutil.virtual_memory().available // (2 * local_world_size())
+        return psutil.virtual_memory().available // (2 * current_mesh().local_size)
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + cached) * 9 // 10

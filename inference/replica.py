@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.division import Cut, Division
-from inference.peers import ALONE, Peers
+from inference.tp_group import sum_
 from inference.weights_hash import bits_sum, hash_of_sums
 from pipeline.models.attention import round_up
 from pipeline.models.deferred import places
@@ -26,6 +26,7 @@ from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.stream import meta_model
+from pipeline.parallel.group import ALONE, Group
 
 ALIGNMENT = 64
 """Bytes: each tensor of the arena begins at a cache line."""
@@ -74,20 +75,20 @@ class Replica:
     Args:
         trained: a causal language model, plain or with peft's adapters.
         shares: whether its weights stay where they are, whole, between the uses of an engine.
-        peers: the processes that compute each layer together.
+        tp_group: the processes that compute each layer together.
 
     Raises:
         ConfigError: the model can't be divided among so many processes.
     """
 
-    def __init__(self, trained: nn.Module, *, shares: bool, peers: Peers = ALONE) -> None:
+    def __init__(self, trained: nn.Module, *, shares: bool, tp_group: Group = ALONE) -> None:
         plain = base_model(trained)
         self._plain = plain
-        self.peers = peers
+        self.tp_group = tp_group
         settings = copy.deepcopy(plain.config)
         self.model = meta_model(lambda: _same_class(plain, settings))
         self.model.eval().requires_grad_(False)
-        division = Division(self.model, peers)
+        division = Division(self.model, tp_group)
         self.slots = list(self._lay_out(division, shares=shares))
         division.apply()
         self._by_source: dict[nn.Parameter, list[Slot]] = {}
@@ -169,17 +170,17 @@ class Replica:
     def weights_hash(self) -> int:
         """Of the weights that generation reads now, adapters merged: the same for any division.
 
-        The peers call it in step.
+        Its `tp_group` calls it in step.
         """
         sums = torch.stack([self._sum(slot, getattr(*slot.places[0])) for slot in self.slots])
-        return hash_of_sums([slot.name for slot in self.slots], self.peers.sum_(sums))
+        return hash_of_sums([slot.name for slot in self.slots], sum_(sums, self.tp_group))
 
     def _sum(self, slot: Slot, weight: Tensor) -> Int64[Tensor, ""]:
         """Of the bits that no peer before this one has."""
         if slot.cut is not None:
             parts = slot.cut.first_held(weight)
         else:
-            parts = [(weight, 0)] if self.peers.rank == 0 else []
+            parts = [(weight, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=weight.device)
         return sum((bits_sum(part, first=first) for part, first in parts), start=none)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from inference.peers import kv_heads_here
+from inference.tp_group import kv_heads_here
 from pipeline.kernels import append
 from pipeline.kernels.attention import decode_attention, kernel_for
 from pipeline.kernels.cpu import decode as cpu_decode

@@ -14,15 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import StepConfig, affects_result
-from pipeline.distributed import (
-    barrier,
-    gather_objects,
-    global_sum,
-    global_sums,
-    is_main,
-    rank,
-    world_size,
-)
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
@@ -90,6 +81,7 @@ class Checkpoints:
     ) -> None:
         config = self.config = run.config
         self.run, self.data = run, data
+        world = self._world = run.mesh.world
         self.root = run.path(CHECKPOINTS)
         self.engines = engines
         self.parts = {
@@ -102,16 +94,16 @@ class Checkpoints:
         """The step whose state was saved last, or loaded."""
         self._once: dict[str, Any] = {}
         self._base: str | None = None
-        job, goes_on = gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
+        job, goes_on = world.gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
         if goes_on:
             self._resume()
-        elif rank() == 0:
+        elif run.is_main:
             shutil.rmtree(self.root, ignore_errors=True)
-        barrier()
+        world.barrier()
         self._writer = CheckpointWriter(
-            self.root, job=job, rank=rank(), world_size=world_size(), keep_last=config.keep_last
+            self.root, job=job, rank=world.rank, world_size=world.size, keep_last=config.keep_last
         )
-        if rank() == 0:
+        if run.is_main:
             tokenizer.save_pretrained(self.root / TOKENIZER)
         self._base = self._base or (f"base-{job}" if self._has_frozen() else None)
         self._saved_at = time.monotonic()
@@ -155,7 +147,7 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Write the state after so many steps; training goes on while the files are written."""
         if self._base is not None:  # written once
-            if global_sum(is_main() and self._writer.lost_base(self._base)):
+            if self._world.sum(self.run.is_main and self._writer.lost_base(self._base)):
                 self._writer.forget_base(self._base)
             frozen = [frozen_fragments(each, name) for name, each in self.engines.items()]
             self._writer.save_base(self._base, chain(*frozen))
@@ -180,12 +172,12 @@ class Checkpoints:
         if every.steps is not None:
             return step % every.steps == 0
         # The first process's clock decides for all.
-        return rank() == 0 and time.monotonic() - self._saved_at >= every.seconds
+        return self.run.is_main and time.monotonic() - self._saved_at >= every.seconds
 
     def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
         """Save the state if that is due and not done; leave if any process was told to."""
         received = signals.received
-        interrupted, ended, due_somewhere = global_sums(
+        interrupted, ended, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
         )
         stops = bool(interrupted or ended)
@@ -226,7 +218,7 @@ class Checkpoints:
             yield from trained_fragments(engine, name)
         for name, part in self._keeping_weights():
             yield from weights_fragments(part.engine, name, part.weights)
-        yield from random_fragments()
+        yield from random_fragments(self._world)
 
     def _document(self) -> dict[str, Any]:
         return {
@@ -258,7 +250,7 @@ class Checkpoints:
         return _deciding(self.config)
 
     def _resume(self) -> None:
-        checkpoint = newest_on_all(self.root)
+        checkpoint = newest_on_all(self.root, self._world)
         if checkpoint is not None:
             self._check(checkpoint)
             self._load(checkpoint)
@@ -298,7 +290,7 @@ class Checkpoints:
                 read_weights(part.engine, name, checkpoint, part.weights)
         self._once = dict(state["once"])
         self._base = checkpoint.base.path.name if checkpoint.base is not None else None
-        load_random_state(checkpoint)
+        load_random_state(checkpoint, self._world)
         self.done = self._kept = checkpoint.step
         logger.info("%s goes on after step %d", self.run.name, self.done)
 

@@ -44,6 +44,7 @@ from pipeline.errors import (
 )
 from pipeline.help import step_help
 from pipeline.installation import find_preset
+from pipeline.parallel import launched
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.file import read_settings
 from pipeline.settings.plain import Option, config_yaml
@@ -117,7 +118,7 @@ def _deepspeed_layer(
     from pipeline.config.deepspeed.layer import deepspeed_layer
     from pipeline.config.deepspeed.read import notice_of
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = launched.world_size()
     layer = deepspeed_layer(config_class, path, world=world, layers=layers, overrides=overrides)
     if notice := notice_of(path):
         remark(notice)
@@ -245,4 +246,4 @@ def _is_first_to_say(sentence: str) -> bool:
 
 
 def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return launched.rank() == 0

@@ -25,6 +25,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.threads import openmp_runtime
+from pipeline.parallel import launched
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +144,7 @@ class FewCores:
     def __init__(self) -> None:
         self._own = _cores()
         # Processes of one machine that share its cores keep out of each other's way.
-        rank, world = (
-            int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        )
-        first = len(self._own) * rank // max(1, world)
+        first = len(self._own) * launched.local_rank() // launched.local_world_size()
         self._order = self._own[first:] + self._own[:first]
         self._before: dict[int, set[int]] = {}
         self.number = 0

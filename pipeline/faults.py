@@ -28,6 +28,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pipeline.errors import ConfigError, require
+from pipeline.parallel import launched
 
 ENVIRONMENT = "FAULT"
 
@@ -59,7 +60,7 @@ def fault_point(point: str) -> None:
     with _counting:
         _visits[point] += 1
         visit = _visits[point]
-    rank = int(os.environ.get("RANK", "0"))
+    rank = launched.rank()
     for fault in faults:
         if (fault.point, fault.nth) == (point, visit) and fault.rank in (None, rank):
             _fail(fault)

@@ -17,12 +17,12 @@ from pipeline.data.fingerprint import fingerprint
 from pipeline.data.lengths import Fit, check_lengths
 from pipeline.data.stages import StageData
 from pipeline.data.step_rows import load_step_rows, record_prompts
-from pipeline.distributed import rank, world_size
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
 from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
+from pipeline.parallel.mesh import current_mesh
 from pipeline.run import Run
 
 C = TypeVar("C", bound=StepConfig)
@@ -146,10 +146,11 @@ def local_parts(
         max_tokens: of a micro-batch.
         deterministic: cut alike whatever the number of processes.
     """
+    data = current_mesh().data
     return micro_batches(
         lengths,
         max_tokens=max_tokens,
-        num_processes=world_size(),
-        process=rank(),
+        num_processes=data.size,
+        process=data.rank,
         at_least=math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None,
     )

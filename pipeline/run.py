@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.models.card import Card, write_card
+from pipeline.parallel.mesh import Mesh
 from pipeline.progress import Progress
 from pipeline.settings.plain import flatten, plain
 from pipeline.signals import LeavesAtOnce
@@ -42,7 +43,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class Run:
-    """Context manager around a step's loop; rank 0 alone writes, on the others all is silent.
+    """Context manager around a step's loop; the main process alone writes, others are silent.
 
     On entry: makes the directory, keeps other jobs out of it, refuses to begin over checkpoints of
     a run that was cut off, writes the resolved settings to `config.yaml`, removes the results of an
@@ -51,11 +52,11 @@ class Run:
     holds whole lines only.
     """
 
-    def __init__(self, config: StepConfig, *, name: str, total_steps: int, is_main: bool) -> None:
+    def __init__(self, config: StepConfig, *, name: str, total_steps: int, mesh: Mesh) -> None:
         self.config = config
         self.name = name
         self.total_steps = total_steps
-        self.is_main = is_main
+        self.mesh, self.is_main = mesh, mesh.is_main
         self.step = 0
         self.tokens = 0
         self.goes_on = config.resume
@@ -64,7 +65,7 @@ class Run:
         self._held = ExitStack()
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
-        self._stragglers, self._health = Stragglers(), Health()
+        self._stragglers, self._health = Stragglers(mesh.world), Health(mesh.world)
         self._tokens_per_second = 0.0
         self._at_once = LeavesAtOnce()
 

@@ -7,9 +7,10 @@ from pipeline.budget.start import check_memory
 from pipeline.cli import parse_step
 from pipeline.compute_threads import compute_threads
 from pipeline.config import StepConfig
-from pipeline.distributed import is_main
-from pipeline.process_group import process_group
+from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.process_group import process_group
 from pipeline.run import configure_logging
+from pipeline.watch.process import watching
 
 C = TypeVar("C", bound=StepConfig)
 
@@ -30,6 +31,6 @@ def run_step(
     """
     config = parse_step(config_class, argv)
     check_memory(config, section=section)
-    with compute_threads(config.threads), process_group(config.timeout_seconds):
-        configure_logging(is_main=is_main())
+    with compute_threads(config.threads), process_group(watching, config.timeout_seconds):
+        configure_logging(is_main=current_mesh().is_main)
         train(config)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pipeline.cli import run_main
 from pipeline.data.examples import Encoded
-from pipeline.distributed import global_sum, global_sums, is_main, local_device, rank
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
@@ -25,6 +24,8 @@ from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy
 from pipeline.models.trained import evaluating, trained_causal_lm, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
@@ -38,9 +39,10 @@ METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned.
 
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
-    seed_generators(config.seed + rank())  # of adapter dropout
+    mesh = current_mesh()
+    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
     rows = load_rows(config, config.model, step=1)
-    with Run(config, name="step1_sft", total_steps=rows.total_steps, is_main=is_main()) as run:
+    with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)
         engine, held_out, best, config = sft.engine, sft.held_out, sft.best, sft.config
         before = sft.checkpoints.once("before", lambda: perplexity(engine, held_out, config))
@@ -69,7 +71,9 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, E
     model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
     set_stop_tokens(model, rows.chat.stop_ids)
     policy = Policy(model, kernels=config.model.kernels)
-    engine = Engine(policy, config.model, total_steps=rows.total_steps, name="actor")
+    engine = Engine(
+        policy, config.model, total_steps=rows.total_steps, name="actor", group=run.mesh.data
+    )
     config = within_context(config, model)
     check_rows(rows.data, rows.chat, config)
     held_out = encode(rows.data.eval, rows.chat, config)
@@ -90,7 +94,7 @@ def learn(
     run.log(
         step,
         tokens=sum(len(row) for row in rows),
-        loss=global_sum(nll) / num_targets,
+        loss=run.mesh.data.sum(nll) / num_targets,
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
@@ -104,7 +108,7 @@ def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> fl
         for batch in cut(rows, config):
             nll += next_token_nll(engine(batch).logprobs).item()
             num_targets += batch.num_targets
-    total_nll, total_targets = global_sums([nll, num_targets])
+    total_nll, total_targets = engine.group.sums([nll, num_targets])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 

@@ -164,7 +164,7 @@ def score_answers(
 
     from pipeline.data.batches import collate
     from pipeline.data.examples import Message
-    from pipeline.distributed import local_device
+    from pipeline.parallel.device import local_device
 
     rows = [
         chat.encode((Message("user", prompt),), (Message("assistant", answer),)).tail(

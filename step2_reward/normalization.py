@@ -13,11 +13,12 @@ from inference.generation import generate
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
-from pipeline.distributed import global_sums, is_main, local_device, share_of_rank
 from pipeline.models.export import move_in
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_causal_lm
 from pipeline.models.trained import evaluating
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def measure_scores(
     stop_rate = None
     if config.actor.path is not None:
         sequences, generated = responses_of_actor(examples, chat, config)
-        ended, generated = global_sums([len(sequences), generated])
+        ended, generated = current_mesh().data.sums([len(sequences), generated])
         stop_rate = ended / generated
         if ended < max(2, min(ENOUGH, generated / 2)):
             logger.warning(
@@ -64,7 +65,7 @@ def measure_scores(
                 config.max_new_tokens,
             )
             sequences = []
-    if not global_sums([len(sequences)])[0]:
+    if not current_mesh().data.sum(len(sequences)):
         sequences = responses_of_data(examples[: config.normalization_prompts], chat, config)
     mean, std = mean_and_std(scores_of(scorer, chat, sequences, config))
     return Moments(mean, std, stop_rate)
@@ -88,7 +89,7 @@ def write_normalization(model: nn.Module, directory: Path, *, mean: float, std: 
     """Add mean and standard deviation to the exported model's config.json."""
     settings = base_model(model).config
     settings.update({"score_mean": mean, "score_std": std})
-    if is_main():
+    if current_mesh().is_main:
         with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as staging:
             settings.save_pretrained(staging)
             move_in(Path(staging), directory)
@@ -96,9 +97,9 @@ def write_normalization(model: nn.Module, directory: Path, *, mean: float, std: 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation of the values of all processes; 1 where they do not vary."""
-    total, count = global_sums([sum(values), len(values)])
+    total, count = current_mesh().data.sums([sum(values), len(values)])
     mean = total / count
-    (squares,) = global_sums([sum((value - mean) ** 2 for value in values)])
+    (squares,) = current_mesh().data.sums([sum((value - mean) ** 2 for value in values)])
     std = math.sqrt(squares / count)
     return mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0
 
@@ -111,7 +112,7 @@ def responses_of_actor(
     Those that did not end are left out.
     """
     unique = list({example.prompt: None for example in examples})[: config.normalization_prompts]
-    rows = share_of_rank(range(len(unique)))
+    rows = current_mesh().data.share(range(len(unique)))
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
     limit = min(config.data.max_length, context_length(actor)) - 1
     prompts = [chat.encode_prompt(unique[row])[-limit:] for row in rows]
@@ -138,6 +139,6 @@ def responses_of_data(
     """Both responses of this process's share of pairs."""
     return [
         chat.encode(example.prompt, response).tail(config.data.max_length)
-        for example in share_of_rank(examples)
+        for example in current_mesh().data.share(examples)
         for response in (example.chosen, example.rejected)
     ]

@@ -16,7 +16,7 @@ from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.lengths import Fit
 from pipeline.data.stages import StageData
-from pipeline.distributed import local_device
+from pipeline.parallel.device import local_device
 from step2_reward.config import RewardConfig
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import cast
 
 from pipeline.cli import run_main
-from pipeline.distributed import global_sums, is_main, local_device, rank
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
@@ -24,6 +23,8 @@ from pipeline.models.forward import Scorer
 from pipeline.models.load import load_tokenizer
 from pipeline.models.trained import evaluating, trained_classifier, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
@@ -39,12 +40,13 @@ METHOD = (
 
 def train(config: RewardConfig) -> Path:
     """Train the reward model; return the directory of the exported model."""
-    seed_generators(config.seed + rank())  # of adapter dropout
+    mesh = current_mesh()
+    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
     rows = load_rows(config, config.model, step=2)
     if config.actor.path is not None:
         actor = load_tokenizer(config.actor)
         require_same_chat(rows.tokenizer, actor, "the reward model", config.actor)
-    with Run(config, name="step2_reward", total_steps=rows.total_steps, is_main=is_main()) as run:
+    with Run(config, name="step2_reward", total_steps=rows.total_steps, mesh=mesh) as run:
         reward = load_model(config, rows, run)
         engine, held_out, best, config = reward.engine, reward.held_out, reward.best, reward.config
         scorer = cast("Scorer", engine.model)
@@ -72,7 +74,13 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> Training[RewardCon
         config.model, rows.tokenizer, device=local_device(), seed=config.seed
     )
     scorer = Scorer(model, kernels=config.model.kernels)
-    engine = Engine(scorer, config.model, total_steps=rows.total_steps, name="reward model")
+    engine = Engine(
+        scorer,
+        config.model,
+        total_steps=rows.total_steps,
+        name="reward model",
+        group=run.mesh.data,
+    )
     config = within_context(config, model)
     check_pairs(rows.data, rows.chat, config)
     held_out = encode(rows.data.eval, rows.chat, config)
@@ -97,7 +105,7 @@ def learn(
         totals[0] += loss.item()
         totals[1] += (chosen > rejected).sum().item()
     result = engine.step()
-    loss_sum, num_right = global_sums(totals)
+    loss_sum, num_right = run.mesh.data.sums(totals)
     run.log(
         step,
         tokens=sum(pair.num_tokens for pair in pairs),
@@ -131,7 +139,7 @@ def evaluate(
             totals[2] += rejected.sum().item()
             totals[3] += pairwise_loss(chosen, rejected).item()
     accuracy, mean_chosen, mean_rejected, loss = (
-        total / max(1, len(pairs)) for total in global_sums(totals)
+        total / max(1, len(pairs)) for total in current_mesh().data.sums(totals)
     )
     return {
         "loss": loss,

@@ -11,10 +11,11 @@ from inference.generation import Response, free_bytes
 from pipeline.budget.machine import available_bytes
 from pipeline.config import FrozenModelConfig
 from pipeline.data.embedded import verify
-from pipeline.distributed import gather_objects, local_device, local_world_size
 from pipeline.errors import ModelError
 from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.evaluate import Answer, HeldOut, comparison, mean_length, mean_score, stop_rate
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def _on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
         result = work()
     except Exception as error:  # noqa: BLE001  # memory that ran out, files that are broken
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-    reason = next(filter(None, gather_objects(reason)), "")
+    reason = next(filter(None, current_mesh().world.gather_objects(reason)), "")
     if not reason:
         return result
     logger.warning("%s is left out of the comparison: %s", base.path, reason)
@@ -94,7 +95,7 @@ def _look(held_out: HeldOut, base: FrozenModelConfig) -> bool:
     model = model_on_meta(base, task="causal", device=device)
     needed = sum(param.nbytes for param in model.parameters())
     # For a GPU as well it is read in main memory first.
-    rooms = {"main memory": available_bytes() // local_world_size()}
+    rooms = {"main memory": available_bytes() // current_mesh().local_size}
     if device.type == "cuda":
         rooms["the GPU"] = free_bytes(device)
     for place, room in rooms.items():

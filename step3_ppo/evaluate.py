@@ -10,8 +10,9 @@ from torch import nn
 
 from inference.generation import Response, generate
 from pipeline.data.embedded import verify
-from pipeline.distributed import gather_objects, global_sums, local_device, rank, world_size
 from pipeline.models.chat import decode_response
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
@@ -44,9 +45,10 @@ class HeldOut:
         self.prompts = list(prompts)
         self.config = config
         # Every process takes equally many; the last ones go round to the first prompts again.
-        share = math.ceil(len(self.prompts) / world_size())
+        data = self.data = current_mesh().data
+        share = math.ceil(len(self.prompts) / data.size)
         self.rows = [
-            (rank() + number * world_size()) % len(self.prompts) for number in range(share)
+            (data.rank + number * data.size) % len(self.prompts) for number in range(share)
         ]
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
@@ -73,7 +75,7 @@ class HeldOut:
             )
             for response, score in zip(responses, self._scores(responses), strict=True)
         ]
-        everyones = gather_objects(dict(zip(self.rows, mine, strict=True)))
+        everyones = self.data.gather_objects(dict(zip(self.rows, mine, strict=True)))
         merged = {row: answer for answers in everyones for row, answer in answers.items()}
         return [merged[row] for row in range(len(self.prompts))]
 
@@ -83,7 +85,7 @@ class HeldOut:
             self.models, self._inputs(), responses, self.config, learns=False
         )
         log_ratio = (experience.logprobs - experience.ref_logprobs)[experience.mask]
-        total, count = global_sums([log_ratio.double().sum().item(), len(responses)])
+        total, count = self.data.sums([log_ratio.double().sum().item(), len(responses)])
         return total / count
 
     def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:

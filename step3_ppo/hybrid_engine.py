@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference.peers import ALONE, Peers
 from inference.replica import Replica
 from pipeline.engine.engine import Engine
 from pipeline.engine.sleep import KINDS, Kind
+from pipeline.parallel.group import ALONE, Group
 
 
 class HybridEngine:
@@ -23,7 +23,7 @@ class HybridEngine:
     Args:
         engine: trains the actor.
         model: the actor's Hugging Face model, with its adapters if it has any.
-        peers: the processes that generate together.
+        tp_group: the processes that generate together.
         resident: keep the replica's memory between generations.
         napping: engines whose optimizer state leaves the device while the actor generates.
     """
@@ -33,14 +33,14 @@ class HybridEngine:
         engine: Engine,
         model: nn.Module,
         *,
-        peers: Peers = ALONE,
+        tp_group: Group = ALONE,
         resident: bool = False,
         napping: Collection[Engine] = (),
     ) -> None:
         self.engine = engine
         self.resident = resident
         self.napping = tuple(napping)
-        self.replica = Replica(model, shares=not engine.sharded, peers=peers)
+        self.replica = Replica(model, shares=not engine.sharded, tp_group=tp_group)
         self.weights_hash = 0
         """Of the weights that generated last (`inference/weights_hash.py`)."""
         self.seconds = 0.0
@@ -51,7 +51,7 @@ class HybridEngine:
     def generating(self) -> Iterator[PreTrainedModel]:
         """The actor as it is now, to generate with; all processes enter in step.
 
-        Inside, a process needs nobody but its peers.
+        Inside, a process needs nobody but its `tp_group`.
         """
         begin, was_loaded = time.perf_counter(), self.replica.loaded
         self._load()

@@ -14,11 +14,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.peers import make_peers
 from pipeline.config import FrozenModelConfig, Kernels, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
-from pipeline.distributed import local_device
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError
@@ -27,6 +25,8 @@ from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.reward_text import RewardText, text_format
@@ -146,7 +146,10 @@ def load_models(
         ConfigError: actor or processes can't be divided by `config.inference_tp_size`.
     """
     device = local_device()
-    peers = make_peers(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
+    mesh = current_mesh()
+    tp_group = mesh.generation_group(
+        config.inference_tp_size, timeout_seconds=config.timeout_seconds
+    )
     models = config.used_models()
     for model in (models[role] for role in ("critic", "reference") if role in models):
         require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
@@ -167,6 +170,7 @@ def load_models(
         config.actor,
         total_steps=actor_iterations * updates,
         name="actor",
+        group=mesh.data,
     )
     critic_engine = None
     if critic is not None:
@@ -175,6 +179,7 @@ def load_models(
             config.critic,
             total_steps=iterations * updates,
             name="critic",
+            group=mesh.data,
         )
     trained = (engine,) if critic_engine is None else (engine, critic_engine)
     return Models(
@@ -185,7 +190,7 @@ def load_models(
         hybrid_engine=HybridEngine(
             engine,
             actor,
-            peers=peers,
+            tp_group=tp_group,
             resident=config.replica == "resident",
             napping=trained if config.offload_in_generation else (),
         ),

@@ -10,8 +10,8 @@ from pipeline.data.examples import Example, Message
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.step_rows import load_step_rows
-from pipeline.distributed import share_of_rank, world_size
 from pipeline.errors import ConfigError, DataError
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,10 @@ class Prompts:
 
     def _batch(self, rows: Sequence[int], step: int) -> PromptBatch:
         group, size = self.group_size, len(rows)
-        places = share_of_rank(range((step - 1) * size, step * size))
+        data = current_mesh().data
+        places = data.share(range((step - 1) * size, step * size))
         return PromptBatch(
-            inputs=[self.train[row].input_ids for row in share_of_rank(rows) for _ in range(group)],
+            inputs=[self.train[row].input_ids for row in data.share(rows) for _ in range(group)],
             keys=[place * group + sample for place in places for sample in range(group)],
         )
 
@@ -81,10 +82,11 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
         DataError: no prompt is short enough.
         ConfigError: an iteration has fewer prompts than there are processes.
     """
-    if config.prompts_per_rollout < world_size():
+    processes = current_mesh().data.size
+    if config.prompts_per_rollout < processes:
         of_groups = f" in groups of {config.group_size}" if config.group_size > 1 else ""
         raise ConfigError(
-            f"ppo.rollout_size {config.rollout_size}{of_groups} leaves some of {world_size()}"
+            f"ppo.rollout_size {config.rollout_size}{of_groups} leaves some of {processes}"
             " processes without a prompt; raise it"
         )
     data = load_step_rows(config, step=3)

@@ -5,7 +5,8 @@ from pipeline.data.chat_format import ChatFormat
 from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.stages import load_examples
 from pipeline.data.step_rows import record_prompts
-from pipeline.distributed import local_device, rank, world_size
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 
 
@@ -61,11 +62,12 @@ class PtxStream:
             )
             for example in (self.examples[row] for row in next(self.rows))
         ]
+        group = current_mesh().data
         parts = micro_batches(
             [len(row) for row in encoded],
             max_tokens=self.config.micro_batch_size * data.max_length,
-            num_processes=world_size(),
-            process=rank(),
+            num_processes=group.size,
+            process=group.rank,
         )
         batches = [
             collate_part([encoded[row] for row in part], spare=encoded[0]).to(local_device())

@@ -15,9 +15,10 @@ from torch import Tensor
 from inference.generation import Response, generate
 from pipeline.data.batches import TokenBatch, collate, local_micro_batches, pad
 from pipeline.data.examples import Encoded
-from pipeline.distributed import global_sums, local_device, world_size
 from pipeline.models.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import ESTIMATORS, Rewarded
 from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
 from step3_ppo.losses import token_rewards, whiten
@@ -174,7 +175,7 @@ def score_responses(
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
-    reuses = learns and config.reuses_forward(processes=world_size())
+    reuses = learns and config.reuses_forward(processes=current_mesh().data.size)
     kept: Forward | None = None
     max_tokens = config.micro_batch_size * config.max_length
     for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
@@ -266,7 +267,7 @@ def compute_advantages(
 def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:
     """Mean and biased variance over the real tokens of all processes."""
     real = values[mask].double()
-    total, count = global_sums([real.sum().item(), real.numel()])
+    total, count = current_mesh().data.sums([real.sum().item(), real.numel()])
     mean = total / max(1.0, count)
-    (squares,) = global_sums([(real - mean).square().sum().item()])
+    (squares,) = current_mesh().data.sums([(real - mean).square().sum().item()])
     return mean, squares / max(1.0, count)

@@ -14,7 +14,8 @@ from torch import Tensor
 from inference.generation import Response
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.examples import Encoded
-from pipeline.distributed import global_sums, local_device
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 
@@ -89,7 +90,7 @@ def measured_moments(
     """
     score = raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])
-    ended, generated = global_sums([stopped.sum().item(), len(responses)])
+    ended, generated = current_mesh().data.sums([stopped.sum().item(), len(responses)])
     if ended < 2:
         logger.warning(
             "%d of %d responses of the first rollout ended: the reward model's scores are"
@@ -99,8 +100,8 @@ def measured_moments(
         )
         stopped = torch.ones_like(stopped)
     own = score[stopped]
-    total, count = global_sums([own.sum().item(), len(own)])
+    total, count = current_mesh().data.sums([own.sum().item(), len(own)])
     mean = total / count
-    (squares,) = global_sums([(own - mean).square().sum().item()])
+    (squares,) = current_mesh().data.sums([(own - mean).square().sum().item()])
     std = math.sqrt(squares / count)
     return [mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0]

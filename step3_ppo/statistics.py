@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from pipeline.distributed import global_max, global_sums
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.losses import explained_variance, k3
 from step3_ppo.rollout import Experience, Rollout, global_moments
 
@@ -37,7 +37,7 @@ def rollout_statistics(
         "gap": gap.double().sum(),
         "repeated": float(repeated_tokens(experience)),
     }
-    totals = dict(zip(sums, global_sums([float(value) for value in sums.values()]), strict=True))
+    totals = dict(zip(sums, current_mesh().data.sums(list(map(float, sums.values()))), strict=True))
     responses, tokens = totals["responses"], totals["tokens"]
     score = totals["score"] / responses
     return {
@@ -51,7 +51,7 @@ def rollout_statistics(
         "stop_rate": totals["stopped"] / responses,
         "repetition": totals["repeated"] / tokens,
         "rollout_gap": totals["gap"] / tokens,
-        "rollout_gap_max": global_max(gap.max().item()),
+        "rollout_gap_max": current_mesh().data.max(gap.max().item()),
         **critic_statistics(rollout),
         **group_statistics(rollout),
     }
@@ -79,7 +79,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
         return {}
     grouped = rollout.reward_score.double().view(-1, rollout.group_size)
     is_dead = grouped.amax(dim=1) == grouped.amin(dim=1)
-    std, dead, count = global_sums(
+    std, dead, count = current_mesh().data.sums(
         [grouped.std(dim=1).sum().item(), is_dead.sum().item(), len(grouped)]
     )
     return {"group_std": std / count, "dead_groups": dead / count}

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from pipeline.cli import run_main
 from pipeline.clock import Clock
-from pipeline.distributed import is_main, rank
 from pipeline.divergence import check_finite, keeping_best
 from pipeline.engine.best import BestWeights
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
+from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
@@ -37,11 +37,12 @@ from step3_ppo.update import update_policy
 
 def train(config: PPOConfig) -> Path:
     """Improve the actor; return the directory that holds actor and critic."""
-    seed_generators(config.seed + rank())
+    mesh = current_mesh()
+    seed_generators(config.seed + mesh.data.rank)
     tokenizer, chat = load_chat(config.actor, config.data)
     prompts = load_prompts(chat, config)
     total_steps = prompts.stream.num_steps(config.epochs, config.max_steps)
-    with Run(config, name="step3_ppo", total_steps=total_steps, is_main=is_main()) as run:
+    with Run(config, name="step3_ppo", total_steps=total_steps, mesh=mesh) as run:
         ppo = set_up(config, tokenizer, chat, prompts, run)
         with keeping_best(run, ppo.course.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps():

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeline.data.batches import local_micro_batches
-from pipeline.distributed import global_max, global_sum, global_sums, rank, world_size
 from pipeline.models.forward import TokenLogprobs
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
 from step3_ppo.losses import policy_ratio, value_loss
@@ -80,7 +81,7 @@ def update_policy(
     cuts the same minibatches, however many processes hold them. `forward` is the pass over the
     rollout that the first of them goes back through, where there is one.
     """
-    updates = Updates()
+    updates, data = Updates(), current_mesh().data
     for epoch in range(config.ppo_epochs):
         generator = torch.Generator().manual_seed(
             config.seed * 1_000_003 + step * config.ppo_epochs + epoch
@@ -88,7 +89,7 @@ def update_policy(
         order = torch.randperm(config.rollout_size, generator=generator)
         for minibatch in order.split(config.batch_size):
             # In order: a minibatch of all responses then is the rollout as it was scored.
-            rows = own_rows(sorted(minibatch.tolist()), group_size=config.group_size)
+            rows = own_rows(sorted(minibatch.tolist()), data, group_size=config.group_size)
             update = update_minibatch(
                 models,
                 rollout,
@@ -108,7 +109,7 @@ def update_policy(
     return updates
 
 
-def own_rows(slots: Sequence[int], *, group_size: int) -> list[int]:
+def own_rows(slots: Sequence[int], data: Group, *, group_size: int) -> list[int]:
     """This process's rows among these slots of a rollout.
 
     Groups go round the processes: that of slot s is the (s // G // W)-th of process s // G % W.
@@ -116,8 +117,8 @@ def own_rows(slots: Sequence[int], *, group_size: int) -> list[int]:
     rows: list[int] = []
     for slot in slots:
         group, sample = divmod(slot, group_size)
-        if group % world_size() == rank():
-            rows.append(group // world_size() * group_size + sample)
+        if group % data.size == data.rank:
+            rows.append(group // data.size * group_size + sample)
     return rows
 
 
@@ -140,11 +141,10 @@ def update_minibatch(
     """
     lengths = [len(rollout.experience.sequences[row]) for row in rows]
     max_tokens = config.micro_batch_size * config.max_length
+    data = current_mesh().data
     num_tokens, num_responses = (
         int(total)
-        for total in global_sums(
-            [rollout.experience.mask[list(rows)].sum().item(), float(len(rows))]
-        )
+        for total in data.sums([rollout.experience.mask[list(rows)].sum().item(), float(len(rows))])
     )
     weighting = Weighting(config.aggregate, num_tokens, num_responses, config.max_new_tokens)
     sums: dict[str, float] = {}
@@ -159,9 +159,9 @@ def update_minibatch(
         for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + value.item()
 
-    totals = dict(zip(sums, global_sums(list(sums.values())), strict=True))
+    totals = dict(zip(sums, data.sums(list(sums.values())), strict=True))
     metrics = {name: total / num_tokens for name, total in totals.items()}
-    metrics |= {name: global_max(largest) for name, largest in maxima.items()}
+    metrics |= {name: data.max(largest) for name, largest in maxima.items()}
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
         for engine in models.trained.values():
@@ -268,4 +268,4 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
         loss = -models.actor(batch, uniform=True).logprobs.sum()
         models.actor.backward(config.ptx_coef * loss / num_targets)
         nll += loss.item()
-    return global_sum(nll) / num_targets
+    return current_mesh().data.sum(nll) / num_targets

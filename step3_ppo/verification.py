@@ -9,7 +9,7 @@ from inference.chat import CHAT_TEMPERATURE
 from pipeline.data.embedded_policies import trivial_rates
 from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Message
-from pipeline.distributed import is_main
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.comparison import describe, verification, write_samples
 from step3_ppo.evaluate import Answer, HeldOut
 from step3_ppo.prompts import Prompt
@@ -72,7 +72,7 @@ def conclude(
         `judge_talk`, the actor's rate on prompts written by hand. Empty on any other data.
     """
     said = talk(held_out)
-    if is_main():
+    if current_mesh().is_main:
         write_samples(held_out, sampled, samples, talk=said.rows() if said else ())
     if said is None:
         return {}

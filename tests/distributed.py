@@ -13,12 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.parallel.mesh import current_mesh
+
 PROCESSES = multiprocessing.get_context("forkserver")
 # The server imports these once; every rank is then forked from it in milliseconds.
 PROCESSES.set_forkserver_preload(
     ["torch.distributed", "peft", "step1_sft.train", "step3_ppo.train", "tests.families"]
 )
 _TIMEOUT_SECONDS = 120
+
+
+def rank() -> int:
+    """Of this process in the job."""
+    return current_mesh().world.rank
+
+
+def world_size() -> int:
+    """Processes of the job."""
+    return current_mesh().world.size
 
 
 def run_ranks(

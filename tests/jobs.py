@@ -12,8 +12,9 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from pipeline.cli import run_main
-from pipeline.process_group import process_group
+from pipeline.parallel.process_group import process_group
 from pipeline.run import configure_logging
+from pipeline.watch.process import watching
 from tests.distributed import PROCESSES
 
 _PATIENCE = 60
@@ -94,7 +95,7 @@ def _run(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
     def main(_argv: object) -> None:
-        with process_group(timeout_seconds):
+        with process_group(watching, timeout_seconds):
             configure_logging(is_main=os.environ["RANK"] == "0")
             body(*args)
 

@@ -24,10 +24,10 @@ MAY_IMPORT = {
 
 FLOORS = (
     {"errors", "signals", "clock", "installation", "position"},
-    {"settings", "files", "faults"},
-    {"help", "config", "distributed"},
+    {"settings", "files", "parallel"},
+    {"help", "config", "faults"},
     {"cli", "progress", "random_state", "watch"},
-    {"kernels", "trackers", "process_group"},
+    {"kernels", "trackers"},
     {"compute_threads", "data", "engine", "launch"},
     {"models"},
     {"run"},

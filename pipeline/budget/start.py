@@ -12,6 +12,7 @@ from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
 from pipeline.launch.environment import PLANNED
 from pipeline.launch.local import list_gpus
+from pipeline.parallel import launched
 
 
 def check_memory(config: StepConfig, *, section: str) -> None:
@@ -23,7 +24,7 @@ def check_memory(config: StepConfig, *, section: str) -> None:
     Raises:
         ConfigError: it names what the step takes, what there is, and the cheapest change.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if launched.rank() != 0:
         return
     from pipeline.models.number_formats import slow_formats
 
@@ -37,9 +38,10 @@ def check_memory(config: StepConfig, *, section: str) -> None:
     def count(config: StepConfig, machine: Machine) -> StepMemory:
         return step_memory(config, machine=machine)
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    machine = this_machine(processes=processes, world=world, gpus=list_gpus()[:processes])
+    processes = launched.local_world_size()
+    machine = this_machine(
+        processes=processes, world=launched.world_size(), gpus=list_gpus()[:processes]
+    )
     memory = count(config, machine)
     short = shortage(memory, machine)
     if short is not None:

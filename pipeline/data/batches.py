@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from pipeline.data.examples import Encoded
-from pipeline.distributed import global_max
+from pipeline.parallel.mesh import current_mesh
 
 
 @dataclass(frozen=True)
@@ -160,5 +160,5 @@ def local_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list
     Some of them may be empty.
     """
     parts = micro_batches(lengths, max_tokens=max_tokens, num_processes=1, process=0)
-    most = int(global_max(len(parts)))
+    most = int(current_mesh().data.max(len(parts)))
     return parts + [[] for _ in range(most - len(parts))]

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from pipeline.config import EMBEDDED, DataConfig
 from pipeline.data.examples import Example
-from pipeline.distributed import global_sums, share_of_rank
 from pipeline.errors import DataError
+from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,11 @@ def check_lengths(
     """
     most = LOOKED_AT_EMBEDDED if EMBEDDED in data.path else LOOKED_AT
     looked_at = examples[:most]
-    fits = fit(share_of_rank(looked_at))
+    world = current_mesh().world
+    fits = fit(world.share(looked_at))
     num_cut, num_empty, targets = map(
         int,
-        global_sums(
+        world.sums(
             [
                 sum(each.is_cut for each in fits),
                 sum(each.num_targets == 0 for each in fits),
@@ -85,8 +86,9 @@ def _any_targets(
     examples: Sequence[Example], fit: Callable[[Sequence[Example]], Sequence[Fit]]
 ) -> bool:
     """Whether any row of any process has something to learn."""
-    own = iter(share_of_rank(examples))
+    world = current_mesh().world
+    own = iter(world.share(examples))
     found = False
     while not found and (part := list(islice(own, 64))):
         found = any(each.num_targets for each in fit(part))
-    return bool(global_sums([found])[0])
+    return bool(world.sum(found))

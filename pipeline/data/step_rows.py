@@ -3,7 +3,7 @@
 from pipeline.config import StepConfig
 from pipeline.data.prompt_record import PromptRecord, earlier_prompts
 from pipeline.data.stages import StageData, load_examples
-from pipeline.distributed import gather_objects, is_main
+from pipeline.parallel.mesh import current_mesh
 
 
 def load_step_rows(config: StepConfig, *, step: int) -> StageData:
@@ -13,11 +13,12 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
         DataError: as `load_examples`; or the record of an earlier step is damaged.
     """
     # The main process looks for the records: on other machines the directories may be incomplete.
-    found = gather_objects(earlier_prompts(config) if is_main() else None)[0]
+    mesh = current_mesh()
+    found = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
     return load_examples(config.data, step=step, seed=config.seed, earlier=found)
 
 
 def record_prompts(prompts: PromptRecord, config: StepConfig) -> None:
     """Leave the prompts of this step and the earlier ones in its output directory."""
-    if is_main():
+    if current_mesh().is_main:
         prompts.write(config.output_dir)

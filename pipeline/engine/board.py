@@ -10,7 +10,7 @@ import mmap
 import os
 from collections.abc import Iterator
 
-from pipeline.distributed import gather_objects
+from pipeline.parallel.group import Group
 from pipeline.position import HERE, Collective
 
 SLOTS = 64
@@ -21,10 +21,10 @@ SLOT_BYTES = 8 + LABEL_BYTES
 
 
 class Board:
-    """The boards of all processes of the job, on one machine; all construct it together."""
+    """The boards of a group's processes, on one machine; all construct it together."""
 
-    def __init__(self) -> None:
-        offers = gather_objects((os.getpid(), _own_board().descriptor))
+    def __init__(self, group: Group) -> None:
+        offers = group.gather_objects((os.getpid(), _own_board().descriptor))
         self._of_rank = [_opened(pid, descriptor) for pid, descriptor in offers]
 
     def difference(self, other: int) -> tuple[str, str] | None:

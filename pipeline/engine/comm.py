@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed import rank, with_fingerprints, without_fingerprints, world_size
+from pipeline.parallel.group import Group
 from pipeline.position import HERE
 
 SUM_BLOCK = 65536
@@ -82,8 +82,11 @@ class CommLog:
 class Collectives:
     """The collectives of a single process, and what all kinds share."""
 
-    def __init__(self, device: torch.device, name: str, *, pin_memory: bool = True) -> None:
-        self.rank, self.world_size = rank(), world_size()
+    def __init__(
+        self, device: torch.device, name: str, group: Group, *, pin_memory: bool = True
+    ) -> None:
+        self.group = group
+        self.rank, self.size = group.rank, group.size
         self.log = CommLog(name)
         on_gpu = device.type == "cuda"
         self.pin_memory = pin_memory and on_gpu
@@ -98,7 +101,7 @@ class Collectives:
 
     def piece(self, full: Tensor) -> Tensor:
         """This process's piece of a vector."""
-        size = full.numel() // self.world_size
+        size = full.numel() // self.size
         return full[self.rank * size : (self.rank + 1) * size]
 
     def all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
@@ -188,26 +191,34 @@ class Collectives:
 
 
 class GroupCollectives(Collectives):
-    """Collectives through the default process group: NCCL, or gloo between machines."""
+    """Collectives through torch's process group: NCCL, or gloo between machines."""
 
     def __init__(
-        self, device: torch.device, name: str, *, deterministic: bool, pin_memory: bool = True
+        self,
+        device: torch.device,
+        name: str,
+        group: Group,
+        *,
+        deterministic: bool,
+        pin_memory: bool = True,
     ) -> None:
-        super().__init__(device, name, pin_memory=pin_memory)
+        super().__init__(device, name, group, pin_memory=pin_memory)
         self.asynchronous = True
         # gloo's own reduce-scatter is a fraction as fast as an exchange and a local sum.
-        self.exchanges = deterministic or dist.get_backend() == "gloo"
+        self.exchanges = deterministic or dist.get_backend(group.process_group) == "gloo"
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
-        return _Timed(_all_gather_single(full, self.piece(full)), on_gpu=full.is_cuda)
+        work = _all_gather_single(full, self.piece(full), self.group)
+        return _Timed(work, on_gpu=full.is_cuda)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         if not self.exchanges:
-            return _Timed(_reduce_scatter_single(out, full), on_gpu=full.is_cuda)
+            work = _reduce_scatter_single(out, full, self.group)
+            return _Timed(work, on_gpu=full.is_cuda)
         received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, async_op=True)
+        work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
         assert work is not None
-        return _TreeSum(_Timed(work, on_gpu=full.is_cuda), received, out, self.world_size)
+        return _TreeSum(_Timed(work, on_gpu=full.is_cuda), received, out, self.size)
 
     def _all_reduce(self, values: Tensor) -> None:
         """Beside the values goes what each process has done since the last time.
@@ -215,11 +226,11 @@ class GroupCollectives(Collectives):
         Raises:
             DesyncError: it is not the same.
         """
-        packed = with_fingerprints(values)
-        work = dist.all_reduce(packed, async_op=True)
+        packed = self.group.with_fingerprints(values)
+        work = dist.all_reduce(packed, group=self.group.process_group, async_op=True)
         assert work is not None
         _Timed(work, on_gpu=values.is_cuda).wait()
-        values.copy_(without_fingerprints(packed))
+        values.copy_(self.group.without_fingerprints(packed))
 
 
 @dataclass(frozen=True)
@@ -262,13 +273,13 @@ class _TreeSum:
     work: Work
     received: Tensor
     out: Tensor
-    world_size: int
+    parts: int
     done: bool = field(default=False, init=False)
 
     def wait(self) -> None:
         if not self.done:
             self.work.wait()
-            tree_sum(self.received.chunk(self.world_size), out=self.out)
+            tree_sum(self.received.chunk(self.parts), out=self.out)
             self.done = True
 
 
@@ -295,20 +306,20 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
         out.copy_(level[0])
 
 
-def _all_gather_single(full: Tensor, shard: Tensor) -> Work:
+def _all_gather_single(full: Tensor, shard: Tensor, group: Group) -> Work:
     # Its name before torch 2.13 was all_gather_into_tensor.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        work = gather(full, shard, async_op=True)
+        work = gather(full, shard, group=group.process_group, async_op=True)
     assert work is not None  # as it is where nobody waits
     return work
 
 
-def _reduce_scatter_single(shard: Tensor, full: Tensor) -> Work:
+def _reduce_scatter_single(shard: Tensor, full: Tensor, group: Group) -> Work:
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        work = reduce(shard, full, async_op=True)
+        work = reduce(shard, full, group=group.process_group, async_op=True)
     assert work is not None
     return work

@@ -22,7 +22,7 @@ class WeightDisk:
     """
 
     def __init__(self, directory: Path, comm: Collectives) -> None:
-        self.store = TensorStore(directory, rank=comm.rank)
+        self.store = TensorStore(directory, rank=comm.group.global_rank)
         self.pool = BufferPool(comm, torch.device("cpu"))
         self._written: tuple[DiskPiece, Tensor] | None = None
 

@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.distributed import local_device
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.host_memory import keep_freed_memory
@@ -23,6 +22,9 @@ from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError, DivergedError
 from pipeline.faults import fault_point
+from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class NonFiniteGradientError(DivergedError):
 
 
 class Engine:
-    """Trains one model on all processes.
+    """Trains one model on the processes of a group.
 
     The loop calls `engine(...)` and `engine.backward(loss)` once per micro-batch, then
     `engine.step()`. Nothing else in the repository touches gradients. Gradients are summed, not
@@ -57,7 +59,8 @@ class Engine:
     result is the same to the bit.
 
     `name`, the same on all processes, tells its collectives from those of other engines: where two
-    are used in another order on some process, the error names both.
+    are used in another order on some process, the error names both. `group` is that of `mesh.data`
+    unless another is named.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         *,
         total_steps: int,
         name: str = "engine",
+        group: Group | None = None,
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
@@ -80,14 +84,15 @@ class Engine:
             keep_freed_memory()
         self.sharded = config.zero_stage == 3
         """Whether weights are whole only while they are used."""
-        self.comm = make_collectives(device, config.zero, name=name)
+        self.group = group or current_mesh().data
+        self.comm = make_collectives(device, config.zero, self.group, name=name)
         self.pool = BufferPool(self.comm, device)
         units = build_units(model, config, self.comm, self.pool, placement_of(config, device))
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
-        self.disk = store_on_disk(self.groups, config, self.comm.rank)
+        self.disk = store_on_disk(self.groups, config, self.group.global_rank)
         self.sleep = Sleep(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())

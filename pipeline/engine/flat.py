@@ -86,8 +86,8 @@ class FlatParams:
         for name, param in self.params.items():
             self.offsets[name] = self.used
             self.used += param.numel()
-        self.numel = padded_size(self.used, comm.world_size)
-        self.shard_numel = self.numel // comm.world_size
+        self.numel = padded_size(self.used, comm.size)
+        self.shard_numel = self.numel // comm.size
         device = placement.device
         self.disk: DiskPiece | None = None
         if disk is not None:

@@ -157,7 +157,7 @@ class FlatGradients:
         if self._buffer is not None:
             return
         self.settle()
-        direct = self._direct() if self.comm.world_size == 1 else None
+        direct = self._direct() if self.comm.size == 1 else None
         if direct is not None:
             self._buffer = direct.zero_()
         else:

@@ -25,11 +25,12 @@ from torch.utils.data.distributed import DistributedSampler
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.deepspeed.read import read_deepspeed_config
 from pipeline.config.zero import OffloadConfig, ZeroConfig
-from pipeline.distributed import local_device, rank, world_size
 from pipeline.engine.engine import Engine, StepResult
 from pipeline.engine.lr import lr_factor
 from pipeline.engine.resume import EngineCheckpoints
 from pipeline.errors import require
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class LoopEngine:
             loss: a mean over the micro-batch, or a sum where `divided_by` is given.
             divided_by: what the sum over all micro-batches of all processes is divided by.
         """
-        count = self.accumulation * world_size() if divided_by is None else divided_by
+        count = self.accumulation * self.engine.group.size if divided_by is None else divided_by
         self.engine.backward(loss / count)
         self.micro_steps += 1
 
@@ -188,9 +189,10 @@ def initialize(
         ConfigError: a wrong key or value in `config`.
     """
     given = {} if total_steps is None else {"total_steps": total_steps}
-    settings = read_deepspeed_config(config, world=world_size(), given=given)
+    mesh = current_mesh()
+    settings = read_deepspeed_config(config, world=mesh.data.size, given=given)
     notice = settings.notice()
-    if notice and rank() == 0:
+    if notice and mesh.is_main:
         logger.info("%s", notice)
     # Without a scheduler in the file the rate stays what it is, as in DeepSpeed.
     constant = {"optim.schedule": "constant", "optim.warmup_steps": 0}
@@ -201,19 +203,19 @@ def initialize(
     )
     _convert(model, WEIGHTS.get(trained.precision))
     micro = settings.step.get("micro_batch_size", 1)
-    whole = settings.step.get("batch_size", micro * world_size())
-    engine = Engine(model, trained, total_steps=total_steps or 1)
+    whole = settings.step.get("batch_size", micro * mesh.data.size)
+    engine = Engine(model, trained, total_steps=total_steps or 1, group=mesh.data)
     loader = None
     if training_data is not None:
         rows = cast("Dataset[Any]", training_data)
         sampler: DistributedSampler[Any] = DistributedSampler(
-            rows, num_replicas=world_size(), rank=rank(), seed=seed, drop_last=True
+            rows, num_replicas=mesh.data.size, rank=mesh.data.rank, seed=seed, drop_last=True
         )
         loader = DataLoader(
             rows, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=True
         )
     return Initialized(
-        LoopEngine(engine, accumulation=whole // (micro * world_size())),
+        LoopEngine(engine, accumulation=whole // (micro * mesh.data.size)),
         OptimizerView(engine),
         loader,
         ScheduleView(engine),

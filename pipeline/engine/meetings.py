@@ -12,10 +12,9 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from pipeline.distributed import rank, world_size
 from pipeline.engine.board import Board
+from pipeline.parallel.group import Group
 from pipeline.position import HERE, SAME_ORDER, DesyncError
 
 AHEAD = 8
@@ -36,15 +35,16 @@ class ControlBlock:
 
     MAX_CHUNKS = 1024
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap, group: Group) -> None:
+        self.group = group
         self.bytes = memoryview(memory)
-        self.rows = world_size() * ROW_BYTES
+        self.rows = group.size * ROW_BYTES
         self._fds = self.bytes[self.rows :].cast("q")
 
     @classmethod
-    def size(cls) -> int:
+    def size(cls, processes: int) -> int:
         """Bytes of the block."""
-        return world_size() * (ROW_BYTES + 8 * cls.MAX_CHUNKS)
+        return processes * (ROW_BYTES + 8 * cls.MAX_CHUNKS)
 
     def publish(self, owner: int, index: int, fd: int) -> None:
         """Tell the others under which descriptor chunk `index` of `owner` can be opened."""
@@ -55,26 +55,27 @@ class ControlBlock:
         """Descriptor of a chunk in its owner's process."""
         fd = self._fds[owner * self.MAX_CHUNKS + index] - 1
         if fd < 0:
-            raise DesyncError(f"rank {owner} has not set up memory that rank {rank()} reads")
+            own, theirs = self.group.global_rank, self.group.ranks[owner]
+            raise DesyncError(f"rank {theirs} has not set up memory that rank {own} reads")
         return fd
 
 
 class Meetings:
-    """Points that every process comes to, in the same order, before any goes on."""
+    """Points that every process of a group comes to, in the same order, before any goes on."""
 
     def __init__(self, table: "ControlBlock", pids: Sequence[int]) -> None:
         self.announced = 0
         self.completed = 0
         self._notes: dict[int, list[int]] = {}
-        self.rank = rank()
-        self.timeout = _timeout_seconds()
-        rows = [table.bytes[n * ROW_BYTES : (n + 1) * ROW_BYTES] for n in range(world_size())]
+        self.rank, self.ranks = table.group.rank, table.group.ranks
+        self.timeout = _timeout_seconds(table.group)
+        rows = [table.bytes[n * ROW_BYTES : (n + 1) * ROW_BYTES] for n in range(len(self.ranks))]
         self._counts = [row[:8].cast("q") for row in rows]
         self._slots = [
             [row[8 + n * SLOT_BYTES : 8 + (n + 1) * SLOT_BYTES] for n in range(SLOTS)]
             for row in rows
         ]
-        self._board = Board()
+        self._board = Board(table.group)
         self._watch = select.poll()
         self._ranks_of: dict[int, int] = {}
         for other, pid in enumerate(pids):
@@ -83,7 +84,7 @@ class Meetings:
                 self._ranks_of[pidfd] = other
                 self._watch.register(pidfd, select.POLLIN)
         weakref.finalize(self, close_all, list(self._ranks_of))
-        self.others = [other for other in range(world_size()) if other != self.rank]
+        self.others = [other for other in range(len(self.ranks)) if other != self.rank]
 
     def attend(self, label: str) -> None:
         """Wait for the others, who must come with the same label.
@@ -125,8 +126,8 @@ class Meetings:
                 # It is less than `SLOTS` meetings ahead: what it said of this one still stands.
                 if self._slots[other][each % SLOTS][:LABEL_BYTES] != mine[:LABEL_BYTES]:
                     raise DesyncError(
-                        f"rank {self.rank} is at {self._label(self.rank, each)} while rank {other}"
-                        f" is at {self._label(other, each)}; {SAME_ORDER}"
+                        f"{self._name(self.rank)} is at {self._label(self.rank, each)} while"
+                        f" {self._name(other)} is at {self._label(other, each)}; {SAME_ORDER}"
                     )
             self.completed = each
             self._notes[each] = [slots[each % SLOTS][LABEL_BYTES] for slots in self._slots]
@@ -148,25 +149,28 @@ class Meetings:
 
     def _look_after(self, other: int, number: int, deadline: float) -> None:
         label = self._label(self.rank, number)
+        own, theirs = self._name(self.rank), self._name(other)
         gone = [self._ranks_of[pidfd] for pidfd, _ in self._watch.poll(0)]
         if other in gone and self._counts[other][0] < number:
             raise DesyncError(
-                f"rank {other} ended while rank {self.rank} waited for it at {label}; what ended it"
-                " stands in that rank's own output"
+                f"{theirs} ended while {own} waited for it at {label}; what ended it stands in that"
+                " rank's own output"
             )
         parted = self._board.difference(other)
         if parted is not None:
-            mine, theirs = parted
-            raise DesyncError(
-                f"rank {self.rank} came to {mine} while rank {other} came to {theirs}; {SAME_ORDER}"
-            )
+            here, there = parted
+            raise DesyncError(f"{own} came to {here} while {theirs} came to {there}; {SAME_ORDER}")
         if time.monotonic() > deadline:
             last = self._counts[other][0]
             place = f"last at {self._label(other, last)}" if last else "at none yet"
             raise DesyncError(
-                f"rank {self.rank} waited {self.timeout:.0f} s at {label} for rank {other}, which"
-                f" was {place}; the processes ran different layers, or rank {other} hangs"
+                f"{own} waited {self.timeout:.0f} s at {label} for {theirs}, which was {place}; the"
+                f" processes ran different layers, or {theirs} hangs"
             )
+
+    def _name(self, other: int) -> str:
+        """As people know a process: by its rank in the job."""
+        return f"rank {self.ranks[other]}"
 
     def _label(self, other: int, number: int) -> str:
         label = self._slots[other][number % SLOTS][:LABEL_BYTES]
@@ -180,8 +184,7 @@ def close_all(fds: list[int]) -> None:
     fds.clear()
 
 
-def _timeout_seconds() -> float:
-    group = dist.group.WORLD
-    assert group is not None
-    options = group._get_backend(torch.device("cpu")).options  # noqa: SLF001
+def _timeout_seconds(group: Group) -> float:
+    assert group.process_group is not None  # as it is of several processes
+    options = group.process_group._get_backend(torch.device("cpu")).options  # noqa: SLF001
     return options._timeout.total_seconds()  # noqa: SLF001

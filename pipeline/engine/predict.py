@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.distributed import local_device
 from pipeline.engine.disk_weights import BUFFERS
 from pipeline.engine.flat import ParamSettings, Placement
 from pipeline.engine.layout import padded_size
@@ -20,6 +19,7 @@ from pipeline.engine.masters import kind_of_masters
 from pipeline.engine.optim import build_optimizer
 from pipeline.engine.setup import param_settings, placement_of
 from pipeline.engine.units import UnitParams, find_units
+from pipeline.parallel.device import local_device
 
 HELD = ("weights", "masters", "moments")
 """What lies there between steps."""

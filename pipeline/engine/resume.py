@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.distributed import gather_objects, rank, world_size
 from pipeline.engine.checkpoint.base import Traces, traces
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import candidates
@@ -19,6 +18,8 @@ from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import describe, frozen_fragments, load, trained_fragments
 from pipeline.errors import CheckpointError
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class EngineCheckpoints:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._world = current_mesh().world
         self._bases: dict[Path, tuple[str, Traces]] = {}
         """By directory: the frozen weights that are there, as they were left."""
 
@@ -45,27 +47,28 @@ class EngineCheckpoints:
         Raises:
             CheckpointError: it could not be written; what was there before still is.
         """
-        job = gather_objects(uuid.uuid4().hex[:12])[0]
+        world = self._world
+        job = world.gather_objects(uuid.uuid4().hex[:12])[0]
         known = self._bases.get(root.resolve())
         writer = CheckpointWriter(
             root,
             job=job,
-            rank=rank(),
-            world_size=world_size(),
+            rank=world.rank,
+            world_size=world.size,
             bases=dict([known]) if known else None,
         )
         described = describe(self._engine)
         base = (known[0] if known else f"base-{job}") if described["frozen"] else None
         if base is not None:
-            if gather_objects(writer.lost_base(base))[0]:
+            if world.gather_objects(writer.lost_base(base))[0]:
                 writer.forget_base(base)
             writer.save_base(base, frozen_fragments(self._engine, NAME))
         document = {"engines": {NAME: described}, "client_state": client_state}
-        fragments = chain(trained_fragments(self._engine, NAME), random_fragments())
+        fragments = chain(trained_fragments(self._engine, NAME), random_fragments(world))
         writer.save(self._engine.steps, fragments, document, base=base)
         writer.close()
         # Whether all goes well is known to all or to none: they must agree on what is there.
-        failure = next((each for each in gather_objects(writer.failure) if each), None)
+        failure = next((each for each in world.gather_objects(writer.failure) if each), None)
         if failure is not None:
             raise CheckpointError(failure)
         if base is not None:
@@ -77,27 +80,27 @@ class EngineCheckpoints:
         Raises:
             CheckpointError: there is none, or it is of another model.
         """
-        checkpoint = newest_on_all(root)
+        checkpoint = newest_on_all(root, self._world)
         if checkpoint is None:
             raise CheckpointError(f"{root} holds no checkpoint")
         load(self._engine, NAME, checkpoint, checkpoint.state["engines"][NAME])
-        load_random_state(checkpoint)
+        load_random_state(checkpoint, self._world)
         if checkpoint.base is not None:
             base = checkpoint.base.path
             self._bases[root.resolve()] = base.name, traces(base)
         return checkpoint.state["client_state"]
 
 
-def newest_on_all(root: Path) -> Checkpoint | None:
+def newest_on_all(root: Path, world: Group) -> Checkpoint | None:
     """The newest checkpoint whose files are what was written; each process reads its share.
 
     Raises:
         CheckpointError: there are checkpoints, and none can be used.
     """
     passed_over: list[str] = []
-    for path in gather_objects(candidates(root))[0]:
-        checkpoint, problem = _opened(path)
-        problems = [each for each in gather_objects(problem) if each]
+    for path in world.gather_objects(candidates(root))[0]:
+        checkpoint, problem = _opened(path, world)
+        problems = [each for each in world.gather_objects(problem) if each]
         if checkpoint is not None and not problems:
             return checkpoint
         passed_over.append(problems[0])
@@ -110,16 +113,17 @@ def newest_on_all(root: Path) -> Checkpoint | None:
     return None
 
 
-def random_fragments() -> list[Fragment]:
+def random_fragments(world: Group) -> list[Fragment]:
     """This process's random number generators."""
     return [
-        Fragment(f"random/{rank()}/{name}", 0, tensor) for name, tensor in random_state().items()
+        Fragment(f"random/{world.rank}/{name}", 0, tensor)
+        for name, tensor in random_state().items()
     ]
 
 
-def load_random_state(checkpoint: Checkpoint) -> None:
+def load_random_state(checkpoint: Checkpoint, world: Group) -> None:
     """This rank's generators; where there are more processes now, the new ones keep theirs."""
-    prefix = f"random/{rank()}/"
+    prefix = f"random/{world.rank}/"
     found: Mapping[str, Tensor] = {
         key.removeprefix(prefix): torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key))
         for key in sorted(checkpoint.keys())
@@ -131,10 +135,10 @@ def load_random_state(checkpoint: Checkpoint) -> None:
         set_random_state(found)
 
 
-def _opened(path: Path) -> tuple[Checkpoint | None, str]:
+def _opened(path: Path, world: Group) -> tuple[Checkpoint | None, str]:
     try:
         checkpoint = Checkpoint.open(path)
-        checkpoint.verify(share=rank(), shares=world_size())
+        checkpoint.verify(share=world.rank, shares=world.size)
     except CheckpointError as error:
         return None, str(error)
     return checkpoint, ""

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed import gather_objects, rank
 from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
 from pipeline.engine.meetings import ControlBlock, Meetings, close_all
+from pipeline.parallel.group import Group
 
 CHUNK_BYTES = 64 * 2**20
 """Address space, not memory: a page costs nothing until it is written."""
@@ -39,11 +39,11 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class SharedMemoryCollectives(Collectives):
-    """Collectives over memory that all processes of the machine map."""
+    """Collectives over memory that all processes of the group map."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(torch.device("cpu"), name)
-        self._memory = _SharedMemory()
+    def __init__(self, name: str, group: Group) -> None:
+        super().__init__(torch.device("cpu"), name, group)
+        self._memory = _SharedMemory(group)
         self._meetings = Meetings(self._memory.table, self._memory.pids)
         self._mailbox = self.empty(2 * MAILBOX_VALUES, torch.float64, torch.device("cpu"))
         self._letters = 0
@@ -86,7 +86,7 @@ class SharedMemoryCollectives(Collectives):
             letter = self._mailbox[start : start + part.numel()]
             letter.copy_(part)
             self._meetings.attend(f"all_reduce of {self.log.owner}, {part.numel()} values")
-            parts = [self._memory.of_rank(other, letter) for other in range(self.world_size)]
+            parts = [self._memory.of_rank(other, letter) for other in range(self.size)]
             tree_sum(parts, out=part)
 
     @property
@@ -110,7 +110,7 @@ class SharedMemoryCollectives(Collectives):
 
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all read from the same one at once."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 @dataclass
@@ -144,13 +144,13 @@ class _SharedMemory:
     What lies at some place of some chunk here has its counterpart at the same place elsewhere.
     """
 
-    def __init__(self) -> None:
-        self.rank = rank()
+    def __init__(self, group: Group) -> None:
+        self.rank = group.rank
         self._chunks: list[_Chunk] = []
         self._used = 0
         self._peers: dict[tuple[int, int], Tensor] = {}
-        self.pids: list[int] = gather_objects(os.getpid())
-        self.table = _map_table(self.pids[0], self.rank)
+        self.pids: list[int] = group.gather_objects(os.getpid())
+        self.table = _map_table(self.pids[0], group)
         fds: list[int] = []
         self._fds = fds
         weakref.finalize(self, close_all, fds)
@@ -214,13 +214,13 @@ class _SharedMemory:
         self._used = 0
 
 
-def on_one_machine() -> bool:
-    """Whether every process can map the memory of the first; all processes call it."""
-    return all(gather_objects(_can_map()))
+def on_one_machine(group: Group) -> bool:
+    """Whether every process can map the memory of the others; all of the group call it."""
+    return all(group.gather_objects(_can_map(group)))
 
 
-def _can_map() -> bool:
-    """Collective: rank 0 offers a page, the others try to read it."""
+def _can_map(group: Group) -> bool:
+    """Collective: every process offers a page, and tries to read the others'."""
     able = (
         hasattr(os, "memfd_create")
         and hasattr(os, "pidfd_open")
@@ -230,7 +230,7 @@ def _can_map() -> bool:
     token = f"{os.getpid()}-{time.time_ns()}".encode()
     if able:
         os.pwrite(fd, token, 0)
-    offers = gather_objects((os.getpid(), fd, token))
+    offers = group.gather_objects((os.getpid(), fd, token))
     seen = able
     for pid, theirs, expected in offers:
         try:
@@ -239,20 +239,21 @@ def _can_map() -> bool:
             os.close(page)
         except OSError:
             seen = False
-    dist.barrier()
+    dist.barrier(group=group.process_group)
     if able:
         os.close(fd)
     return seen
 
 
-def _map_table(first_pid: int, own_rank: int) -> ControlBlock:
-    fd = _create(ControlBlock.size()) if own_rank == 0 else -1
-    theirs = gather_objects(fd)[0]
-    opened = fd if own_rank == 0 else _open(first_pid, theirs)
-    mapped = mmap.mmap(opened, ControlBlock.size())
-    dist.barrier()
+def _map_table(first_pid: int, group: Group) -> ControlBlock:
+    size = ControlBlock.size(group.size)
+    fd = _create(size) if group.rank == 0 else -1
+    theirs = group.gather_objects(fd)[0]
+    opened = fd if group.rank == 0 else _open(first_pid, theirs)
+    mapped = mmap.mmap(opened, size)
+    dist.barrier(group=group.process_group)
     os.close(opened)
-    return ControlBlock(mapped)
+    return ControlBlock(mapped, group)
 
 
 def _create(num_bytes: int) -> int:

@@ -121,8 +121,8 @@ class TrainedParams:
         Float64, of `num_chunks` values; the other processes' stretches are zero.
         """
         self.gradients.settle()
-        rows = num_chunks(self.comm.world_size)
-        local = squared_norms(self.gradients.sum.finish(), rows // self.comm.world_size)
+        rows = num_chunks(self.comm.size)
+        local = squared_norms(self.gradients.sum.finish(), rows // self.comm.size)
         values = torch.zeros(rows, dtype=torch.float64, device=local.device)
         self.comm.piece(values).copy_(local)
         return values

@@ -12,11 +12,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.distributed import barrier, is_main
 from pipeline.files.durable import settle, sync_directory
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
+from pipeline.parallel.mesh import current_mesh
 
 ADAPTER_DIR = "adapter"
 ADAPTER_PREFIX = "base_model.model."
@@ -49,12 +49,13 @@ def export(
     unit at a time; without it they are all there.
     """
     named = named_weights(base_model(model), weights)
-    if is_main():
+    mesh = current_mesh()
+    if mesh.is_main:
         _write(model, named, tokenizer, directory)
     else:
         for _ in named:
             pass
-    barrier()
+    mesh.world.barrier()
 
 
 def set_stop_tokens(model: nn.Module, stop_ids: Sequence[int]) -> None:

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
-from pipeline.distributed import global_max
 from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs import WHOLE, linear_logprobs
 from pipeline.kernels.reference import logprobs_of
 from pipeline.kernels.row_logprobs import row_logprobs
 from pipeline.models.attention import RAGGED, Ragged
+from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ def run_padded(
     Every process runs as many passes as the one with the most groups: they gather weights together.
     """
     outputs: list[Tensor] = []
-    spare = int(global_max(len(ragged.groups))) - len(ragged.groups)
+    spare = int(current_mesh().data.max(len(ragged.groups))) - len(ragged.groups)
     for number, group in enumerate([*ragged.groups, *ragged.groups[:1] * spare]):
         mask = torch.zeros_like(group.tokens).flatten().index_fill(0, group.real, 1)
         inputs = {

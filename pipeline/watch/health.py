@@ -5,7 +5,7 @@ import logging
 import psutil
 import torch
 
-from pipeline.distributed import global_maxima
+from pipeline.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,8 @@ A_FEW = 16
 class Health:
     """Looks after the largest process of a job."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: Group) -> None:
+        self._world = world
         self._process = psutil.Process()
         self._before: tuple[float, float] | None = None
         self._has_warned = False
@@ -28,7 +29,7 @@ class Health:
 
         All processes call it after the same steps.
         """
-        memory, descriptors, threads = global_maxima(
+        memory, descriptors, threads = self._world.maxima(
             [_memory_bytes(self._process), _descriptors(self._process), self._process.num_threads()]
         )
         if step >= SETTLED:

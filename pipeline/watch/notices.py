@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # it has no public name
 
+from pipeline.parallel.group import Group
 from pipeline.position import Collective
 
 T = TypeVar("T")
@@ -74,10 +75,10 @@ class Notices:
         self.rank, self.world_size = rank, world_size
 
     @classmethod
-    def of_group(cls, job: str) -> "Notices":
-        """In the store of the default process group, over a connection of its own."""
+    def of_job(cls, job: str, world: Group) -> "Notices":
+        """In the store that the job's processes met at, over a connection of its own."""
         store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-        return cls(store, job, rank=dist.get_rank(), world_size=dist.get_world_size())
+        return cls(store, job, rank=world.rank, world_size=world.size)
 
     def claim(self) -> bool:
         """Whether this process is the first to have something to say; the others then wait."""

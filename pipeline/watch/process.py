@@ -24,7 +24,6 @@ from types import FrameType
 import psutil
 import torch.distributed as dist
 
-from pipeline.distributed import gather_objects
 from pipeline.errors import (
     EXIT_DIVERGED,
     EXIT_USER_ERROR,
@@ -33,6 +32,7 @@ from pipeline.errors import (
     UserError,
     exit_code,
 )
+from pipeline.parallel.mesh import current_mesh
 from pipeline.position import HERE, Collective, DesyncError
 from pipeline.watch.notices import Failure, Notices, Sighting
 from pipeline.watch.suspects import Identity, Suspects
@@ -60,7 +60,7 @@ ONE_SENTENCE = (UserError, DivergedError)
 
 @contextmanager
 def watching(timeout_seconds: float) -> Iterator[None]:
-    """Watch the processes of the default group, which all enter together.
+    """Watch the processes of the job, which all enter together.
 
     Raises:
         JobFailed: an error that has been shown, or was the consequence of another process's.
@@ -81,11 +81,12 @@ class Watch:
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timeout_seconds
         self.tick = min(TICK_SECONDS, timeout_seconds / 4)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        world = self.world = current_mesh().world
+        self.rank = world.rank
         process = psutil.Process()
         self.own = Identity(os.uname().nodename, process.pid, process.create_time())
-        self.notices = Notices.of_group(gather_objects(uuid.uuid4().hex)[0])
-        self.suspects = Suspects(self.notices, self.own)
+        self.notices = Notices.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
+        self.suspects = Suspects(self.notices, self.own, world)
         self._beat = 0
         self._place = (0, time.monotonic())
         """Number of the collective that the process is at, and since when."""
@@ -103,8 +104,9 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch."""
-        if dist.get_backend() == "gloo":  # which ends processes where they are not in step
-            self._tell = Notices.of_group(self.notices.job).tell_last
+        # gloo ends processes where they are not in step.
+        if dist.get_backend(self.world.process_group) == "gloo":
+            self._tell = Notices.of_job(self.notices.job, self.world).tell_last
             HERE.listeners.append(self._tell)
         # A collective that failed fails again where the engine cleans up; the first error counts.
         warnings.filterwarnings("ignore", message="module forward hook with ``always_call")

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from pipeline.distributed import gather_objects, global_sums, is_main, rank, world_size
+from pipeline.parallel.group import Group
 from pipeline.position import HERE
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ class Stragglers:
     What it waits for the others in collectives doesn't count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: Group) -> None:
+        self._world = world
         self.begin_step()
         self._seconds: list[float] = []
         self._reported: set[int] = set()
@@ -40,23 +41,23 @@ class Stragglers:
         """A step is over. At the end of a window all processes compare; the first one speaks."""
         elapsed = time.perf_counter() - self._start
         self._seconds.append(max(0.0, elapsed - (HERE.waited() - self._waited)))
-        if world_size() > 1 and len(self._seconds) == WINDOW:
+        if self._world.size > 1 and len(self._seconds) == WINDOW:
             self._compare(step - WINDOW + 1)
         if len(self._seconds) == WINDOW:
             self._seconds.clear()
         self.begin_step()
 
     def _compare(self, first_step: int) -> None:
-        table = [[0.0] * WINDOW for _ in range(world_size())]
-        table[rank()] = self._seconds
-        flat = global_sums([each for row in table for each in row])
+        table = [[0.0] * WINDOW for _ in range(self._world.size)]
+        table[self._world.rank] = self._seconds
+        flat = self._world.sums([each for row in table for each in row])
         slow = slow_ranks([flat[n : n + WINDOW] for n in range(0, len(flat), WINDOW)])
         new = slow.keys() - self._reported
         self._reported = set(slow)
         if not new:
             return
-        hosts = gather_objects(os.uname().nodename)
-        if is_main():
+        hosts = self._world.gather_objects(os.uname().nodename)
+        if self._world.rank == 0:
             for each in sorted(new):
                 logger.warning(
                     "rank %d takes %.1f x the others' time since step %d (host %s)",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from pipeline.distributed import gather_objects, rank
+from pipeline.parallel.group import Group
 from pipeline.position import HERE, SAME_ORDER
 from pipeline.watch.notices import Failure, Notices, Sighting
 
@@ -21,10 +21,10 @@ class Identity:
 class Suspects:
     """The other processes of the job. All processes construct it together."""
 
-    def __init__(self, notices: Notices, own: Identity) -> None:
+    def __init__(self, notices: Notices, own: Identity, world: Group) -> None:
         self.notices = notices
-        self.known = gather_objects(own)
-        self.rank = rank()
+        self.known = world.gather_objects(own)
+        self.rank = world.rank
         self._here = {
             other: process
             for other, each in enumerate(self.known)

@@ -25,12 +25,13 @@ from torch._C._distributed_c10d import TCPStore
 from pipeline import faults
 from pipeline.cli import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig
-from pipeline.distributed import is_main
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import newest
-from pipeline.process_group import process_group
+from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.process_group import process_group
 from pipeline.run import configure_logging
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
+from pipeline.watch.process import watching
 from tests.distributed import PROCESSES
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, exported, metrics, run, saved, settings
@@ -154,8 +155,8 @@ def _run_rank(
     faults._text = fault
 
     def main(_argv: Sequence[str]) -> None:
-        with process_group():
-            configure_logging(is_main=is_main())
+        with process_group(watching):
+            configure_logging(is_main=current_mesh().is_main)
             run(config)
 
     run_main(main, [])

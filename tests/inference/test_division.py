@@ -11,13 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from inference.division import Cut, Division, Piece
 from inference.exchange import PeersDisagreeError
 from inference.generation import answer_each, generate, slots_within
-from inference.peers import Peers, kv_heads_here, make_peers, peers_of
 from inference.replica import Replica
 from inference.sampling import Sampler
-from pipeline.distributed import rank
+from inference.tp_group import kv_heads_here, tp_group_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.packing import how_to_run
-from tests.distributed import run_ranks
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
+from tests.distributed import rank, run_ranks
 from tests.families import FAMILIES, random_rows, tiny_causal_lm
 
 IDS = torch.tensor([row.input_ids for row in random_rows((9, 9, 9))])
@@ -52,7 +53,8 @@ class InPlace:
 
 
 def divided(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    replica = Replica(model, shares=True, peers=make_peers(size, timeout_seconds=60.0))
+    tp_group = current_mesh().generation_group(size, timeout_seconds=60.0)
+    replica = Replica(model, shares=True, tp_group=tp_group)
     replica.load(InPlace(model))
     return replica.model
 
@@ -111,7 +113,7 @@ def test_bf16_is_summed_between_processes() -> None:
 
 
 def of_rank(of: int, size: int, family: str, **changes: Any) -> Division:
-    return Division(tiny_causal_lm(family, **changes), Peers(rank=of, size=size))
+    return Division(tiny_causal_lm(family, **changes), Group(of, tuple(range(size))))
 
 
 def test_packed_queries_keys_and_values_are_cut_in_each_of_their_parts() -> None:
@@ -177,7 +179,7 @@ def test_what_cannot_be_divided_is_one_sentence(
     model = tiny_causal_lm(family, **changes)
 
     with pytest.raises(ConfigError, match=sentence):
-        Replica(model, shares=True, peers=Peers(rank=0, size=size))
+        Replica(model, shares=True, tp_group=Group(0, tuple(range(size))))
 
 
 def test_a_family_without_a_plan_is_named() -> None:
@@ -187,13 +189,8 @@ def test_a_family_without_a_plan_is_named() -> None:
     model = AutoModelForCausalLM.from_config(config)
 
     with pytest.raises(ConfigError, match="no plan to divide codegen; set it to 1"):
-        Division(model, Peers(rank=0, size=2))
-    assert Division(model, Peers()).styles == {}
-
-
-def test_groups_must_divide_the_processes() -> None:
-    with pytest.raises(ConfigError, match="inference_tp_size 2 doesn't divide the 1 processes"):
-        make_peers(2, timeout_seconds=60.0)
+        Division(model, Group(0, (0, 1)))
+    assert Division(model, Group()).styles == {}
 
 
 def listen() -> dict[str, Any]:
@@ -260,11 +257,11 @@ def test_processes_that_choose_different_tokens_are_found_out() -> None:
 
 def test_half_of_the_heads_leave_room_for_twice_the_sequences() -> None:
     whole, half = prepared("llama", {}), prepared("llama", {})
-    Division(half, Peers(rank=0, size=2)).apply()
+    Division(half, Group(0, (0, 1))).apply()
 
     # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes: 256 bytes a token.
     assert slots_within(whole, 256 * 10 * 3, num_tokens=10) == 3
     assert slots_within(half, 256 * 10 * 3, num_tokens=10) == 6
-    assert peers_of(whole).size == 1
+    assert tp_group_of(whole).size == 1
     with pytest.raises(ConfigError, match="one sequence of 10 tokens take 1,280 bytes"):
         slots_within(half, 1000, num_tokens=10)

@@ -14,7 +14,11 @@ import yaml
 
 from pipeline.config import DataConfig, StepConfig
 from pipeline.errors import ConfigError
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import Mesh, current_mesh
 from pipeline.run import Run
+
+ALONE = current_mesh()
 
 
 def config(directory: Path, *, log_every: int = 1) -> StepConfig:
@@ -26,7 +30,7 @@ def lines(directory: Path) -> list[dict[str, object]]:
 
 
 def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="step1_sft", total_steps=2, is_main=True) as run:
+    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE) as run:
         run.evaluated(0, perplexity=9.0)
         run.log(1, tokens=100, loss=2.0, lr=1e-3)
         run.log(2, tokens=50, loss=1.5, lr=0.0)
@@ -53,7 +57,7 @@ def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
 def test_the_result_names_the_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
     config = StepConfig(output_dir=tmp_path, seed=7, data=DataConfig(path=("a.jsonl",)))
 
-    with Run(config, name="run", total_steps=1, is_main=True) as run:
+    with Run(config, name="run", total_steps=1, mesh=ALONE) as run:
         run.finish(eval={})
 
     result = json.loads((tmp_path / "result.json").read_text())
@@ -61,7 +65,7 @@ def test_the_result_names_the_settings_that_differ_from_the_defaults(tmp_path: P
 
 
 def test_every_log_every_th_and_the_last_step_are_logged(tmp_path: Path) -> None:
-    with Run(config(tmp_path, log_every=3), name="run", total_steps=7, is_main=True) as run:
+    with Run(config(tmp_path, log_every=3), name="run", total_steps=7, mesh=ALONE) as run:
         for step in range(1, 8):
             run.log(step, tokens=10, loss=float(step))
 
@@ -69,7 +73,7 @@ def test_every_log_every_th_and_the_last_step_are_logged(tmp_path: Path) -> None
 
 
 def test_tokens_per_second_counts_the_interval_without_its_evaluation(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="run", total_steps=2, is_main=True) as run:
+    with Run(config(tmp_path), name="run", total_steps=2, mesh=ALONE) as run:
         time.sleep(0.4)
         run.evaluated(0, loss=1.0)
         time.sleep(0.05)
@@ -85,7 +89,7 @@ def test_tokens_per_second_counts_the_interval_without_its_evaluation(tmp_path: 
 
 
 def test_nan_and_infinity_are_null_in_valid_json(tmp_path: Path) -> None:
-    with Run(config(tmp_path), name="run", total_steps=1, is_main=True) as run:
+    with Run(config(tmp_path), name="run", total_steps=1, mesh=ALONE) as run:
         run.log(1, loss=float("nan"), ratio_max=float("inf"))
         run.finish(eval={"judge": {"base": float("nan")}})
 
@@ -100,13 +104,13 @@ def test_a_run_never_begins_over_the_checkpoints_of_one_that_was_cut_off(tmp_pat
 
     with (
         pytest.raises(ConfigError, match="was cut off; say --resume to go on with it"),
-        Run(config(tmp_path), name="step1_sft", total_steps=2, is_main=True),
+        Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE),
     ):
         pass
 
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     (tmp_path / "result.json").write_text("{}")  # a finished run may be repeated
-    with Run(config(tmp_path), name="step1_sft", total_steps=2, is_main=True):
+    with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE):
         pass
 
 
@@ -114,7 +118,7 @@ def test_a_run_begins_with_none_of_the_old_results(tmp_path: Path) -> None:
     for name in ("result.json", "samples.json", "metrics.jsonl", "notes.txt"):
         (tmp_path / name).write_text("old\n")
 
-    with Run(config(tmp_path), name="run", total_steps=1, is_main=True):
+    with Run(config(tmp_path), name="run", total_steps=1, mesh=ALONE):
         pass
 
     assert not (tmp_path / "result.json").exists()
@@ -125,10 +129,11 @@ def test_a_run_begins_with_none_of_the_old_results(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
+    second = Group(1, (0, 1))
 
     with (
         caplog.at_level(logging.INFO),
-        Run(config(out), name="run", total_steps=1, is_main=False) as run,
+        Run(config(out), name="run", total_steps=1, mesh=Mesh(second, second)) as run,
     ):
         run.evaluated(0, loss=1.0)
         run.log(1, tokens=5, loss=1.0)
@@ -143,11 +148,12 @@ ENDLESS = """
     import sys
     from pathlib import Path
     from pipeline.config import StepConfig
+    from pipeline.parallel.mesh import current_mesh
     from pipeline.run import Run, configure_logging
 
     configure_logging(is_main=True)
     config = StepConfig(output_dir=Path(sys.argv[1]))
-    with Run(config, name="step1_sft", total_steps=10**9, is_main=True) as run:
+    with Run(config, name="step1_sft", total_steps=10**9, mesh=current_mesh()) as run:
         for step in range(1, 10**9):
             run.log(step, tokens=1, loss=0.1 * step)
 """

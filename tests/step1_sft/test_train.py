@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from inference.generation import generate
 from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.stages import load_examples
-from pipeline.distributed import barrier
 from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import VOCABULARY, build_tokenizer
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
+from pipeline.parallel.mesh import current_mesh
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
 from step1_sft.train import perplexity, train
@@ -121,7 +121,7 @@ def test_the_micro_batch_size_changes_no_loss(tmp_path: Path) -> None:
 
 def losses_of(config: SFTConfig) -> list[float]:
     train(config)
-    barrier()  # the first process writes what both read
+    current_mesh().world.barrier()  # the first process writes what both read
     return logged(config, "loss") + logged(config, "eval_perplexity")
 
 

@@ -18,11 +18,11 @@ from pipeline.config import (
 )
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.data.stages import load_examples
-from pipeline.distributed import barrier
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Scorer, score_head
 from pipeline.models.load import load_classifier
+from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.normalization import mean_and_std
 from step2_reward.pairs import EncodedPair, collate_pairs, cut, encode
@@ -196,7 +196,7 @@ def test_the_stored_moments_are_those_of_the_exported_models_scores(tmp_path: Pa
 
 def figures_of(config: RewardConfig) -> list[float]:
     train(config)
-    barrier()  # the first process writes what both read
+    current_mesh().world.barrier()  # the first process writes what both read
     names = ("loss", "accuracy", "eval_mean_chosen", "eval_accuracy")
     moments = json.loads((config.output_dir / "config.json").read_text())
     return [number for name in names for number in logged(config, name)] + [

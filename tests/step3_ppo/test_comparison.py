@@ -8,11 +8,10 @@ import pytest
 
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
-from pipeline.distributed import rank
 from step3_ppo.comparison import answers_of_base
 from step3_ppo.evaluate import Answer, HeldOut
 from step3_ppo.prompts import Prompt
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.families import tiny_config
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 

@@ -1,6 +1,7 @@
 """Several responses to each prompt, without a critic: cut, trained and written."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError
+from pipeline.parallel.group import Group
 from step3_ppo.config import PPOConfig
 from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
 from step3_ppo.scoring import reward_of
@@ -66,23 +68,21 @@ def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
     )
 
 
-def _owned() -> list[int]:
-    return own_rows(range(12), group_size=2)
+def rows_of(slots: Iterable[int], *, rank: int, processes: int) -> list[int]:
+    return own_rows(list(slots), Group(rank, tuple(range(processes))), group_size=2)
 
 
 def test_groups_go_round_the_processes_whole() -> None:
     """Slots 0 to 11 are groups 0 to 5; processes 0 and 1 have every other one."""
-    assert own_rows(range(12), group_size=2) == list(range(12))
-    assert run_ranks(_owned) == [list(range(6)), list(range(6))]
-
-
-def _rows_of(slots: list[int]) -> list[int]:
-    return own_rows(slots, group_size=2)
+    assert rows_of(range(12), rank=0, processes=1) == list(range(12))
+    assert rows_of(range(12), rank=0, processes=2) == list(range(6))
+    assert rows_of(range(12), rank=1, processes=2) == list(range(6))
 
 
 def test_a_minibatch_of_some_slots_has_its_rows_where_the_groups_are() -> None:
     # Slots 2 and 3 are group 1, the first of process 1; slot 9 is of group 4, the third of 0.
-    assert run_ranks(_rows_of, [2, 3, 9]) == [[5], [0, 1]]
+    assert rows_of([2, 3, 9], rank=0, processes=2) == [5]
+    assert rows_of([2, 3, 9], rank=1, processes=2) == [0, 1]
 
 
 def _train(config: PPOConfig) -> None:

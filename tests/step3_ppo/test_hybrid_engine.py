@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from inference.generation import generate
-from inference.peers import make_peers
 from inference.weights_hash import bits_sum, weights_hash
 from pipeline.config import (
     FrozenModelConfig,
@@ -22,15 +21,15 @@ from pipeline.config import (
 )
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.data.batches import collate
-from pipeline.distributed import rank
 from pipeline.engine.engine import Engine
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export, named_weights
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.load import load_causal_lm
 from pipeline.models.lora import add_lora
+from pipeline.parallel.mesh import current_mesh
 from step3_ppo.hybrid_engine import HybridEngine
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.families import random_rows, saved, tiny_causal_lm
 from tests.memory import live_bytes
 
@@ -53,8 +52,8 @@ class Actor:
         lora = config.lora
         self.model = plain if lora is None else add_lora(plain, lora, task="causal", seed=0)
         self.engine = Engine(Policy(self.model), config, total_steps=100)
-        peers = make_peers(tp_size, timeout_seconds=60.0)
-        self.hybrid = HybridEngine(self.engine, self.model, peers=peers, resident=resident)
+        tp_group = current_mesh().generation_group(tp_size, timeout_seconds=60.0)
+        self.hybrid = HybridEngine(self.engine, self.model, tp_group=tp_group, resident=resident)
 
     def learn(self, steps: int = 1) -> None:
         for _ in range(steps):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipeline.config import LoraConfig
 from pipeline.data.examples import Message
-from pipeline.distributed import rank, world_size
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import HeldOut
 from step3_ppo.prompts import Prompt
@@ -23,7 +22,7 @@ from step3_ppo.rollout import (
 )
 from step3_ppo.scoring import reward_of
 from step3_ppo.update import update_policy
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
 STEPS = 2

@@ -12,7 +12,6 @@ import torch
 
 from inference.generation import Response
 from pipeline.data.examples import Message
-from pipeline.distributed import rank, world_size
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.comparison import Answers, summarize
 from step3_ppo.config import PPOConfig
@@ -21,7 +20,7 @@ from step3_ppo.models import Models, has_moments
 from step3_ppo.prompts import Prompt
 from step3_ppo.scoring import counted_scores, measured_moments, raw_scores, reward_of
 from step3_ppo.train import train
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
 RAW = torch.tensor([2.5, 4.5, -40.5])

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
-from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
@@ -32,7 +31,7 @@ from step3_ppo.update import (
     update_minibatch,
     update_policy,
 )
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models, toy_rollout, weights
 
 ALL = range(len(PROMPTS))

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.distributed import rank
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 

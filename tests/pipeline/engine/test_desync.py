@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.distributed import global_sum, rank
 from pipeline.engine.engine import Engine
+from pipeline.parallel.mesh import current_mesh
 from pipeline.position import SAME_ORDER, DesyncError
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
@@ -62,7 +62,7 @@ def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bo
         if where == "update":
             for engine in ordered:
                 engine.step()
-        global_sum(1)
+        current_mesh().world.sum(1)
     except DesyncError as error:
         said = str(error)
     else:

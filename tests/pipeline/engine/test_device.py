@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
-from pipeline.distributed import local_device
 from pipeline.engine.engine import Engine
+from pipeline.parallel.device import local_device
 from tests.families import VOCAB, tiny_causal_lm
 
 STEPS = 3

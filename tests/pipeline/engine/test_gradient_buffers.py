@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from pipeline.config.zero import ZeroConfig
-from pipeline.distributed import barrier, rank
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
 from pipeline.engine.meetings import AHEAD, SLOTS
-from tests.distributed import run_ranks
+from pipeline.parallel.mesh import current_mesh
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 CPU = torch.device("cpu")
@@ -108,10 +108,10 @@ def test_parts_below_fp32_are_added_in_fp32() -> None:
 
 def late_sum() -> tuple[float, float, Tensor]:
     """Seconds until a reduction is under way and until its sum is there; rank 1 comes late."""
-    comm = make_collectives(CPU, ZeroConfig(), name="model")
+    comm = make_collectives(CPU, ZeroConfig(), current_mesh().data, name="model")
     full, out = comm.empty(64, torch.float32, CPU), torch.empty(32)
     full.fill_(rank() + 1.0)
-    barrier()
+    current_mesh().world.barrier()
     start = time.monotonic()
     if rank() == 1:
         time.sleep(0.5)
@@ -119,7 +119,7 @@ def late_sum() -> tuple[float, float, Tensor]:
     announced = time.monotonic() - start
     work.wait()
     ended = time.monotonic() - start
-    barrier()
+    current_mesh().world.barrier()
     return announced, ended, out
 
 
@@ -134,7 +134,7 @@ def test_a_reduction_waits_for_the_others_only_when_its_sum_is_needed() -> None:
 
 def many_sums() -> list[float]:
     """More reductions at once than may be announced, with a gather between."""
-    comm = make_collectives(CPU, ZeroConfig(), name="model")
+    comm = make_collectives(CPU, ZeroConfig(), current_mesh().data, name="model")
     number = 3 * SLOTS
     fulls = [comm.empty(64, torch.float32, CPU).fill_(n + rank()) for n in range(number)]
     outs = [torch.empty(32) for _ in fulls]
@@ -148,7 +148,7 @@ def many_sums() -> list[float]:
     for work in reversed(works):
         work.wait()
         work.wait()
-    barrier()
+    current_mesh().world.barrier()
     return [out[0].item() for out in outs]
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.distributed import barrier, rank, world_size
 from pipeline.engine.checkpoint.find import newest
 from pipeline.engine.initialize import Initialized, LoopEngine, initialize
 from pipeline.errors import CheckpointError, ConfigError
-from tests.distributed import run_ranks
+from pipeline.parallel.mesh import current_mesh
+from tests.distributed import rank, run_ranks, world_size
 from tests.families import tiny_causal_lm
 
 CONFIG: dict[str, Any] = {
@@ -206,14 +206,14 @@ def save_with_damage(directory: str, damage: Callable[[Path], None], name: str) 
         if step in (1, 3) and rank() == 0:
             for base in Path(directory).glob("base-*"):
                 damage(base)
-        barrier()
+        current_mesh().world.barrier()
         engine.backward(engine(torch.ones(1, 2)).sum())
         engine.step()
         engine.save_checkpoint(directory)
         checkpoint, passed_over = newest(Path(directory))
         if checkpoint is None or checkpoint.step != step + 1 or passed_over:
             found.append(f"{name} before save {step + 1}: {passed_over}")
-        barrier()
+        current_mesh().world.barrier()
     return found
 
 

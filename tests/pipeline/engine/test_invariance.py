@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.config import LoraConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig
-from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
 from pipeline.models.lora import add_lora
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.test_stages import STEPS, Trained, build, loss_of, settings, train
 
 MICRO_BATCHES = 8

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import ZeroConfig
-from pipeline.distributed import rank
 from pipeline.engine.engine import Engine, NonFiniteGradientError
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of
 
 

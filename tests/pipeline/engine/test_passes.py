@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
-from pipeline.distributed import rank
 from pipeline.engine.engine import Engine
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import settings
 
 

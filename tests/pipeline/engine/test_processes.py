@@ -7,10 +7,9 @@ from torch import Tensor
 
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate_part, micro_batches
-from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
 from pipeline.models.forward import Policy
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.families import random_rows, tiny_causal_lm
 
 GLOBAL_BATCHES = ((9, 2, 7, 5, 3, 8, 1), (6,))

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.distributed import rank
 from pipeline.engine.engine import Engine
 from pipeline.errors import ConfigError
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 

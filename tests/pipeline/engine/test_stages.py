@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import ZeroConfig
-from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.families import VOCAB, tiny_causal_lm
 from tests.pipeline.engine.reference import Trained, train_plainly
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
-from pipeline.distributed import rank, world_size
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.state import describe, frozen_fragments, load, trained_fragments
 from pipeline.errors import CheckpointError
 from pipeline.models.lora import add_lora
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.test_invariance import digest
 from tests.pipeline.engine.test_stages import build, loss_of
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from pipeline.config import LossScaleConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
-from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
 from pipeline.engine.resume import EngineCheckpoints
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.reference import rounded
 from tests.pipeline.engine.test_stages import DTYPES
 

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.distributed import rank
 from pipeline.engine.engine import Engine
 from pipeline.engine.volumes import Volumes, pass_volume, step_volumes
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 CPU = torch.device("cpu")

@@ -17,7 +17,6 @@ from transformers import (
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.zero import ZeroConfig
 from pipeline.data.batches import collate
-from pipeline.distributed import rank, world_size
 from pipeline.engine.engine import Engine
 from pipeline.files.safetensors_header import SINGLE
 from pipeline.models.embedded import build_tokenizer
@@ -26,7 +25,7 @@ from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
 from pipeline.models.trained import trained_causal_lm, trained_classifier
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks, world_size
 from tests.families import FAMILIES, PECULIAR, random_rows, saved, tiny_causal_lm, tiny_classifier
 from tests.mixtures import MIXTURES, tiny_mixture
 from tests.pipeline.engine.checkpoint.power import lose_power, record

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from pipeline.config import StepConfig
-from pipeline.distributed import rank
 from pipeline.engine.engine import Engine
+from pipeline.parallel.mesh import current_mesh
 from pipeline.run import Run
 from pipeline.watch.health import SETTLED, Health
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
 def test_lines_of_metrics_have_the_memory_of_the_process(tmp_path: Path) -> None:
-    with Run(StepConfig(output_dir=tmp_path), name="run", total_steps=1, is_main=True) as run:
+    with Run(
+        StepConfig(output_dir=tmp_path), name="run", total_steps=1, mesh=current_mesh()
+    ) as run:
         run.log(1, loss=1.0)
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -32,7 +34,7 @@ def test_descriptors_that_are_not_closed_are_said_once(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
-    health = Health()
+    health = Health(current_mesh().world)
     health.look(SETTLED)
     health.look(SETTLED + 1)
     assert caplog.messages == []

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from pipeline.distributed import global_sum, rank
 from pipeline.engine.engine import Engine
+from pipeline.parallel.mesh import current_mesh
 from pipeline.watch.stragglers import WINDOW, Stragglers, slow_ranks
+from tests.distributed import rank
 from tests.jobs import run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
@@ -41,11 +42,11 @@ def test_two_moments_of_speed_excuse_nobody() -> None:
 
 def sleeping(seconds: tuple[float, float], steps: int) -> None:
     """Each rank computes for so long in a step, and they meet twice."""
-    stragglers = Stragglers()
+    stragglers = Stragglers(current_mesh().world)
     for step in range(1, steps + 1):
-        global_sum(1)
+        current_mesh().world.sum(1)
         time.sleep(seconds[rank()])
-        global_sum(1)
+        current_mesh().world.sum(1)
         stragglers.end_step(step)
 
 
@@ -71,7 +72,7 @@ def training(shared_memory: bool) -> None:
         settings(3, max_norm=None, shared_memory=shared_memory),
         total_steps=WINDOW,
     )
-    stragglers = Stragglers()
+    stragglers = Stragglers(current_mesh().world)
     for step in range(1, WINDOW + 1):
         if rank() == 1:
             time.sleep(0.2)

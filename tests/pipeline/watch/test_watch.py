@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.distributed import barrier, global_sum, rank
 from pipeline.engine.engine import Engine
 from pipeline.errors import DataError, JobFailed
+from pipeline.parallel.mesh import current_mesh
 from pipeline.position import SAME_ORDER
 from pipeline.watch.process import watching
-from tests.distributed import run_ranks
+from tests.distributed import rank, run_ranks
 from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
@@ -78,7 +78,7 @@ def test_the_error_of_one_rank_comes_first_and_the_others_say_one_line(
 
 
 def all_fail() -> None:
-    global_sum(rank())
+    current_mesh().world.sum(rank())
     raise ValueError("no such layer")
 
 
@@ -91,10 +91,10 @@ def test_an_error_that_all_ranks_meet_has_one_traceback() -> None:
 
 
 def wrong_row(ranks: tuple[int, ...]) -> None:
-    global_sum(rank())
+    current_mesh().world.sum(rank())
     if rank() in ranks:
         raise DataError("rows.jsonl line 3 has no prompt")
-    barrier()
+    current_mesh().world.barrier()
 
 
 def test_wrong_input_that_only_one_rank_meets_is_said() -> None:
@@ -145,10 +145,10 @@ def test_a_killed_rank_is_named(shared_memory: bool, place: str) -> None:
 
 
 def first_rank_dies() -> None:
-    global_sum(1)
+    current_mesh().world.sum(1)
     if rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    global_sum(1)
+    current_mesh().world.sum(1)
 
 
 def test_a_killed_rank_is_named_even_where_it_held_the_store() -> None:
@@ -162,10 +162,10 @@ def met_in_a_file() -> tuple[object, str]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), watching(30):
-            global_sum(1)
+            current_mesh().world.sum(1)
             if rank() == 1:
                 raise ValueError("of rank 1")
-            barrier()
+            current_mesh().world.barrier()
     except JobFailed as failed:
         return failed.code, said.getvalue()
     return 0, said.getvalue()
@@ -180,7 +180,7 @@ def test_processes_that_met_in_a_file_are_watched_too() -> None:
 
 
 def told_to_stop_when_another_died() -> None:
-    global_sum(1)
+    current_mesh().world.sum(1)
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.3)
@@ -196,7 +196,7 @@ def test_what_is_told_to_stop_because_another_died_says_so() -> None:
 
 
 def told_to_stop() -> None:
-    global_sum(1)
+    current_mesh().world.sum(1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 
@@ -251,7 +251,7 @@ def one_more_sum() -> None:
     engine = engine_of(3, shared_memory=False)
     train(engine)
     if rank() == 1:
-        global_sum(1)
+        current_mesh().world.sum(1)
     train(engine)
 
 

@@ -5,9 +5,10 @@ import signal
 from collections.abc import Sequence
 
 from pipeline.cli import run_main
-from pipeline.distributed import global_sum, rank
 from pipeline.errors import ConfigError
-from pipeline.process_group import process_group
+from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.process_group import process_group
+from pipeline.watch.process import watching
 
 
 def main(argv: Sequence[str]) -> None:
@@ -16,11 +17,11 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("there is no such file")
     if case == "wrong setting" and os.environ["RANK"] == "1":
         raise ConfigError("rank 1 has no such file")
-    with process_group(30):
-        global_sum(1)
-        if case == "killed" and rank() == 1:
+    with process_group(watching, 30):
+        current_mesh().world.sum(1)
+        if case == "killed" and current_mesh().world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        global_sum(1)
+        current_mesh().world.sum(1)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,27 @@
-"""Collectives say the same on every process, and in a single one they are the identity."""
+"""A group's collectives say the same on every process, and alone they are the identity."""
 
 from typing import Any
 
 from pipeline.data.batches import RowStream, local_micro_batches, micro_batches
-from pipeline.distributed import (
-    gather_objects,
-    global_max,
-    global_sum,
-    global_sums,
-    is_main,
-    rank,
-    share_of_rank,
-    world_size,
-)
+from pipeline.parallel.mesh import current_mesh
 from tests.distributed import run_ranks
 
 
 def everything() -> dict[str, Any]:
-    mine = rank() + 1
+    mesh = current_mesh()
+    group = mesh.data
+    mine = group.rank + 1
     stream = RowStream(num_rows=5, batch_size=3, seed=7)
-    lengths = [9, 1, 1] if rank() == 0 else [2]
+    lengths = [9, 1, 1] if group.rank == 0 else [2]
     return {
-        "place": (rank(), world_size(), is_main()),
-        "sum": global_sum(0.5 * mine),
-        "sums": global_sums([mine, 10.0 * mine, 2.0**53 * rank()]),
-        "max": global_max(-mine),
-        "objects": gather_objects({"rank": rank()}),
-        "share": share_of_rank(["a", "b", "c", "d", "e"]),
+        "place": (group.rank, group.size, mesh.is_main),
+        "sum": group.sum(0.5 * mine),
+        "sums": group.sums([mine, 10.0 * mine, 2.0**53 * group.rank]),
+        "max": group.max(-mine),
+        "objects": group.gather_objects({"rank": group.rank}),
+        "share": group.share(["a", "b", "c", "d", "e"]),
         "rows": [next(stream) for _ in range(4)],
-        "cut": micro_batches([5, 4, 3, 2, 1], max_tokens=9, num_processes=2, process=rank()),
+        "cut": micro_batches([5, 4, 3, 2, 1], max_tokens=9, num_processes=2, process=group.rank),
         "local": local_micro_batches(lengths, max_tokens=9),
     }
 

@@ -1,0 +1,52 @@
+"""Tensor parallelism (Shoeybi et al. 2019): a model and the group that computes it together.
+
+Time in the group's collectives counts as waiting.
+"""
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from pipeline.parallel.group import ALONE, Group
+from pipeline.position import HERE
+
+_TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
+"""Attributes of a model that is divided."""
+
+
+def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
+    """Sum over the group, in place; the same bits on each process."""
+    if group.size > 1:
+        with HERE.waiting():
+            dist.all_reduce(values, group=group.process_group)
+    return values
+
+
+def join_columns(part: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
+    """The processes' last dimensions side by side, in rank order; all are as long."""
+    if group.size == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(group.size)]
+    with HERE.waiting():
+        dist.all_gather(parts, part.contiguous(), group=group.process_group)
+    return torch.cat(parts, dim=-1)
+
+
+def mark(model: nn.Module, group: Group, *, kv_heads: int) -> None:
+    """Say which processes a model is divided among, and how many heads of keys this one has.
+
+    Generation with it then takes all of them.
+    """
+    setattr(model, _TP_GROUP, group)
+    setattr(model, _KV_HEADS, kv_heads)
+
+
+def tp_group_of(model: nn.Module) -> Group:
+    """The processes that `model` was divided among."""
+    return getattr(model, _TP_GROUP, ALONE)
+
+
+def kv_heads_here(model: nn.Module) -> int | None:
+    """Heads of keys that this process has of a divided model; None of any other."""
+    return getattr(model, _KV_HEADS, None)

@@ -1,0 +1,136 @@
+"""Some processes of a job, and the numbers and objects that they tell each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.parallel.device import local_device
+from pipeline.position import HERE, SAME_ORDER, DesyncError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that do something together, and this one among them; all call a method in step.
+
+    Alone, each method gives what this process has.
+    """
+
+    rank: int = 0
+    """Of this process in the group."""
+
+    ranks: tuple[int, ...] = (0,)
+    """Of its processes in the whole job, in the group's order."""
+
+    process_group: dist.ProcessGroup | None = None
+    """torch's; None for a process alone."""
+
+    counted: bool = True
+    """Whether its collectives are among those that all processes of the job come to in the same
+    order, which are counted and compared."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        """Of this process in the whole job, by which people know it."""
+        return self.ranks[self.rank]
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self.process_group is not None:
+            self._come_to("barrier")
+            with HERE.waiting():
+                dist.barrier(group=self.process_group)
+
+    def sums(self, values: Sequence[int | float]) -> list[float]:
+        """Element-wise sum over the processes, in float64, by one collective."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def sum(self, value: int | float) -> float:
+        """Sum of `value` over the processes."""
+        return self.sums([value])[0]
+
+    def maxima(self, values: Sequence[int | float]) -> list[float]:
+        """Element-wise largest of the processes, by one collective."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def max(self, value: int | float) -> float:
+        """Largest `value` of the processes."""
+        return self.maxima([value])[0]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """The values of all processes, in rank order, on every process.
+
+        For small things: they travel as Python objects between processes that trust each other.
+        """
+        if self.process_group is None:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        self._come_to("all_gather", "objects")
+        with HERE.waiting():
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values  # pyright: ignore[reportReturnType]  # every entry was filled
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's part of what the processes divide: every `size`-th item from `rank` on."""
+        return list(items[self.rank :: self.size])
+
+    def with_fingerprints(self, values: Tensor) -> Tensor:
+        """A few float64 values, to be reduced, and beside them what each process has done.
+
+        Of the fingerprints each is zero but on one process: their sum is exact, as is their
+        maximum.
+        """
+        done = values.new_zeros(self.size)
+        done[self.rank] = HERE.fingerprint
+        return torch.cat([values, done])
+
+    def without_fingerprints(self, packed: Tensor) -> Tensor:
+        """The values that were reduced.
+
+        Raises:
+            DesyncError: the processes have not come to the same collectives.
+        """
+        values, done = packed.split([packed.numel() - self.size, self.size])
+        if done.unique().numel() > 1:
+            raise DesyncError(self._first_difference())
+        return values
+
+    def _reduced(self, values: Sequence[int | float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.process_group is None:
+            return [float(value) for value in values]
+        own = torch.tensor(values, dtype=torch.float64, device=local_device())
+        self._come_to("all_reduce", "a few numbers", own.nbytes)
+        packed = self.with_fingerprints(own)
+        with HERE.waiting():
+            dist.all_reduce(packed, op=op, group=self.process_group)
+        return self.without_fingerprints(packed).tolist()
+
+    def _come_to(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
+        if self.counted:
+            HERE.come_to(kind, unit, num_bytes)
+
+    def _first_difference(self) -> str:
+        """What two processes did while the others did something else; all call it."""
+        histories = self.gather_objects({each.number: str(each) for each in HERE.history()})
+        own = histories[self.rank]
+        for number in sorted(own):
+            for other, theirs in zip(self.ranks, histories, strict=True):
+                if number in theirs and theirs[number] != own[number]:
+                    return (
+                        f"rank {self.global_rank} was at {own[number]} while rank {other} was at"
+                        f" {theirs[number]}; {SAME_ORDER}"
+                    )
+        return f"the processes ran different layers; {SAME_ORDER}"
+
+
+ALONE = Group()

@@ -1,0 +1,26 @@
+"""What torchrun tells a process of its place in the job, before torch is imported.
+
+Each is that of a process alone where no launcher has started it.
+"""
+
+import os
+
+
+def rank() -> int:
+    """Of this process among all."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))

@@ -1,0 +1,89 @@
+"""Which processes share what: the only place that maps ranks.
+
+A function asks `current_mesh()`; an object that outlives a call is given its group. What concerns
+the job - who writes files, who is alive, where all must have come - asks `mesh.world`. What
+concerns a model - its shards, its batch, sums over the batch - asks `mesh.data`.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipeline.errors import require
+from pipeline.parallel.group import ALONE, Group
+
+SECOND_WORD_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The processes of a job, by what they share."""
+
+    world: Group
+    """All of them."""
+
+    data: Group
+    """Those that train the same model, each on its share of a batch; they shard its states."""
+
+    @property
+    def is_main(self) -> bool:
+        """True on the process that writes files and prints."""
+        return self.world.rank == 0
+
+    @property
+    def local_size(self) -> int:
+        """Number of processes on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
+
+    def generation_group(self, size: int, *, timeout_seconds: float) -> Group:
+        """This process's group of `size` neighbours in rank that generate together.
+
+        All processes call it. Such groups go their own ways: their collectives are not among the
+        job's.
+
+        Raises:
+            ConfigError: the processes can't be cut into groups of that size.
+        """
+        number = self.world.size
+        require(
+            number % size == 0,
+            f"inference_tp_size {size} doesn't divide the {number} processes; choose one that does,"
+            " or start another number of processes",
+        )
+        if size == 1:
+            return ALONE
+        rows = [range(first, first + size) for first in range(0, number, size)]
+        return subgroup(rows, timeout_seconds=timeout_seconds, counted=False)
+
+
+def current_mesh() -> Mesh:
+    """The mesh of the job that this process has joined, or of this process alone."""
+    if not dist.is_initialized():
+        return Mesh(world=ALONE, data=ALONE)
+    ranks = tuple(range(dist.get_world_size()))
+    world = Group(dist.get_rank(), ranks, dist.group.WORLD)
+    return Mesh(world=world, data=world)
+
+
+def subgroup(
+    rows: Iterable[Sequence[int]], *, timeout_seconds: float, counted: bool = True
+) -> Group:
+    """This process's group, of a job that is cut into groups of these ranks; all call it."""
+    own = ALONE
+    for ranks in rows:
+        group = dist.new_group(list(ranks), timeout=patience(timeout_seconds))
+        if dist.get_rank() in ranks:
+            assert not isinstance(group, int)  # as where this process is no member
+            own = Group(ranks.index(dist.get_rank()), tuple(ranks), group, counted)
+    return own
+
+
+def patience(timeout_seconds: float) -> timedelta:
+    """For which torch waits in a collective.
+
+    The watchdog has the first word, which names the process; this is for what it can't see.
+    """
+    return timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS)
