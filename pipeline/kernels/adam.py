@@ -6,7 +6,6 @@ host otherwise, in the last bit.
 """
 
 import functools
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -46,9 +45,9 @@ def adamw_(
             work then, with off it always does, on a CPU to the same bits.)
     """
     check(weights, gradient)
-    if gradient.numel() == 0 or step.overflow:
+    if gradient.numel() == 0:
         return
-    found = _find(weights, gradient, step) if kernels != "off" else NotBuiltError("kernels is off")
+    found = _find(weights, gradient) if kernels != "off" else NotBuiltError("kernels is off")
     if isinstance(found, Built):
         cpu.run(found, weights, gradient, step, threads=torch.get_num_threads())
         return
@@ -91,11 +90,11 @@ def find(
 ) -> Built | Gpu | NotBuiltError:
     """What steps fp32 vectors on the CPU or a GPU, built if need be, or why nothing does."""
     if device.type == "cuda":
-        return _on_gpu(device, (torch.float32, torch.float32, copy, split), stochastic=False)
+        return _on_gpu(device, (torch.float32, torch.float32, copy, split))
     return cpu.library(cpu.Variant(torch.float32, torch.float32, copy, split))
 
 
-def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | Gpu | NotBuiltError:
+def _find(weights: Weights, gradient: Tensor) -> Built | Gpu | NotBuiltError:
     device = gradient.device
     if device.type not in ("cpu", "cuda"):
         return NotBuiltError(f"there is none for {device.type}")
@@ -103,14 +102,14 @@ def _find(weights: Weights, gradient: Tensor, step: AdamW) -> Built | Gpu | NotB
     if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
         return NotBuiltError("a vector begins between the places of two elements in memory")
     if device.type == "cuda":
-        return _on_gpu(device, cuda.kind_of(weights, gradient), stochastic=step.seed is not None)
-    return cpu.library(cpu.Variant.of(weights, gradient, step))
+        return _on_gpu(device, cuda.kind_of(weights, gradient))
+    return cpu.library(cpu.Variant.of(weights, gradient))
 
 
 @functools.cache
-def _on_gpu(device: torch.device, kind: cuda.Kind, *, stochastic: bool) -> Gpu | NotBuiltError:
+def _on_gpu(device: torch.device, kind: cuda.Kind) -> Gpu | NotBuiltError:
     """The GPU, with the kernel loaded and found to be right; found out once in a process."""
-    macros = cuda.specialisation(kind, stochastic=stochastic)
+    macros = cuda.specialisation(kind)
     try:
         gpu = gpu_of(device)
         gpu.kernel("adamw", "adamw", macros)
@@ -126,7 +125,6 @@ def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
     tensors = weights.tensors() | {"gradient": gradient}
     on_cpu, numel = gradient.device.type == "cpu", gradient.numel()
     fused = on_cpu and weights.exp_avg.dtype == torch.float32
-    fused = fused and (step.seed is None or weights.copy is None)
     # PyTorch's fused class takes whole lines, the definition what is left.
     whole = numel // LINE * LINE if fused else 0
     size = CHUNK if on_cpu else numel
@@ -137,7 +135,7 @@ def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
         if start < whole:
             _step_fused(Weights(**part), piece, step)
         else:
-            reference.adamw_(Weights(**part), piece, replace(step, first=step.first + start))
+            reference.adamw_(Weights(**part), piece, step)
 
 
 def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:

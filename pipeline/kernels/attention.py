@@ -42,7 +42,7 @@ def decode_attention(
         return decode.decode_attention(
             query, key, value, scores, gpu=kernel, longest=longest, out=out
         )
-    if kernel is not None and scores.starts is None and scores.slopes is None:
+    if kernel is not None:
         return cpu.decode_attention(
             query,
             key,
@@ -53,9 +53,6 @@ def decode_attention(
             built=kernel,
             out=out,
         )
-    if kernel is not None:
-        reason = "it is not written for left padding and ALiBi on CPUs"
-        choice.settle("attention", reason, choice.kernel_mode())
     result = decode_reference.decode_attention(query, key, value, scores)
     return result if out is None else out.copy_(result)
 
@@ -122,20 +119,15 @@ def check(
                 f" is {out.dtype} on {out.device} of shape {tuple(out.shape)} and stride"
                 f" {out.stride()}"
             )
-    small = {"lengths": scores.lengths, "starts": scores.starts, "slopes": scores.slopes}
-    for name, tensor in ({"key": key, "value": value} | small).items():
-        if tensor is not None and tensor.device != query.device:
+    lengths, count = scores.lengths, query.shape[0]
+    for name, tensor in (("key", key), ("value", value), ("lengths", lengths)):
+        if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, the query on {query.device}")
-    kinds = {"lengths": torch.int32, "starts": torch.int32, "slopes": torch.float32}
-    for name, tensor in small.items():
-        if tensor is None:
-            continue
-        count = query.shape[1 if name == "slopes" else 0]
-        if (tensor.dtype, tensor.shape) != (kinds[name], (count,)) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be {kinds[name]}, {count} of them side by side, and is"
-                f" {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()}"
-            )
+    if (lengths.dtype, lengths.shape) != (torch.int32, (count,)) or not lengths.is_contiguous():
+        raise ValueError(
+            f"lengths must be torch.int32, {count} of them side by side, and is {lengths.dtype} of"
+            f" shape {tuple(lengths.shape)} and stride {lengths.stride()}"
+        )
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

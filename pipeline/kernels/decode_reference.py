@@ -18,19 +18,13 @@ class Scores:
 
     lengths: Int[Tensor, " B"]
     """Tokens of each sequence, the new one included: one past the last key that it sees.
-    int32, as all whole numbers here are."""
+    int32."""
 
     scaling: float
     """Of the product of query and key."""
 
     sliding_window: int | None = None
     """Only so many keys are seen, the last ones."""
-
-    starts: Int[Tensor, " B"] | None = None
-    """The first key of each sequence, as left padding has it; None is 0."""
-
-    slopes: Float[Tensor, " H"] | None = None
-    """ALiBi (Press et al. 2022): times its distance to the last, added to the score of a key."""
 
 
 def decode_attention(
@@ -41,28 +35,22 @@ def decode_attention(
 ) -> Float[Tensor, "B H D"]:
     """Attention of the last token of each sequence.
 
-        out = sum_t softmax_t(scaling * query . key_t + slope * (t - last)) value_t
+        out = sum_t softmax_t(scaling * query . key_t) value_t
 
-    over the keys that `scores` lets it see; last is lengths - 1. A head of keys serves H / G
-    neighbouring query heads. Computed in fp32, or in the dtype of `query` if that is wider; 0 where
-    there is no key. What is not seen is not read, be it NaN.
+    over the keys that `scores` lets it see. A head of keys serves H / G neighbouring query heads.
+    Computed in fp32, or in the dtype of `query` if that is wider; 0 where there is no key. What is
+    not seen is not read, be it NaN.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     tokens = torch.arange(key.shape[2], device=key.device)
     ends = scores.lengths[:, None]
     seen = tokens < ends  # (B, M)
-    if scores.starts is not None:
-        seen &= tokens >= scores.starts[:, None]
     if scores.sliding_window is not None:
         seen &= tokens >= ends - scores.sliding_window
     hidden = ~seen[:, None, :, None]
     key, value = (each.to(wide).masked_fill(hidden, 0.0) for each in (key, value))
     grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # (B, G, H / G, D)
     products = scores.scaling * grouped @ key.transpose(2, 3)  # (B, G, H / G, M)
-    if scores.slopes is not None:
-        distance = (tokens - (ends - 1)).to(wide)
-        slopes = scores.slopes.to(wide).view(key.shape[1], -1, 1)
-        products = products + slopes * distance[:, None, None, :]
     products = products.masked_fill(~seen[:, None, None, :], -math.inf)
     # Where there is no key all weights are NaN.
     weights = products.softmax(-1).nan_to_num(0.0)

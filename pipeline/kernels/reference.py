@@ -5,7 +5,6 @@ Dimension names: n elements of a flat vector, K targets, d hidden size, V vocabu
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +15,8 @@ MOMENTS = (torch.float32, torch.bfloat16)
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 COPIES = (torch.bfloat16, torch.float16)
 
-WORD = 0xFFFFFFFF
-"""32 bits."""
-
 NO_TARGET = -(2**31)
 """Of PyTorch's loss, which would pass over -100, the usual one, without a word."""
-
-Words = TypeVar("Words", int, Tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +33,6 @@ class AdamW:
 
     multiplier: float = 1.0
     """Of the gradient: the clip coefficient over the loss scale, in fp32."""
-
-    overflow: bool = False
-    """The gradient is not finite somewhere: nothing is changed."""
-
-    seed: int | None = None
-    """Round what is stored in bf16 stochastically, by this seed; None rounds to the nearest."""
-
-    first: int = 0
-    """Place of the first element in the whole vector, so that its pieces round as the whole."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +74,6 @@ def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None
     bf16 are rounded when they are stored; the step itself has them in fp32. Weights are rounded as
     `round_weights` does it.
     """
-    if step.overflow:
-        return
     (beta1, beta2), t = step.betas, step.step
     grad = gradient.float() * step.multiplier
     master, low_bits = weights.master, weights.low_bits
@@ -107,62 +90,14 @@ def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None
     denominator = root / math.sqrt(1 - beta2**t) + step.eps
     master = master + (-step.lr / (1 - beta1**t)) * exp_avg / denominator
 
-    random = None if step.seed is None else random_bits(step.seed, step.first, grad)
-    store(weights.exp_avg, exp_avg, None if random is None else random[0] >> 16)
-    store(weights.exp_avg_sq, exp_avg_sq, None if random is None else random[1])
+    weights.exp_avg.copy_(exp_avg)
+    weights.exp_avg_sq.copy_(exp_avg_sq)
     if weights.copy is not None:
-        if random is None:
-            weights.copy.copy_(round_weights(master, weights.copy.dtype))
-        else:
-            store(weights.copy, master, random[0])
+        weights.copy.copy_(round_weights(master, weights.copy.dtype))
     if low_bits is not None:
         master, rest = split_master(master)
         low_bits.copy_(rest)
     weights.master.copy_(master)
-
-
-def store(
-    out: Float[Tensor, " n"], values: Float[Tensor, " n"], random: Int[Tensor, " n"] | None
-) -> None:
-    """Round `values` into `out`: to the nearest, or, into bf16, by the low 16 bits of `random`."""
-    if random is None or out.dtype != torch.bfloat16:
-        out.copy_(values)
-    else:
-        out.copy_(round_stochastically(values, random))
-
-
-def round_stochastically(
-    values: Float[Tensor, " n"], random: Int[Tensor, " n"]
-) -> Float[Tensor, " n"]:
-    """fp32 to one of the two bf16 beside it, the nearer one the likelier: right on average.
-
-    The low 16 bits of `random` are added to the bits that bf16 drops. What is not finite stays.
-    """
-    bits = values.view(torch.int32).long() + (random & 0xFFFF)
-    rounded = (bits >> 16 << 16).int().view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).bfloat16()
-
-
-def random_bits(seed: int, first: int, like: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Two words of 32 random bits for each element, from its place in the vector and the seed.
-
-    Places count modulo 2^32.
-    """
-    place = torch.arange(first, first + len(like), device=like.device) & WORD
-    low, high = (mix((mix(place) + key) & WORD) for key in random_keys(seed))
-    return low, high
-
-
-def random_keys(seed: int) -> tuple[int, int]:
-    """What tells the two words of a seed apart, and those of another seed from them."""
-    return mix(seed & WORD), mix((seed + 0x9E3779B9) & WORD)
-
-
-def mix(x: Words) -> Words:
-    """A bijection of 32-bit words that leaves no bit where it was: lowbias32 (Wellons 2018)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
-    return x ^ (x >> 16)
 
 
 def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:

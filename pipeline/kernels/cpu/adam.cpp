@@ -7,7 +7,6 @@
 //   MOMENT      Float32 | BFloat16              of both moments
 //   COPY        None | BFloat16 | Float16       of the copy
 //   SPLIT       0 | 1                           master as bf16 and 16 bits more
-//   STOCHASTIC  0 | 1                           how what is stored in bf16 is rounded
 //
 // Vectors of n elements are contiguous and do not overlap. Nothing here is written for one instruction
 // set: the compiler turns the loop into SIMD. It must not contract a product and a sum
@@ -33,8 +32,6 @@ struct Numbers {  // mirrored in pipeline/kernels/cpu/adam.py
     float eps;
     float step_size;           // -lr / (1 - beta1^t)
     float multiplier;          // of the gradient
-    uint32_t keys[2];          // of the two random words
-    uint32_t first;            // place of element 0 in the whole vector
 };
 
 struct Vectors {
@@ -58,12 +55,6 @@ inline float from_bits(uint32_t bits) {
     return value;
 }
 
-inline uint32_t mix(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
 // Of these 32 bits the upper half is stored: a master as a weight in bf16, the nearest, of two equally near
 // that of larger magnitude.
 inline uint32_t nearest_weight(float master) {
@@ -73,33 +64,20 @@ inline uint32_t nearest_weight(float master) {
 struct Float32 {
     using Stored = float;
     static float load(Stored stored) { return stored; }
-    static Stored store(float value, uint32_t) { return value; }
+    static Stored store(float value) { return value; }
 };
 
 struct BFloat16 {
     using Stored = uint16_t;
     static float load(uint32_t stored) { return from_bits(stored << 16); }
-    static Stored store(float value, uint32_t random) { return Stored(round(value, random) >> 16); }
+    static Stored store(float value) { return Stored(round(value) >> 16); }
     // Again the upper half. Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
-    static uint32_t round(float value, uint32_t random) {
+    static uint32_t round(float value) {
         const uint32_t bits = bits_of(value);
-#if STOCHASTIC
-        const uint32_t rounded = bits + (random & 0xffffu);
-        return (bits & 0x7fffffffu) >= 0x7f800000u ? bits : rounded;
-#else
-        (void)random;
         const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
         return value != value ? bits : rounded;
-#endif
     }
-    static Stored store_weight(float value, uint32_t random) {
-#if STOCHASTIC
-        return store(value, random);
-#else
-        (void)random;
-        return Stored(nearest_weight(value) >> 16);
-#endif
-    }
+    static Stored store_weight(float value) { return Stored(nearest_weight(value) >> 16); }
 };
 
 struct Float16 {
@@ -112,7 +90,7 @@ struct Float16 {
         const uint32_t magnitude = (stored & 0x7c00u) == 0x7c00u ? special : finite;
         return from_bits(magnitude | uint32_t(stored & 0x8000u) << 16);
     }
-    static Stored store_weight(float value, uint32_t) {
+    static Stored store_weight(float value) {
         const uint32_t bits = bits_of(value);
         const uint32_t magnitude = bits & 0x7fffffffu;
         const uint32_t rebias = (127u - 15u) << 23;
@@ -154,21 +132,6 @@ inline Element next(Element of, float gradient, const Numbers& by) {
     return {of.weight * by.decay + by.step_size * average / denominator, average, square};
 }
 
-struct Random {
-    uint32_t low = 0;  // its halves are for the copy and for the first moment
-    uint32_t high = 0;
-
-    Random(const Numbers& by, uint32_t element) {
-#if STOCHASTIC
-        const uint32_t place = mix(by.first + element);
-        low = mix(place + by.keys[0]);
-        high = mix(place + by.keys[1]);
-#else
-        (void)by, (void)element;
-#endif
-    }
-};
-
 // Two neighbours of 16 bits, each in the upper half of 32.
 struct Pair {
     uint32_t of[2];
@@ -193,7 +156,7 @@ inline float joined(uint32_t weight, uint32_t low_bits) { return from_bits(weigh
 template <class Moment>
 void update_pairs(
     void* __restrict master, void* __restrict low_bits, void* __restrict exp_avg, void* __restrict exp_avg_sq,
-    const void* __restrict gradient, const Numbers by, uint32_t begin, int32_t pairs
+    const void* __restrict gradient, const Numbers by, int32_t pairs
 ) {
     for (int32_t i = 0; i < pairs; i++) {
         Pair weight = Pair::load(master, i), low = Pair::load(low_bits, i);
@@ -204,9 +167,8 @@ void update_pairs(
                 {joined(weight.of[each], low.of[each]), Moment::load(average.of[each] >> 16), Moment::load(square.of[each] >> 16)},
                 Gradient::load(grad.of[each] >> 16), by
             );
-            const Random random(by, begin + 2 * uint32_t(i) + uint32_t(each));
-            average.of[each] = Moment::round(to.average, random.low >> 16);
-            square.of[each] = Moment::round(to.square, random.high);
+            average.of[each] = Moment::round(to.average);
+            square.of[each] = Moment::round(to.square);
             weight.of[each] = nearest_weight(to.weight);
             low.of[each] = bits_of(to.weight) << 16;
         }
@@ -228,7 +190,7 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
     const Numbers by = numbers;
     int32_t i = 0;
     if constexpr (PAIRS) {
-        update_pairs<Moment>(master, low_bits, exp_avg, exp_avg_sq, gradient, by, uint32_t(begin), count / 2);
+        update_pairs<Moment>(master, low_bits, exp_avg, exp_avg_sq, gradient, by, count / 2);
         i = count / 2 * 2;
     }
     for (; i < count; i++) {
@@ -238,11 +200,10 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
         const float weight = master[i];
 #endif
         const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, Gradient::load(gradient[i]), by);
-        const Random random(by, uint32_t(begin) + uint32_t(i));
-        exp_avg[i] = Moment::store(to.average, random.low >> 16);
-        exp_avg_sq[i] = Moment::store(to.square, random.high);
+        exp_avg[i] = Moment::store(to.average);
+        exp_avg_sq[i] = Moment::store(to.square);
 #if HAS_COPY
-        copy[i] = Copy::store_weight(to.weight, random.low);
+        copy[i] = Copy::store_weight(to.weight);
 #endif
 #if SPLIT
         master[i] = Master(nearest_weight(to.weight) >> 16);

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.kernels.cpu.build import Built, NotBuiltError, found
 from pipeline.kernels.cpu.threads import parallel
-from pipeline.kernels.reference import AdamW, Weights, random_keys
+from pipeline.kernels.reference import AdamW, Weights
 
 SOURCE = Path(__file__).with_name("adam.cpp")
 
@@ -32,20 +32,12 @@ class Variant:
     moments: torch.dtype
     copy: torch.dtype | None = None
     split: bool = False
-    stochastic: bool = False
 
     @classmethod
-    def of(cls, weights: Weights, gradient: Tensor, step: AdamW) -> "Variant":
+    def of(cls, weights: Weights, gradient: Tensor) -> "Variant":
         """The one for these vectors."""
         copy = None if weights.copy is None else weights.copy.dtype
-        rounds = torch.bfloat16 in (weights.exp_avg.dtype, copy)
-        return cls(
-            gradient.dtype,
-            weights.exp_avg.dtype,
-            copy,
-            weights.low_bits is not None,
-            rounds and step.seed is not None,
-        )
+        return cls(gradient.dtype, weights.exp_avg.dtype, copy, weights.low_bits is not None)
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -56,7 +48,6 @@ class Variant:
             "COPY": FORMATS[self.copy],
             "HAS_COPY": int(self.copy is not None),
             "SPLIT": int(self.split),
-            "STOCHASTIC": int(self.stochastic),
         }
 
 
@@ -73,15 +64,11 @@ class Numbers(ctypes.Structure):
     """The numbers of a step as the loop needs them; the source has the same structure."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_float)
-            for name in (
-                *("decay", "exp_avg_weight", "exp_avg_from_grad", "beta2", "exp_avg_sq_weight"),
-                *("root_correction", "eps", "step_size", "multiplier"),
-            )
-        ),
-        ("keys", ctypes.c_uint32 * 2),
-        ("first", ctypes.c_uint32),
+        (name, ctypes.c_float)
+        for name in (
+            *("decay", "exp_avg_weight", "exp_avg_from_grad", "beta2", "exp_avg_sq_weight"),
+            *("root_correction", "eps", "step_size", "multiplier"),
+        )
     ]
 
 
@@ -109,7 +96,6 @@ def numbers_of(step: AdamW) -> Numbers:
     beta1, beta2 = step.betas
     weight = ctypes.c_float(1 - beta1).value
     from_grad = weight >= 0.5  # from the nearer end, as `torch.lerp`
-    keys = (0, 0) if step.seed is None else random_keys(step.seed)
     return Numbers(
         decay=1 - step.lr * step.weight_decay,
         exp_avg_weight=weight - 1 if from_grad else weight,
@@ -120,6 +106,4 @@ def numbers_of(step: AdamW) -> Numbers:
         eps=step.eps,
         step_size=-step.lr / (1 - beta1**step.step),
         multiplier=step.multiplier,
-        keys=(ctypes.c_uint32 * 2)(*keys),
-        first=step.first & 0xFFFFFFFF,
     )

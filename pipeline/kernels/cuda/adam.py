@@ -16,10 +16,10 @@ CHUNK = 16384
 """Elements of a block, as in adamw.cu."""
 
 THREADS = 256
-FACTORS_BYTES = 44
+FACTORS_BYTES = 36
 """Of the struct `Factors`."""
 
-SCALARS = ("rate", "beta1_power", "beta2_power", "multiplier", "overflow", "seed")
+SCALARS = ("rate", "beta1_power", "beta2_power", "multiplier")
 """What changes from step to step: the doubles of the struct `Scalars`."""
 
 Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]
@@ -32,7 +32,7 @@ class _Shard(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq")),
         *((name, ctypes.c_void_p) for name in ("copy", "low_bits", "gradient")),
-        *((name, ctypes.c_int64) for name in ("numel", "first", "first_block")),
+        *((name, ctypes.c_int64) for name in ("numel", "first_block")),
         *((name, ctypes.c_double) for name in ("lr", "weight_decay")),
     )
 
@@ -56,8 +56,6 @@ class Shard:
     """Times the rate of the step."""
 
     weight_decay: float
-    first: int = 0
-    """Place of the first element in the whole vector, so that its pieces round as the whole."""
 
 
 class ShardTable:
@@ -95,33 +93,31 @@ class ShardTable:
         self.shard_of_block = of_block.to(gpu.device, non_blocking=True)
 
 
-def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "6"]:
+def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
     """The numbers of a step as the kernel reads them; shards multiply `lr` by their own."""
     # Powers as Python has them, as in the reference: another way rounds otherwise.
     powers = [beta**step.step for beta in step.betas]
-    numbers = [step.lr, *powers, step.multiplier, step.overflow, (step.seed or 0) % 2**32]
+    numbers = [step.lr, *powers, step.multiplier]
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def adamw_(
     table: ShardTable,
-    scalars: Float64[Tensor, "6"],
+    scalars: Float64[Tensor, "4"],
     *,
     betas: tuple[float, float],
     eps: float,
-    stochastic: bool = False,
 ) -> None:
     """One step of `pipeline.kernels.reference.adamw_` for all shards of a table, in place.
 
-    `scalars` are the rate, both betas to the power of the step's number, the multiplier of the
-    gradient, overflow (not 0: nothing is changed) and the seed of stochastic rounding; they are
-    read on the GPU.
+    `scalars` are the rate, both betas to the power of the step's number and the multiplier of the
+    gradient; they are read on the GPU.
     """
     if table.num_blocks == 0:
         return
     if scalars.device != table.gpu.device or not scalars.is_contiguous():
         raise ValueError(f"the scalars are on {scalars.device}, the shards on {table.gpu.device}")
-    defines = specialisation(table.kind, stochastic=stochastic)
+    defines = specialisation(table.kind)
     params = _Params(
         shards=table.rows.data_ptr(),
         shard_of_block=table.shard_of_block.data_ptr(),
@@ -137,23 +133,12 @@ def adamw_(
 
 def run(gpu: Gpu, weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
     """One step of one vector, by numbers that the host has."""
-    shard = Shard(
-        weights=weights,
-        gradient=gradient,
-        lr=1.0,
-        weight_decay=step.weight_decay,
-        first=step.first,
-    )
-    adamw_(
-        ShardTable([shard], gpu),
-        scalars_of(step, gpu.device),
-        betas=step.betas,
-        eps=step.eps,
-        stochastic=step.seed is not None,
-    )
+    shard = Shard(weights=weights, gradient=gradient, lr=1.0, weight_decay=step.weight_decay)
+    scalars = scalars_of(step, gpu.device)
+    adamw_(ShardTable([shard], gpu), scalars, betas=step.betas, eps=step.eps)
 
 
-def specialisation(kind: Kind, *, stochastic: bool = False) -> dict[str, str | int]:
+def specialisation(kind: Kind) -> dict[str, str | int]:
     """Macros of the kernel."""
     gradient, moments, copy, split = kind
     return {
@@ -162,7 +147,6 @@ def specialisation(kind: Kind, *, stochastic: bool = False) -> dict[str, str | i
         "COPY": DTYPES[copy or torch.bfloat16],
         "HAS_COPY": int(copy is not None),
         "SPLIT": int(split),
-        "STOCHASTIC": int(stochastic and torch.bfloat16 in (moments, copy)),
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "SHARD_BYTES": ctypes.sizeof(_Shard),
         "SCALARS_BYTES": 8 * len(SCALARS),
@@ -199,7 +183,6 @@ def _row(shard: Shard, first_block: int) -> _Shard:
         **{name: vector.data_ptr() for name, vector in vectors.items()},
         gradient=shard.gradient.data_ptr(),
         numel=len(shard.gradient),
-        first=shard.first,
         first_block=first_block,
         lr=shard.lr,
         weight_decay=shard.weight_decay,

@@ -7,8 +7,7 @@
 // answer from the host, and a CUDA graph of it may be replayed.
 //
 // Macros: GRADIENT, one of float, Bf16, F16; MOMENT, float or Bf16; COPY, of the master, Bf16 or F16,
-// with HAS_COPY 0 or 1; SPLIT 1: the master is Bf16 and 16 bits more; STOCHASTIC 1: what is stored in
-// Bf16 is rounded by chance.
+// with HAS_COPY 0 or 1; SPLIT 1: the master is Bf16 and 16 bits more.
 #include "prelude.cuh"
 
 #define THREADS 256
@@ -24,7 +23,6 @@ struct Shard {
   void* low_bits;
   const void* gradient;
   i64 numel;
-  i64 first;  // place of element 0 in the whole vector
   i64 first_block;
   double lr;
   double weight_decay;
@@ -33,8 +31,6 @@ struct Scalars {
   double rate;  // times the lr of each shard
   double beta1_power, beta2_power;  // to the number of the step, 1 for the first
   double multiplier;
-  double overflow;  // not 0: nothing is changed
-  double seed;
 };
 struct AdamwParams {
   const Shard* shards;
@@ -54,19 +50,11 @@ typedef float Master;
 // The numbers of a step as an element needs them, rounded to fp32 where the reference rounds them.
 struct Factors {
   float decay, multiplier, avg_weight, avg_from_gradient, beta2, sq_weight, root_correction, eps, step_size;
-  u32 keys[2];
 };
 static_assert(sizeof(Factors) == FACTORS_BYTES, "see adam.py");
 
-DEVICE u32 mix(u32 x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
 DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
   const double lr = load_double(&shard->lr) * load_double(&p.scalars->rate);
-  const u32 seed = static_cast<u32>(static_cast<u64>(load_double(&p.scalars->seed)));
   Factors f;
   f.decay = static_cast<float>(1 - lr * load_double(&shard->weight_decay));
   f.multiplier = static_cast<float>(load_double(&p.scalars->multiplier));
@@ -79,8 +67,6 @@ DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
   f.root_correction = static_cast<float>(sqrt(1 - load_double(&p.scalars->beta2_power)));
   f.eps = static_cast<float>(p.eps);
   f.step_size = static_cast<float>(-lr / (1 - load_double(&p.scalars->beta1_power)));
-  f.keys[0] = mix(seed);
-  f.keys[1] = mix(seed + 0x9e3779b9u);
   return f;
 }
 
@@ -124,39 +110,15 @@ struct Element {
   GRADIENT gradient;
 };
 
-DEVICE void store_rounded(float value, float& out, u32) { out = value; }
-DEVICE void store_rounded(float value, Bf16& out, u32 random) {
-#if STOCHASTIC
-  const u32 bits = __float_as_uint(value);
-  const bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
-  if (is_finite) {
-    out.bits = static_cast<u16>((bits + (random & 0xffffu)) >> 16);
-    return;
-  }
-#endif
-  round_to(value, out);
-}
-
 // A master as a weight in bf16: the nearest, of two equally near that of larger magnitude.
 DEVICE u16 nearest_weight(u32 bits) {
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   return static_cast<u16>(is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16);
 }
-DEVICE void store_weight(float value, F16& out, u32) { round_to(value, out); }
-DEVICE void store_weight(float value, Bf16& out, u32 random) {
-#if STOCHASTIC
-  store_rounded(value, out, random);
-#else
-  out.bits = nearest_weight(__float_as_uint(value));
-#endif
-}
+DEVICE void store_weight(float value, F16& out) { round_to(value, out); }
+DEVICE void store_weight(float value, Bf16& out) { out.bits = nearest_weight(__float_as_uint(value)); }
 
-DEVICE void update(const Factors& f, u32 place, Element& x) {
-  u32 low = 0, high = 0;
-#if STOCHASTIC
-  low = mix(mix(place) + f.keys[0]);
-  high = mix(mix(place) + f.keys[1]);
-#endif
+DEVICE void update(const Factors& f, Element& x) {
   const float gradient = to_float(x.gradient) * f.multiplier;
   float average = to_float(x.exp_avg), square = to_float(x.exp_avg_sq);
 #if SPLIT
@@ -169,9 +131,9 @@ DEVICE void update(const Factors& f, u32 place, Element& x) {
   average = fmaf(f.avg_weight, gradient - average, f.avg_from_gradient != 0.f ? gradient : average);
   square = fmaf(f.sq_weight * gradient, gradient, square * f.beta2);
   master = master + f.step_size * average / (sqrtf(square) / f.root_correction + f.eps);
-  store_rounded(average, x.exp_avg, low >> 16);
-  store_rounded(square, x.exp_avg_sq, high);
-  if (HAS_COPY) store_weight(master, x.copy, low);
+  round_to(average, x.exp_avg);
+  round_to(square, x.exp_avg_sq);
+  if (HAS_COPY) store_weight(master, x.copy);
 #if SPLIT
   const u32 bits = __float_as_uint(master);
   x.master.bits = nearest_weight(bits);
@@ -231,27 +193,27 @@ DEVICE void store(const Arrays& a, int i, const Four& x) {
   if (HAS_COPY) store_four(a.copy + i, x.copy);
   if (SPLIT) store_four(a.low_bits + i, x.low_bits);
 }
-DEVICE void update_four(const Factors& f, u32 place, Four& x) {
+DEVICE void update_four(const Factors& f, Four& x) {
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     Element one;
     one.master = x.master[e], one.exp_avg = x.exp_avg[e], one.exp_avg_sq = x.exp_avg_sq[e];
     one.gradient = x.gradient[e];
     if (SPLIT) one.low_bits = x.low_bits[e];
-    update(f, place + e, one);
+    update(f, one);
     x.master[e] = one.master, x.exp_avg[e] = one.exp_avg, x.exp_avg_sq[e] = one.exp_avg_sq;
     if (HAS_COPY) x.copy[e] = one.copy;
     if (SPLIT) x.low_bits[e] = one.low_bits;
   }
 }
-DEVICE void update_one(const Factors& f, u32 place, const Arrays& a, int i) {
+DEVICE void update_one(const Factors& f, const Arrays& a, int i) {
   Element x;
   load_one(a.gradient + i, x.gradient);
   load_one(a.master + i, x.master);
   load_one(a.exp_avg + i, x.exp_avg);
   load_one(a.exp_avg_sq + i, x.exp_avg_sq);
   if (SPLIT) x.low_bits = load2(a.low_bits + i);
-  update(f, place, x);
+  update(f, x);
   store_one(a.master + i, x.master);
   store_one(a.exp_avg + i, x.exp_avg);
   store_one(a.exp_avg_sq + i, x.exp_avg_sq);
@@ -260,7 +222,6 @@ DEVICE void update_one(const Factors& f, u32 place, const Arrays& a, int i) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
-  if (load_double(&p.scalars->overflow) != 0) return;  // all threads alike
   const int block = blockIdx.x, thread = threadIdx.x;
   const Shard* shard = p.shards + load_int(p.shard_of_block + block);
   SHARED(Factors, shared);
@@ -271,7 +232,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
   const i64 offset = (block - load_i64(&shard->first_block)) * CHUNK;
   const i64 left = load_i64(&shard->numel) - offset;
   const int count = left < CHUNK ? static_cast<int>(left) : CHUNK;
-  const u32 place = static_cast<u32>(load_i64(&shard->first) + offset);
   const Arrays arrays = arrays_of(shard, offset);
 
   int done = 0;
@@ -286,10 +246,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
       for (int u = 0; u < UNROLL; u++) {
         const int i = from + 4 * THREADS * u;
         if (i >= done) continue;
-        update_four(factors, place + i, x[u]);
+        update_four(factors, x[u]);
         store(arrays, i, x[u]);
       }
     }
   }
-  for (int i = done + thread; i < count; i += THREADS) update_one(factors, place + i, arrays, i);
+  for (int i = done + thread; i < count; i += THREADS) update_one(factors, arrays, i);
 }

@@ -131,7 +131,6 @@ def stepped(gpu: Gpu, defines: Macros) -> bool:
             weight_decay=0.1,
             step=number,
             multiplier=0.5,
-            seed=number if defines["STOCHASTIC"] else None,
         )
         adam.run(gpu, there, gradient.to(gpu.device), step)
         reference.adamw_(weights, gradient, step)

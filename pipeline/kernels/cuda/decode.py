@@ -30,7 +30,7 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "starts", "slopes")),
+        ("lengths", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("query_sequence", "query_head")),
         *((name, ctypes.c_int64) for name in ("out_sequence", "out_head")),
         *((name, ctypes.c_int64) for name in ("key_sequence", "key_head", "key_token")),
@@ -99,8 +99,8 @@ def decode_attention(
 ) -> Float[Tensor, "B H D"]:
     """`decode_reference.decode_attention` on a GPU, for what `refusal` has nothing against.
 
-    No number of `lengths` and `starts` is looked at on the host: a CUDA graph of the call may be
-    replayed with others, up to `longest`. By default the keys are cut into as many splits as fill
+    No number of `lengths` is looked at on the host: a CUDA graph of the call may be replayed with
+    others, up to `longest`. By default the keys are cut into as many splits as fill
     the GPU. The result is written into `out` if that is given.
     """
     batch, heads, size = query.shape
@@ -148,8 +148,6 @@ def _params(
         out=out.data_ptr(),
         parts=None if parts is None else parts.data_ptr(),
         lengths=scores.lengths.data_ptr(),
-        starts=None if scores.starts is None else scores.starts.data_ptr(),
-        slopes=None if scores.slopes is None else scores.slopes.data_ptr(),
         query_sequence=query.stride(0),
         query_head=query.stride(1),
         out_sequence=out.stride(0),

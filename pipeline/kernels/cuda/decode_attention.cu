@@ -21,8 +21,6 @@ struct DecodeParams {
   void* out;
   float* parts;         // (sequence, head, split, HEAD_SIZE + 2): sum of values, maximum, sum
   const int* lengths;   // (sequence): one past the last key
-  const int* starts;    // (sequence): the first key; or null: 0
-  const float* slopes;  // (head): ALiBi; or null
   i64 query_sequence, query_head, out_sequence, out_head;
   i64 key_sequence, key_head, key_token, value_sequence, value_head, value_token;
   int heads_per_kv, blocks_per_kv, capacity, window, num_splits;
@@ -73,8 +71,7 @@ struct Keys {
 };
 DEVICE Keys keys_of_block(const DecodeParams& p, int sequence) {
   const int length = load_int(p.lengths + sequence), end = min(length, p.capacity);
-  int first = p.starts ? max(load_int(p.starts + sequence), 0) : 0;
-  if (p.window > 0 && length > p.window) first = max(first, length - p.window);
+  int first = p.window > 0 && length > p.window ? length - p.window : 0;
   int count = (end - first + p.num_splits - 1) / p.num_splits;
   count = (count + KEYS - 1) / KEYS * KEYS;
   first += static_cast<int>(blockIdx.x) * count;
@@ -89,16 +86,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
   const int num_heads = min(GROUP, p.heads_per_kv - first_of_kv);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int lane_of_key = lane % LANES, key_of_block = threadIdx.x / LANES;
-  const int length = load_int(p.lengths + sequence);
   const Keys keys = keys_of_block(p, sequence);
 
-  float query[GROUP][SIZE], slope[GROUP];
+  float query[GROUP][SIZE];
   Sums sums;
 #pragma unroll
   for (int g = 0; g < GROUP; g++) {
     const int head = first_head + min(g, num_heads - 1);
     const NUMBER* from = static_cast<const NUMBER*>(p.query) + sequence * p.query_sequence + head * p.query_head;
-    slope[g] = p.slopes ? load_float(p.slopes + head) * LOG2_E : 0.f;
     sums.highest[g] = MINUS_INFINITY;
     sums.weight[g] = 0.f;
 #pragma unroll
@@ -150,7 +145,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(Decode
 #pragma unroll
         for (int other = LANES / 2; other > 0; other /= 2)
           score[a][g] += __shfl_xor_sync(0xffffffffu, score[a][g], other);
-        score[a][g] = fmaf(slope[g], static_cast<float>(token - (length - 1)), score[a][g]);
         if (token >= keys.end) score[a][g] = MINUS_INFINITY;
       }
     }

@@ -133,7 +133,6 @@ def attend(inputs: Inputs, by: Callable[..., Tensor], **settings: Any) -> Tensor
     scores = Scores(
         lengths=inputs["lengths"],
         scaling=0.1,
-        starts=inputs.get("starts"),
         sliding_window=inputs.get("window"),
     )
     return by(*tensors, scores, **settings)
@@ -169,7 +168,6 @@ ATTENTION = Operator(
         "lengths beyond the cache": lambda _: {"lengths": ints(12, 2**31 - 1)},
         "lengths and a window beyond the cache": lambda _: {"lengths": ints(12, 15), "window": 5},
         "lengths below 0": lambda _: {"lengths": ints(-4, -(2**31))},
-        "starts beyond the cache": lambda _: {"starts": ints(2**31 - 1, -7)},
         "no window": lambda _: {"window": 0},
         "fewer sequences": lambda given: {"key": given["key"][:1], "value": given["value"][:1]},
         "shorter values": lambda given: {"value": given["value"][:, :, :4].contiguous()},
@@ -294,13 +292,13 @@ class Machine:
             self.launches += 1
             launch(*args, **kwargs)
 
-        def on_gpu(weights: Weights, gradient: Tensor, step: AdamW) -> Any:
+        def on_gpu(weights: Weights, gradient: Tensor) -> Any:
             # What lies at odd addresses is left to PyTorch before a GPU is looked for.
-            found = find(weights, gradient, step)
+            found = find(weights, gradient)
             if isinstance(found, adam.NotBuiltError):
                 return found
             kind = cuda_adam.kind_of(weights, gradient)
-            return adam._on_gpu(gradient.device, kind, stochastic=False)
+            return adam._on_gpu(gradient.device, kind)
 
         def on_cpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(kernel)

@@ -1,6 +1,5 @@
 """Decode attention's definition, against attention of PyTorch and numbers by hand; its refusals."""
 
-import math
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
     query, key, value = tensors()
-    scores = Scores(lengths=ints(9, 5), starts=ints(2, 0), scaling=0.3, sliding_window=4)
+    scores = Scores(lengths=ints(9, 5), scaling=0.3, sliding_window=4)
 
     out = decode_attention(query, key, value, scores, longest=9)
 
@@ -39,17 +38,6 @@ def test_each_sequence_attends_to_its_own_keys_as_in_pytorch() -> None:
             enable_gqa=True,
         )
         torch.testing.assert_close(out[row], expected[:, 0])
-
-
-def test_alibi_weighs_keys_by_their_distance() -> None:
-    query, key, value = torch.zeros(1, 1, 64), torch.zeros(1, 1, 3, 64), torch.zeros(1, 1, 3, 64)
-    value[0, 0, :, 0] = torch.tensor([1.0, 10.0, 100.0])
-    scores = Scores(lengths=ints(3), scaling=1.0, slopes=torch.tensor([math.log(2)]))
-
-    out = decode_attention(query, key, value, scores, longest=3)
-
-    # Weights 1/4, 1/2 and 1, which make 7/4.
-    assert out[0, 0, 0].item() == pytest.approx((1 + 20 + 400) / 7)
 
 
 def test_a_sequence_without_keys_gives_zero() -> None:
@@ -66,9 +54,7 @@ def test_a_sequence_without_keys_gives_zero() -> None:
     [
         ("holds 9 tokens of a sequence, not 10", {"longest": 10}),
         (r"lengths must be torch.int32, 2 of them", {"lengths": torch.tensor([9, 5])}),
-        ("starts must be torch.int32", {"starts": torch.tensor([0, 0])}),
-        ("slopes must be torch.float32", {"slopes": torch.ones(4, dtype=torch.float64)}),
-        ("side by side", {"starts": ints(0, 1, 2, 3)[::2]}),
+        ("side by side", {"lengths": ints(9, 1, 5, 3)[::2]}),
     ],
 )
 def test_tensors_that_dont_fit_are_refused(message: str, change: dict[str, object]) -> None:

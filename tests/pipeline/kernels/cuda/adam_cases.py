@@ -28,12 +28,11 @@ class Kind:
     moments: torch.dtype = F32
     copy: torch.dtype | None = None
     split: bool = False
-    stochastic: bool = False
 
     def __str__(self) -> str:
         parts = [str(self.gradient), *["bf16 moments"] * (self.moments == BF16)]
         parts += [f"{self.copy} copy"] * (self.copy is not None)
-        parts += ["split"] * self.split + ["stochastic"] * self.stochastic
+        parts += ["split"] * self.split
         return ", ".join(parts).replace("torch.", "")
 
 
@@ -42,11 +41,11 @@ KINDS = [
     Kind(BF16, copy=BF16),
     Kind(F16, copy=F16),
     Kind(F32, BF16, BF16),
-    Kind(BF16, BF16, BF16, stochastic=True),
+    Kind(BF16, BF16, BF16),
     Kind(split=True),
     Kind(BF16, split=True),
-    Kind(BF16, BF16, split=True, stochastic=True),
-    Kind(F32, copy=BF16, stochastic=True),
+    Kind(BF16, BF16, split=True),
+    Kind(F32, copy=BF16),
 ]
 
 
@@ -72,9 +71,7 @@ def shard_of(kind: Kind, size: int, *, shift: int, seed: int) -> Shard:
     )
     gradient = vector(kind.gradient, 1.0)
     decay = 0.1 * (seed % 2)
-    return Shard(
-        weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=decay, first=7 * seed
-    )
+    return Shard(weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=decay)
 
 
 def shards_of(kind: Kind, *, shift: int = 0, sizes: Sequence[int] = SIZES) -> list[Shard]:
@@ -87,8 +84,8 @@ def copied(shard: Shard) -> Shard:
 
 
 def by_reference(shard: Shard, step: AdamW) -> None:
-    settings = {"lr": step.lr * shard.lr, "weight_decay": shard.weight_decay, "first": shard.first}
-    reference.adamw_(shard.weights, shard.gradient, dataclasses.replace(step, **settings))
+    own = dataclasses.replace(step, lr=step.lr * shard.lr, weight_decay=shard.weight_decay)
+    reference.adamw_(shard.weights, shard.gradient, own)
 
 
 def moved(shard: Shard, device: torch.device) -> Shard:
@@ -100,18 +97,12 @@ def moved(shard: Shard, device: torch.device) -> Shard:
 
 def is_right(kind: Kind, gpu: Gpu) -> bool:
     """Whether the kernel has the bits of the definition on a CPU."""
-    step = dataclasses.replace(STEP, seed=11 if kind.stochastic else None)
     expected = shards_of(kind)
     ours = [moved(copied(shard), gpu.device) for shard in expected]
     for shard in expected:
-        by_reference(shard, step)
-    adamw_(
-        ShardTable(ours, gpu),
-        scalars_of(step, gpu.device),
-        betas=step.betas,
-        eps=step.eps,
-        stochastic=kind.stochastic,
-    )
+        by_reference(shard, STEP)
+    scalars = scalars_of(STEP, gpu.device)
+    adamw_(ShardTable(ours, gpu), scalars, betas=STEP.betas, eps=STEP.eps)
     return all(
         torch.equal(one.weights.tensors()[name].cpu(), tensor)
         for one, other in zip(ours, expected, strict=True)

@@ -24,9 +24,7 @@ class Case:
     heads: int
     kv_heads: int
     lengths: tuple[int, ...] = (1, 77, 130)
-    starts: tuple[int, ...] | None = None
     window: int | None = None
-    alibi: bool = False
     num_splits: int | None = 1
     schedule: int = 0
     seed: int = 0
@@ -34,8 +32,7 @@ class Case:
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         text = f"{name}-{self.head_size}-{self.heads}:{self.kv_heads}-splits{self.num_splits}"
-        text += "-starts" * (self.starts is not None) + f"-window{self.window}" * bool(self.window)
-        return text + "-alibi" * self.alibi + f"-order{self.schedule}"
+        return text + f"-window{self.window}" * bool(self.window) + f"-order{self.schedule}"
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,8 @@ class Inputs:
     value: Tensor
     scores: Scores
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        scores = self.scores
-        return (self.query, self.key, self.value, scores.lengths, scores.starts, scores.slopes)
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.query, self.key, self.value, self.scores.lengths)
 
 
 def inputs_of(case: Case, device: torch.device) -> Inputs:
@@ -60,29 +56,16 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
     def cache() -> Tensor:
         shape = (batch, case.kv_heads, width, case.head_size)
         stored = torch.randn(shape, generator=generator)
-        starts = case.starts or (0,) * batch
-        for row, (start, length) in enumerate(zip(starts, case.lengths, strict=True)):
-            first = max(start, length - (case.window or length))
-            stored[row, :, :first] = math.nan
+        for row, length in enumerate(case.lengths):
+            stored[row, :, : max(0, length - (case.window or length))] = math.nan
             stored[row, :, length:] = math.nan
         return stored.to(case.dtype).to(device)
 
     # As the layers of a model give it: (1, head, sequence, size), looked at the other way round.
     shape = (case.heads, batch, case.head_size)
     query = torch.randn(shape, generator=generator).to(case.dtype).to(device).transpose(0, 1)
-    slopes = torch.rand(case.heads, generator=generator).to(device) if case.alibi else None
-    lengths, starts = (
-        None if numbers is None else torch.tensor(numbers, dtype=torch.int32, device=device)
-        for numbers in (case.lengths, case.starts)
-    )
-    assert lengths is not None
-    scores = Scores(
-        lengths=lengths,
-        scaling=case.head_size**-0.5,
-        sliding_window=case.window,
-        starts=starts,
-        slopes=slopes,
-    )
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    scores = Scores(lengths=lengths, scaling=case.head_size**-0.5, sliding_window=case.window)
     return Inputs(query, cache(), cache(), scores)
 
 
@@ -115,14 +98,14 @@ QUICK = [
     for splits, order in [(1, 0), (1, 7), (3, 1)]
 ]
 QUICK += [
-    Case(F32, 64, 2, 2, RAGGED, starts=(0, 13, 129), num_splits=splits, schedule=order)
+    Case(F32, 64, 2, 2, RAGGED, num_splits=splits, schedule=order)
     for splits, order in [(1, 1), (3, 7)]
 ]
 QUICK += [
     Case(F16, 80, 7, 1, RAGGED, window=40, num_splits=1, schedule=7),
-    Case(F16, 80, 7, 1, RAGGED, window=40, alibi=True, num_splits=2),
+    Case(F16, 80, 7, 1, RAGGED, window=40, num_splits=2),
     Case(F32, 96, 3, 3, (0, 5, 33), num_splits=2, schedule=1),
-    Case(BF16, 256, 16, 2, (64, 200), num_splits=None, alibi=True),
+    Case(BF16, 256, 16, 2, (64, 200), num_splits=None),
     Case(F32, 256, 9, 1, (64, 200), num_splits=2, schedule=7),
 ]
 """A little of everything, with as few specialisations as that takes."""
@@ -134,9 +117,9 @@ SHAPES = [
 ]
 OPTIONS = [
     {"num_splits": 1, "schedule": 0},
-    {"num_splits": 3, "schedule": 1, "starts": (0, 13, 127)},
-    {"num_splits": 1, "schedule": 7, "window": 40, "alibi": True},
-    {"num_splits": 3, "schedule": 7, "window": 40, "starts": (0, 60, 3)},
+    {"num_splits": 3, "schedule": 1},
+    {"num_splits": 1, "schedule": 7, "window": 40},
+    {"num_splits": 3, "schedule": 7, "window": 40},
 ]
 GRID = [
     Case(dtype, *shape, RAGGED, **options)  # pyright: ignore[reportArgumentType]

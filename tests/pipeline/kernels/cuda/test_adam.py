@@ -1,7 +1,6 @@
 """AdamW: the kernel's own source, run on the CPU, against the reference to the bit and float64."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -39,7 +38,6 @@ def by_kernel(
             scalars_of(step, CPU),
             betas=step.betas,
             eps=step.eps,
-            stochastic=step.seed is not None,
         )
 
 
@@ -59,13 +57,12 @@ def test_many_shards_in_one_launch_get_the_bits_of_the_reference(
 
 
 def check_bits(kind: Kind, emulator: Emulator, *, shift: int, schedule: int) -> None:
-    step = dataclasses.replace(STEP, seed=11 if kind.stochastic else None)
     ours = shards_of(kind, shift=shift)
     theirs = [copied(shard) for shard in ours]
 
     for shard in theirs:
-        by_reference(shard, step)
-    by_kernel(ours, step, emulator, schedule=schedule)
+        by_reference(shard, STEP)
+    by_kernel(ours, STEP, emulator, schedule=schedule)
 
     assert_equal(ours, theirs)
 
@@ -106,45 +103,18 @@ def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
     assert_equal(ours, theirs)
 
 
-def test_an_overflow_changes_nothing(emulator: Emulator) -> None:
-    check_overflow(emulator)
-
-
-def check_overflow(emulator: Emulator) -> None:
-    ours = shards_of(Kind(BF16, copy=BF16))
-    before = [copied(shard) for shard in ours]
-
-    by_kernel(ours, dataclasses.replace(STEP, overflow=True), emulator)
-
-    assert_equal(ours, before)
-
-
-def test_what_is_not_finite_stays_so_under_stochastic_rounding(emulator: Emulator) -> None:
-    ours = shards_of(Kind(F32, copy=BF16, stochastic=True), sizes=(64,))
+def test_what_is_not_finite_stays_so(emulator: Emulator) -> None:
+    ours = shards_of(Kind(F32, copy=BF16), sizes=(64,))
     ours[0].gradient[3] = math.inf
     ours[0].weights.master[5] = -math.inf
 
-    by_kernel(ours, dataclasses.replace(STEP, seed=3), emulator)
+    by_kernel(ours, STEP, emulator)
 
     copy = ours[0].weights.copy
     assert copy is not None
     assert copy[3].isnan()
     assert copy[5] == -math.inf
     assert copy.isfinite().sum() == 62
-
-
-@pytest.mark.parametrize("seed", [-1, 2**60 + 1])
-def test_a_seed_has_the_random_bits_of_the_reference_whatever_its_size(
-    seed: int, emulator: Emulator
-) -> None:
-    step = dataclasses.replace(STEP, seed=seed)
-    ours = shards_of(Kind(BF16, BF16, BF16, stochastic=True), sizes=(200,))
-    theirs = [copied(shard) for shard in ours]
-
-    by_reference(theirs[0], step)
-    by_kernel(ours, step, emulator)
-
-    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", [Kind(copy=BF16), Kind(split=True)], ids=str)
@@ -169,27 +139,6 @@ def check_ties(kind: Kind, emulator: Emulator) -> None:
 
     bits = [each & 0xFFFF for each in copy.view(torch.int16).tolist()]
     assert bits == [0x3F81, 0x3F82, 0xBF81, 0x3F80, 0x7FC0]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_pieces_of_a_vector_round_stochastically_as_the_whole(
-    schedule: int, emulator: Emulator
-) -> None:
-    kind = Kind(BF16, BF16, BF16, stochastic=True)
-    step = dataclasses.replace(STEP, seed=5)
-    whole = shards_of(kind, sizes=(200,))
-    copy = copied(whole[0])
-    pieces = []
-    for start, stop in itertools.pairwise((0, 64, 67, 200)):
-        tensors = {name: each[start:stop] for name, each in copy.weights.tensors().items()}
-        piece = Weights(**tensors)
-        gradient = copy.gradient[start:stop]
-        pieces.append(dataclasses.replace(copy, weights=piece, gradient=gradient, first=start))
-
-    by_kernel(whole, step, emulator)
-    by_kernel(pieces, step, emulator, schedule=schedule)
-
-    assert_equal(whole, [copy])
 
 
 def test_shards_of_one_launch_are_of_one_kind(emulator: Emulator) -> None:

@@ -128,7 +128,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
         f"PyTorch does the work of the kernel of the operator: {reason}"
     ]
     if name == "adamw":
-        assert str(adamw._on_gpu(CPU, ADAMW, stochastic=False)) == reason
+        assert str(adamw._on_gpu(CPU, ADAMW)) == reason
     monkeypatch.setenv(SWITCH, "required")
     with pytest.raises(KernelError, match=reason):
         found(name)

@@ -42,11 +42,10 @@ ALL: list[tuple[str, Defines]] = [
         for heads in (1, 4, 7, 8)
     ),
     *(
-        ("adamw", adam.specialisation((gradient, moments, copy, split), stochastic=stochastic))
+        ("adamw", adam.specialisation((gradient, moments, copy, split)))
         for gradient in (torch.float32, torch.bfloat16, torch.float16)
         for moments in (torch.float32, torch.bfloat16)
         for copy, split in [(None, False), (torch.bfloat16, False), (None, True)]
-        for stochastic in (False, True)
     ),
     ("append", append.SPECIALISATION),
     *(
