@@ -20,9 +20,8 @@ from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.distributed import global_max
 from pipeline.errors import DataError, KernelError
-from pipeline.kernels.logprobs import WHOLE, linear_logprobs
-from pipeline.kernels.reference import logprobs_of
-from pipeline.kernels.row_logprobs import row_logprobs
+from pipeline.kernels.logprobs.definition import logprobs_of
+from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
 from pipeline.models.attention import RAGGED, Ragged
 
 logger = logging.getLogger(__name__)
