@@ -58,7 +58,7 @@ class Emulator:
             getattr(self._functions, name).restype = ctypes.c_char_p
         self.cubins = directory / "cubins"
 
-    def gpu(self, **changes: object) -> Gpu:
+    def gpu(self, **changes: Any) -> Gpu:  # noqa: ANN401
         """A GPU of compute capability 9.0 with two multiprocessors."""
         settings: dict[str, Any] = {
             "capability": 90,

@@ -26,7 +26,7 @@ def test_every_folder_but_the_shared_ones_is_an_operator() -> None:
 def test_a_folder_has_what_others_ask_it_for(name: str) -> None:
     folder, tests = HERE / name, TESTS / name
 
-    assert (folder / "dispatch.py").exists()
+    assert (folder / "dispatch.py").exists(), "dispatch.py"
     assert not lacks(cases_of(name), "timed")
     assert not lacks(
         import_module(f"tests.pipeline.kernels.{name}.bad_input"), "OPERATORS", "EXPECTED"

@@ -94,7 +94,7 @@ def is_right(emulator: Emulator) -> bool:
                 out = cases.run(case, inputs, emulator.gpu())
         except AssertionError:
             return False
-        if not cases.relative_error(inputs, out) < cases.TOLERANCES[case.dtype]:
+        if not cases.is_right(case, inputs, out):
             return False
     return True
 
