@@ -24,7 +24,7 @@ def measure(shape: tuple[int, int, int, int], rounds: int) -> dict[str, Seconds]
     """Seconds of each round, by direction and side."""
     import torch
 
-    from pipeline.kernels.causal import causal_attention
+    from pipeline.kernels.causal_attention.dispatch import causal_attention
 
     batch, heads, tokens, size = shape
     made = torch.randn(4, batch, tokens, heads, size).bfloat16().transpose(2, 3)

@@ -38,12 +38,13 @@ from torch import Tensor
 from benchmarks.engine import call, last_line, show
 from benchmarks.memory import peak_bytes_of
 from pipeline.engine.host_memory import keep_freed_memory
-from pipeline.kernels import reference
-from pipeline.kernels.adam import adamw_
-from pipeline.kernels.cpu.adam import SOURCE, Variant
-from pipeline.kernels.cpu.build import CACHE, build
-from pipeline.kernels.logprobs import linear_logprobs
-from pipeline.kernels.reference import AdamW, Weights
+from pipeline.kernels.adamw import definition as adamw
+from pipeline.kernels.adamw.cpu import SOURCE, Variant
+from pipeline.kernels.adamw.definition import AdamW, Weights
+from pipeline.kernels.adamw.dispatch import adamw_
+from pipeline.kernels.logprobs import definition as logprobs
+from pipeline.kernels.logprobs.dispatch import linear_logprobs
+from pipeline.kernels.toolchain.cpp import CACHE, build
 
 FORMS = ("fp32", "mixed", "mixed-split", "mixed-split-bf16-moments")
 BYTES = {"fp32": 28, "mixed": 28, "mixed-split": 26, "mixed-split-bf16-moments": 18}
@@ -177,7 +178,7 @@ def is_bit_equal(numel: int = 1_000_003) -> bool:
         )
         gradient = torch.randn(numel)
         adamw_(first, gradient, step, kernels="required")
-        reference.adamw_(second, gradient, step)
+        adamw.adamw_(second, gradient, step)
     pairs = zip(first.tensors().values(), second.tensors().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -221,14 +222,14 @@ def measure_logprobs(args: argparse.Namespace) -> list[str]:
         del exact, expected, got
         inputs = hidden.nbytes + weight.nbytes
         peaks: list[float] = []
-        for compute, each in ((reference.linear_logprobs, plain), (linear_logprobs, settings)):
+        for compute, each in ((logprobs.linear_logprobs, plain), (linear_logprobs, settings)):
             hidden.grad = weight.grad = None
             peaks.append(
                 peak_bytes_of(lambda: learn(compute, (hidden, weight), **each)) - inputs  # noqa: B023
             )
         times: tuple[list[float], list[float]] = ([], [])
         ways = [
-            (times[0], reference.linear_logprobs, plain),
+            (times[0], logprobs.linear_logprobs, plain),
             (times[1], linear_logprobs, settings),
         ]
         for number in range(args.rounds // 2 + 1):

@@ -4,12 +4,12 @@
     python -m benchmarks.kernels_gpu --backend emulator     # the same course, tiny, without a GPU
 
 Phases, each of which leaves off what its share of the budget has no room for and says so:
-`compile` builds each specialisation and counts registers and spills; `correct` runs the cases of
-the tests at their sizes; `ceilings` measures a copy and a matrix product; `adam` and `decode` time
-the kernels by replays of CUDA graphs over more buffers than the cache holds, beside what PyTorch
-has for the same work, and `small` the cache and the sampler; `loop` generates with a model of
-random weights. Lines of JSON are written as they come, tables and gates at the end; a gate or a
-phase that fails, or that time was over for, is exit code 1.
+`compile` builds each specialisation and counts registers and spills; `correct` runs the operators'
+cases at their sizes; `ceilings` measures a copy and a matrix product; `adam` and `decode` time the
+kernels by replays of CUDA graphs over more buffers than the cache holds, beside what PyTorch has
+for the same work, and `small` the cache and the sampler; `loop` generates with a model of random
+weights. Lines of JSON are written as they come, tables and gates at the end; a gate or a phase that
+fails, or that time was over for, is exit code 1.
 
 Under NVIDIA's checker: compute-sanitizer --tool memcheck python -m benchmarks.kernels_gpu
 --phases correct --cases 12 (likewise racecheck and synccheck), with
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,16 @@ from benchmarks.kernel_gates import report
 from benchmarks.kernels_gpu_bench import Bench
 from benchmarks.kernels_gpu_decode import Decoding, run_decode
 from benchmarks.kernels_gpu_small import run_small
-from pipeline.kernels.cuda import adam, append, decode, sample
-from pipeline.kernels.cuda.gpu import OPTIONS, PRELUDE, SOURCES, gpu_of
-from pipeline.kernels.cuda.nvrtc import Nvrtc, find_nvrtc
-from pipeline.kernels.reference import AdamW, Weights
+from pipeline.kernels.adamw import cases as adamw_cases
+from pipeline.kernels.adamw import cuda as adamw
+from pipeline.kernels.adamw.definition import AdamW, Weights
+from pipeline.kernels.cache_append import cases as append_cases
+from pipeline.kernels.decode_attention import cases as attention_cases
+from pipeline.kernels.emulator.emulated import Emulator
+from pipeline.kernels.operators import cases_of, operators
+from pipeline.kernels.sampling import cases as sampling_cases
+from pipeline.kernels.toolchain.gpu import HEADERS, OPERATORS, OPTIONS, gpu_of
+from pipeline.kernels.toolchain.nvrtc import Nvrtc, find_nvrtc
 
 SHARES = {
     "compile": 60,
@@ -64,34 +70,19 @@ STEP = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, mu
 
 def run_compile(bench: Bench, _: argparse.Namespace) -> None:
     """Every specialisation for this GPU: registers, spills and seconds."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    sources: list[tuple[str, Mapping[str, str | int]]] = [
-        (
-            "decode_attention",
-            decode.specialisation(dtype, decode.Shape(heads, size, dtype.itemsize)),
-        )
-        for dtype in dtypes
-        for size in decode.HEAD_SIZES
-        for heads in (1, 4, 7, 8)
+    sources = [
+        (name, defines)
+        for name in operators(on_gpu=True)
+        for defines in cases_of(name).SPECIALISATIONS
     ]
-    sources += [
-        ("adamw", adam.specialisation((gradient, torch.float32, copy, False)))
-        for gradient in dtypes
-        for copy in (None, torch.bfloat16, torch.float16)
-    ]
-    # As the engine steps bf16 weights.
-    sources.append(("adamw", adam.specialisation((torch.float32, torch.float32, None, True))))
-    sources += [("sample", sample.specialisation(dtype)) for dtype in dtypes]
-    sources.append(("append", append.SPECIALISATION))
-    prelude = (SOURCES / PRELUDE).read_text()
     for name, defines in bench.in_time("compile", sources[-2:] if bench.tiny else sources):
         options = [f"--gpu-architecture={bench.gpu.architecture}", *OPTIONS]
         options += [f"-D{macro}={value}" for macro, value in defines.items()]
         start = time.perf_counter()
         _, log = bench.nvrtc.compile(
-            (SOURCES / f"{name}.cu").read_text(),
+            (OPERATORS / name / "cuda.cu").read_text(),
             name=f"{name}.cu",
-            headers={PRELUDE: prelude},
+            headers=HEADERS,
             options=[*options, "--ptxas-options=-v"],
         )
         spills = [int(number) for number in re.findall(r"(\d+) bytes spill", log)]
@@ -106,18 +97,11 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
 
 
 def run_correct(bench: Bench, args: argparse.Namespace) -> None:
-    """The cases of the tests: against float64, or the bits of the definition."""
-    from tests.pipeline.kernels.cuda import (
-        adam_cases,
-        append_cases,
-        attention_cases,
-        sampling_cases,
-    )
-
-    kinds = [adam_cases.Kind(split=True), *adam_cases.KINDS]
+    """The operators' cases: against float64, or the bits of the definition."""
+    kinds = [adamw_cases.Kind(split=True), *adamw_cases.KINDS]
     for kind in bench.in_time("correct", kinds[:1] if bench.tiny else kinds[1:]):
         with bench.memory():
-            right = adam_cases.is_right(kind, bench.gpu)
+            right = adamw_cases.is_right(kind, bench.gpu)
         bench.tell("correct", operator=f"AdamW {kind}", right=right)
     for case in bench.in_time("correct", append_cases.CASES):
         stored = append_cases.inputs_of(case, bench.gpu.device)
@@ -178,11 +162,11 @@ def run_adam(bench: Bench, _: argparse.Namespace) -> None:
         )
 
 
-def _time_adam(bench: Bench, shards: Sequence[adam.Shard]) -> float:
+def _time_adam(bench: Bench, shards: Sequence[adamw.Shard]) -> float:
     with bench.memory():
-        table = adam.ShardTable(shards, bench.gpu)
-        scalars = adam.scalars_of(STEP, bench.gpu.device)
-        return bench.seconds([lambda: adam.adamw_(table, scalars, betas=STEP.betas, eps=STEP.eps)])
+        table = adamw.ShardTable(shards, bench.gpu)
+        scalars = adamw.scalars_of(STEP, bench.gpu.device)
+        return bench.seconds([lambda: adamw.adamw_(table, scalars, betas=STEP.betas, eps=STEP.eps)])
 
 
 def _shard(
@@ -190,7 +174,7 @@ def _shard(
     device: torch.device,
     split: bool,  # noqa: FBT001
     gradient: torch.dtype = torch.bfloat16,
-) -> adam.Shard:
+) -> adamw.Shard:
     """fp32 master, bf16 copy and a gradient; or, split, bf16 master and 16 bits, fp32 gradient."""
 
     def vector(dtype: torch.dtype) -> Tensor:
@@ -203,7 +187,7 @@ def _shard(
         copy=None if split else vector(torch.bfloat16),
         low_bits=torch.zeros(size, device=device, dtype=torch.int16) if split else None,
     )
-    return adam.Shard(
+    return adamw.Shard(
         weights=weights,
         gradient=vector(torch.float32 if split else gradient),
         lr=1.0,
@@ -211,7 +195,7 @@ def _shard(
     )
 
 
-def _step_of_pytorch(shards: Sequence[adam.Shard]) -> Callable[[], None]:
+def _step_of_pytorch(shards: Sequence[adamw.Shard]) -> Callable[[], None]:
     """Cast, clip, fused AdamW, cast."""
     masters = [shard.weights.master for shard in shards]
     copies = [shard.weights.copy for shard in shards if shard.weights.copy is not None]
@@ -385,8 +369,6 @@ def make_bench(args: argparse.Namespace, scratch: Path) -> Bench:
     if args.backend == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         return Bench(gpu_of(device), find_nvrtc(), tiny=False, output=args.output)
-    from tests.pipeline.kernels.cuda.emulated import Emulator
-
     emulator = Emulator(scratch)
     return Bench(
         emulator.gpu(),

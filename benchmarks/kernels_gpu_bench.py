@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pipeline.kernels.cuda.gpu import Gpu
-from pipeline.kernels.cuda.nvrtc import Nvrtc
+from pipeline.kernels.toolchain.gpu import Gpu
+from pipeline.kernels.toolchain.nvrtc import Nvrtc
 
 REPEATS = 20
 

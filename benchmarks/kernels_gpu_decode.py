@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels_gpu_bench import HEADS, Bench
-from pipeline.kernels.cuda import decode
-from pipeline.kernels.decode_reference import Scores
+from pipeline.kernels.decode_attention import cuda
+from pipeline.kernels.decode_attention.definition import Scores
 
 BEYOND_CACHE = 256 << 20
 """Bytes that timed buffers have together at least: four times the second-level cache of an H200."""
@@ -69,7 +69,7 @@ def _time_decoding(bench: Bench, case: Decoding) -> None:
     mask = (torch.arange(width, device=device) < case.length).expand(case.batch, 1, 1, width)
 
     def ours(key: Tensor, value: Tensor) -> Tensor:
-        return decode.decode_attention(
+        return cuda.decode_attention(
             query,
             key,
             value,

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from benchmarks.kernels_gpu_bench import HEADS, Bench
 from inference.sampling import Sampler, inverse_transform
-from pipeline.kernels.cuda import append, sample
-from pipeline.kernels.sampling_reference import Draw
+from pipeline.kernels.cache_append.cuda import append_
+from pipeline.kernels.sampling.cuda import sample
+from pipeline.kernels.sampling.definition import Draw
 
 DRAWS: Mapping[str, Draw] = {
     "all words": Draw(seed=0, temperature=1.0),
@@ -45,7 +46,7 @@ def _time_append(bench: Bench, model: str) -> None:
     rows = (rows * width + 3).flatten()
 
     def ours() -> None:
-        append.append_(cache, (states[0], states[1]), places, gpu=bench.gpu)
+        append_(cache, (states[0], states[1]), places, gpu=bench.gpu)
 
     def pytorch() -> None:
         for stored, new in zip(cache, states, strict=True):
@@ -66,7 +67,7 @@ def _time_sample(bench: Bench, name: str, num_words: int) -> None:
     sampler = Sampler(temperature=1.0, seed=0, top_k=draw.top_k, top_p=draw.top_p)
 
     def ours() -> None:
-        sample.sample(logits, numbers[0], numbers[1], draw, gpu=bench.gpu)
+        sample(logits, numbers[0], numbers[1], draw, gpu=bench.gpu)
 
     def pytorch() -> None:
         # What the generation engine does without the kernel, but for the way to the host.

@@ -27,8 +27,8 @@ BF16 = torch.bfloat16
 
 def ours(numel: int, way: str) -> Callable[[], None]:
     """The kernel."""
-    from pipeline.kernels.adam import adamw_
-    from pipeline.kernels.reference import AdamW, Weights, split_master
+    from pipeline.kernels.adamw.definition import AdamW, Weights, split_master
+    from pipeline.kernels.adamw.dispatch import adamw_
 
     mixed, split = "mixed" in way, "split" in way
     moments = BF16 if "bf16-moments" in way else torch.float32
@@ -49,8 +49,8 @@ def ours(numel: int, way: str) -> Callable[[], None]:
 
 def stream(numel: int, way: str) -> Callable[[], None]:
     """As much memory, next to no arithmetic."""
-    from pipeline.kernels.cpu.build import build
-    from pipeline.kernels.cpu.threads import parallel
+    from pipeline.kernels.toolchain.cpp import build
+    from pipeline.kernels.toolchain.threads import parallel
 
     narrow, split, moments = "mixed" in way, "split" in way, "bf16-moments" in way
     source = Path(__file__).with_name("stream.cpp")

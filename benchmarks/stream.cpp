@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "../pipeline/kernels/cpu/threads.h"
+#include "../pipeline/kernels/include/threads.h"
 
 namespace {
 

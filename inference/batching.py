@@ -18,7 +18,7 @@ from inference.sampling import Sampler
 from inference.slots import Continuation, NextToken, SlotCache
 from inference.tp_group import tp_group_of
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.cpu.rows import fewest_rows
+from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import Layout, Ragged, round_up
 from pipeline.models.forward import base_model
 

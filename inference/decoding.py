@@ -17,8 +17,8 @@ from inference.passes import Column, Pass, Repeated, RepeatError, Stage
 from inference.slots import NextToken
 from inference.taped import TapedRows
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.cpu.linear import is_built
-from pipeline.kernels.cpu.rows import fewest_rows
+from pipeline.kernels.linear.dispatch import is_built
+from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import round_up
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inference.passes import Column, Pass, Repeated, RepeatError
 from inference.slots import NextToken, attend_by_kernel
-from pipeline.kernels.attention import kernel_for
+from pipeline.kernels.decode_attention.dispatch import kernel_for
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 """Given a computation and the memory of its inputs: what computes it again and returns the result,

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from inference.settings import Sampling
-from pipeline.kernels import sampling
-from pipeline.kernels.sampling_reference import Draw
+from pipeline.kernels.sampling import dispatch as sampling
+from pipeline.kernels.sampling.definition import Draw
 
 BLOCK = 128
 """Tokens of a block, of which one is looked into: about the root of a vocabulary's size."""

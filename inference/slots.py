@@ -17,12 +17,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from inference.tp_group import kv_heads_here
-from pipeline.kernels import append
-from pipeline.kernels.attention import decode_attention, kernel_for
-from pipeline.kernels.cpu import decode as cpu_decode
-from pipeline.kernels.cpu.build import Built
-from pipeline.kernels.cuda.append import append_
-from pipeline.kernels.decode_reference import Scores
+from pipeline.kernels.cache_append.cuda import append_
+from pipeline.kernels.cache_append.dispatch import kernel_for as append_kernel_for
+from pipeline.kernels.decode_attention.definition import Scores
+from pipeline.kernels.decode_attention.dispatch import decode_attention, kernel_for, prepare
 from pipeline.models.attention import KEY_BLOCK, round_up
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
 
@@ -67,7 +65,7 @@ class SlotCache(Cache):
             self.values.append(self._empty(value_states))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         new = (key_states[0], value_states[0])
-        gpu = append.kernel_for((keys, values), new)
+        gpu = append_kernel_for((keys, values), new)
         if gpu is None:
             self._store((keys, values), new)
         else:
@@ -279,20 +277,16 @@ def prepare_attention(
     None where there is no such kernel for these.
     """
     rows = query[0].transpose(0, 1)
-    built = kernel_for(rows, key, value)
-    if not isinstance(built, Built) or not out.is_contiguous():
-        return None
     count = min(len(rows), len(key))
-    call = cpu_decode.prepare(
+    call = prepare(
         rows[:count],
         key[:count],
         value[:count],
         out[0, :count],
         scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
-        built=built,
     )
-    return lambda layout: call(layout.ends(count))
+    return None if call is None else lambda layout: call(layout.ends(count))
 
 
 class Continuation:

@@ -16,7 +16,8 @@ from inference.passes import Column, Pass, Repeated, RepeatError
 from inference.slots import NextToken, prepare_attention
 from inference.tape import Call, Repeat, Tape, Writer
 from pipeline.kernels.choice import kernel_mode
-from pipeline.kernels.cpu.linear import Linear, prepare
+from pipeline.kernels.linear.cpu import Linear
+from pipeline.kernels.linear.dispatch import prepare
 
 
 class Asked:

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu.threads import openmp_runtime
+from pipeline.kernels.toolchain.threads import openmp_runtime
 from pipeline.parallel import launched
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.kernels.reference import categorical_entropy
+from pipeline.kernels.logprobs.definition import categorical_entropy
 from pipeline.models.forward import Policy, Scorer
 from step2_reward.losses import pairwise_loss
 from tests.families import random_rows, tiny_causal_lm, tiny_classifier

@@ -101,6 +101,18 @@ def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) 
     assert config.endswith("site-packages/rlhf_pipeline/pipeline/config/__init__.py")
 
 
+def test_the_sources_of_kernels_are_in_the_wheel(installed: Path) -> None:
+    sources = {
+        file.relative_to(ROOT)
+        for kind in ("cpp", "cu", "cuh", "h")
+        for file in (ROOT / "pipeline").rglob(f"*.{kind}")
+    }
+    (package,) = installed.parent.glob("lib/python*/site-packages/rlhf_pipeline")
+
+    assert Path("pipeline/kernels/include/prelude.cuh") in sources
+    assert not {each for each in sources if not (package / each).exists()}
+
+
 def test_presets_are_found_by_name_in_any_directory(installed: Path, tmp_path: Path) -> None:
     for preset in ("sft/opt-1.3b.yaml", "configs/sft/opt-1.3b.yaml"):
         words = ("--config", preset, "--output_dir", "x", "--print_config")

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.engine.zero import in_backward
-from pipeline.kernels.cpu.build import has_avx512, multiplies_bf16
-from pipeline.kernels.cpu.pieces import piece, whole_pieces
+from pipeline.kernels.decode_attention.pieces import piece, whole_pieces
+from pipeline.kernels.toolchain.cpp import has_avx512, multiplies_bf16
 
 PRODUCTS = ("mm", "addmm", "bmm")
 """Operations that a matrix product ends in."""

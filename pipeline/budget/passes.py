@@ -14,7 +14,7 @@ from pipeline.budget.activation_profiler import PassBytes, measure_pass
 from pipeline.config import Kernels, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.units import find_units
-from pipeline.kernels.logprobs import TILE
+from pipeline.kernels.logprobs.dispatch import TILE
 from pipeline.models.attention import RAGGED, Ragged
 from pipeline.models.forward import (
     Policy,

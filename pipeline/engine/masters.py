@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.flat import FlatParams, Placement
 from pipeline.engine.optim import steps_in_one_pass
-from pipeline.kernels.reference import COPIES, join_master, round_weights, split_master
+from pipeline.kernels.adamw.definition import COPIES, join_master, round_weights, split_master
 
 Kind = Literal["weights", "split", "whole"]
 

@@ -35,7 +35,7 @@ def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> tor
 
 
 def steps_in_one_pass(optim: OptimConfig, device: torch.device) -> bool:
-    """Whether `pipeline.kernels.adam` has a kernel that does what this optimizer would do there.
+    """Whether `pipeline.kernels.adamw` has a kernel that does what this optimizer would do there.
 
     On a CPU to the same bits; on a GPU to the bits of the CPU.
     """

@@ -18,8 +18,8 @@ from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import build_optimizer, steps_in_one_pass
 from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same
 from pipeline.errors import KernelError
-from pipeline.kernels.adam import adamw_, prepare
-from pipeline.kernels.reference import COPIES, AdamW, Weights
+from pipeline.kernels.adamw.definition import COPIES, AdamW, Weights
+from pipeline.kernels.adamw.dispatch import adamw_, prepare
 
 NOWHERE = slice(0, 0)
 """Where a parameter lies of which this process updates nothing."""

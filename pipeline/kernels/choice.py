@@ -3,20 +3,24 @@
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import get_args
 
 import torch
 
 from pipeline.config import Kernels
 from pipeline.errors import ConfigError, KernelError
-from pipeline.kernels.cuda.check import is_right
-from pipeline.kernels.cuda.gpu import Gpu, gpu_of
+from pipeline.kernels.toolchain.driver import LaunchError
+from pipeline.kernels.toolchain.gpu import Gpu, Macros, gpu_of
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "RLHF_PIPELINE_KERNELS"
 """Variable of the environment: auto, required or off for the kernels of generation."""
+
+SelfTest = Callable[[Gpu, Macros], bool]
+"""Whether a kernel computes on a GPU what it is defined as: asked once in a process, before it is
+trusted. It waits for the GPU, so it can't be part of a CUDA graph."""
 
 
 def kernel_mode() -> Kernels:
@@ -41,17 +45,19 @@ def gpu_for(
     operator: str,
     device: torch.device,
     refusal: str | None,
-    source: str,
-    defines: Mapping[str, str | int],
+    name: str,
+    defines: Macros,
+    self_test: SelfTest,
 ) -> Gpu | None:
-    """The GPU that does an operator of generation by the kernel of the same name as its source.
+    """The GPU that does an operator of generation.
 
     Args:
         operator: its name in sentences.
         device: where the tensors are.
         refusal: why the kernel can't take the tensors, if it can't.
-        source: name of the source and of the kernel in it.
+        name: of the operator's folder and of its kernel.
         defines: macros of the specialisation.
+        self_test: what the kernel must pass.
 
     Returns:
         None where PyTorch is to do the work; the log says why, once for each reason.
@@ -59,32 +65,36 @@ def gpu_for(
     Raises:
         KernelError: kernels are required, and there is none.
     """
-    found = refusal or find(device, source, defines)
+    found = refusal or find(device, name, defines, self_test)
     if isinstance(found, Gpu):
         return found
     settle(operator, found, kernel_mode())
     return None
 
 
-def find(device: torch.device, source: str, defines: Mapping[str, str | int]) -> Gpu | str:
-    """The GPU with the kernel of a source ready, or why it can't be had, in a clause."""
-    return _compiled(device, source, frozenset(defines.items()))
+def find(device: torch.device, name: str, defines: Macros, self_test: SelfTest) -> Gpu | str:
+    """The GPU with an operator's kernel ready, or why it can't be had, in a clause."""
+    return _compiled(device, name, frozenset(defines.items()), self_test)
 
 
 @functools.cache
 def _compiled(
-    device: torch.device, source: str, defines: frozenset[tuple[str, str | int]]
+    device: torch.device,
+    name: str,
+    defines: frozenset[tuple[str, str | int]],
+    self_test: SelfTest,
 ) -> Gpu | str:
     """Found out once in a process, in the pass that comes before any of a CUDA graph."""
     macros = dict(defines)
     try:
         gpu = gpu_of(device)
-        gpu.kernel(source, source, macros)
-        if not is_right(gpu, source, macros):
-            return f"{source} computes something else than its definition on this GPU"
-    except KernelError as error:
+        gpu.kernel(name, name, macros)
+        if self_test(gpu, macros):
+            return gpu
+        gpu.forget(name, macros)  # what was kept of it may be to blame
+    except (KernelError, LaunchError) as error:
         return str(error)
-    return gpu
+    return f"{name} computes something else than its definition on this GPU"
 
 
 def settle(operator: str, reason: str, kernels: Kernels) -> None:

@@ -22,14 +22,14 @@ import torch
 from pipeline import __version__
 from pipeline.cli import run_main, say
 from pipeline.errors import KernelError, require
-from pipeline.kernels.cpu.build import (
+from pipeline.kernels.toolchain.cpp import (
     NotBuiltError,
     cache_directory,
     compilers,
     instruction_flags,
     version_of,
 )
-from pipeline.kernels.cuda.nvrtc import find_nvrtc
+from pipeline.kernels.toolchain.nvrtc import find_nvrtc
 from pipeline.launch.environment import PASSED_ON
 from pipeline.launch.probe import PACKAGES, ROOT, code_hash, gpus
 

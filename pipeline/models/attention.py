@@ -22,8 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import Kernels
-from pipeline.kernels.causal import causal_attention
-from pipeline.kernels.cpu.pieces import whole_pieces
+from pipeline.kernels.causal_attention.dispatch import causal_attention
+from pipeline.kernels.decode_attention.pieces import whole_pieces
 
 RAGGED = "ragged"
 

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.errors import DataError, KernelError
-from pipeline.kernels.logprobs import WHOLE, linear_logprobs
-from pipeline.kernels.reference import logprobs_of
-from pipeline.kernels.row_logprobs import row_logprobs
+from pipeline.kernels.logprobs.definition import logprobs_of
+from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
 from pipeline.models.attention import RAGGED, Ragged
 from pipeline.parallel.mesh import current_mesh
 

@@ -42,7 +42,7 @@ def test_the_kernels_say_how_they_were_built_and_how_fast_they_are(tmp_path: Pat
     assert f"kernels are kept in {tmp_path}" in first
     built = [line for line in first.splitlines() if line.startswith("| AdamW on cpu")]
     assert len(built) == sum(" s by " in line for line in built) == 3
-    assert second.count("| kept as adam-") == 3
+    assert second.count("| kept as adamw-") == 3
     assert "| log-probabilities on cpu, 32 x 32768 |" in without
     missing = "PyTorch instead: the compiler that CXX names, none-such, was not"
     on_cpu = ("AdamW", "attention of whole", "linear layer", "decode attention", "drawing")

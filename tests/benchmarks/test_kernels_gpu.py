@@ -10,7 +10,7 @@ from benchmarks import kernels_gpu
 from benchmarks.kernel_gates import GATES, gates
 from benchmarks.kernels_gpu import main
 from benchmarks.kernels_gpu_decode import within_memory
-from tests.pipeline.kernels.cuda.emulated import compiler_found
+from pipeline.kernels.emulator.emulated import compiler_found
 
 
 @pytest.mark.skipif(not compiler_found(), reason="the emulator is built by g++")

@@ -18,10 +18,10 @@ from inference.tape import Tape
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import TokenBatch
 from pipeline.kernels.choice import SWITCH
-from pipeline.kernels.cpu.build import Built
-from pipeline.kernels.cpu.decode import kernel
-from pipeline.kernels.cpu.linear import order_of
-from pipeline.kernels.cpu.rows import fewest_rows
+from pipeline.kernels.decode_attention.cpu import kernel
+from pipeline.kernels.linear.cpu import order_of
+from pipeline.kernels.linear.rows import fewest_rows
+from pipeline.kernels.toolchain.cpp import Built
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
 from tests.families import RAGGED_FAMILIES, random_rows, saved, tiny_causal_lm

@@ -14,7 +14,7 @@ from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.errors import ConfigError, DataError
-from pipeline.kernels.cpu.rows import fewest_rows
+from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import round_up
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm

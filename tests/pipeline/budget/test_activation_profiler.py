@@ -16,8 +16,8 @@ from pipeline.budget.activation_profiler import (
 from pipeline.budget.passes import Pass, Rows, pass_bytes
 from pipeline.config import TrainedModelConfig
 from pipeline.data.batches import TokenBatch
-from pipeline.kernels.cpu import pieces
-from pipeline.kernels.cpu.pieces import piece
+from pipeline.kernels.decode_attention import pieces
+from pipeline.kernels.decode_attention.pieces import piece
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
 from pipeline.models.trained import prepared

@@ -10,7 +10,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.errors import DataError
-from pipeline.kernels.reference import categorical_entropy
+from pipeline.kernels.logprobs.definition import categorical_entropy
 from pipeline.models.forward import Policy, Scorer, is_ragged
 from pipeline.models.load import load_causal_lm, load_classifier
 from tests.families import (

@@ -1,0 +1,1 @@
+"""AdamW over a flat vector in one pass over memory."""

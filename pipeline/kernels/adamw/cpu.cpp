@@ -1,0 +1,267 @@
+// AdamW over a flat vector on the CPU. Reference: definition.py.
+//
+// One pass over memory: gradient in, master and moments in and out, a rounded copy of the master out.
+// A variant is chosen at compile time:
+//
+//   GRADIENT    Float32 | BFloat16 | Float16    number format of the gradient
+//   MOMENT      Float32 | BFloat16              of both moments
+//   COPY        None | BFloat16 | Float16       of the copy
+//   SPLIT       0 | 1                           master as bf16 and 16 bits more
+//
+// Vectors of n elements are contiguous and do not overlap. Nothing here is written for one instruction
+// set: the compiler turns the loop into SIMD. It must not contract a product and a sum
+// (-ffp-contract=off): the two fused multiply-adds are written as such.
+
+#include <pthread.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../include/threads.h"
+
+namespace {
+
+struct Numbers {  // mirrored in cpu.py
+    float decay;               // 1 - lr * weight_decay
+    float exp_avg_weight;      // 1 - beta1, or -beta1 where that is the smaller one
+    float exp_avg_from_grad;   // 1 where exp_avg_weight is -beta1, to be counted from the gradient
+    float beta2;
+    float exp_avg_sq_weight;   // 1 - beta2
+    float root_correction;     // sqrt(1 - beta2^t)
+    float eps;
+    float step_size;           // -lr / (1 - beta1^t)
+    float multiplier;          // of the gradient
+};
+
+struct Vectors {
+    void* master;
+    void* exp_avg;
+    void* exp_avg_sq;
+    void* copy;
+    void* low_bits;
+    const void* gradient;
+};
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Of these 32 bits the upper half is stored: a master as a weight in bf16, the nearest, of two equally near
+// that of larger magnitude.
+inline uint32_t nearest_weight(float master) {
+    return master != master ? 0x7fc00000u : bits_of(master) + 0x8000u;
+}
+
+struct Float32 {
+    using Stored = float;
+    static float load(Stored stored) { return stored; }
+    static Stored store(float value) { return value; }
+};
+
+struct BFloat16 {
+    using Stored = uint16_t;
+    static float load(uint32_t stored) { return from_bits(stored << 16); }
+    static Stored store(float value) { return Stored(round(value) >> 16); }
+    // Again the upper half. Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
+    static uint32_t round(float value) {
+        const uint32_t bits = bits_of(value);
+        const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even
+        return value != value ? bits : rounded;
+    }
+    static Stored store_weight(float value) { return Stored(nearest_weight(value) >> 16); }
+};
+
+struct Float16 {
+    using Stored = uint16_t;
+    static float load(uint32_t stored) {
+        // The exponent is moved by a multiplication, which also makes subnormal numbers normal.
+        const uint32_t shifted = uint32_t(stored & 0x7fffu) << 13;
+        const uint32_t finite = bits_of(from_bits(shifted) * 0x1p112f);
+        const uint32_t special = shifted | 0x7f800000u;
+        const uint32_t magnitude = (stored & 0x7c00u) == 0x7c00u ? special : finite;
+        return from_bits(magnitude | uint32_t(stored & 0x8000u) << 16);
+    }
+    static Stored store_weight(float value) {
+        const uint32_t bits = bits_of(value);
+        const uint32_t magnitude = bits & 0x7fffffffu;
+        const uint32_t rebias = (127u - 15u) << 23;
+        const uint32_t normal = (magnitude - rebias + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+        // Below 2^-14 an addition rounds: its last bit is the spacing of subnormal numbers.
+        const uint32_t subnormal = bits_of(from_bits(magnitude) + 0.5f) - bits_of(0.5f);
+        uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+        half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 rounds to infinity
+        half = magnitude > 0x7f800000u ? 0x7e00u : half;
+        return Stored(half | (bits >> 16 & 0x8000u));
+    }
+};
+
+struct None {
+    using Stored = uint8_t;
+};
+
+using Gradient = GRADIENT;
+using Moment = MOMENT;
+using Copy = COPY;
+#if SPLIT
+using Master = uint16_t;
+#else
+using Master = float;
+#endif
+
+struct Element {
+    float weight;
+    float average;
+    float square;
+};
+
+inline Element next(Element of, float gradient, const Numbers& by) {
+    const float grad = gradient * by.multiplier;
+    const float base = by.exp_avg_from_grad != 0 ? grad : of.average;
+    const float average = std::fmaf(by.exp_avg_weight, grad - of.average, base);
+    const float square = std::fmaf(by.exp_avg_sq_weight * grad, grad, of.square * by.beta2);
+    const float denominator = std::sqrt(square) / by.root_correction + by.eps;
+    return {of.weight * by.decay + by.step_size * average / denominator, average, square};
+}
+
+// Two neighbours of 16 bits, each in the upper half of 32.
+struct Pair {
+    uint32_t of[2];
+
+    static Pair load(const void* vector, int32_t i) {
+        uint32_t both;
+        std::memcpy(&both, static_cast<const uint16_t*>(vector) + 2 * i, sizeof both);
+        return {both << 16, both & 0xffff0000u};
+    }
+    void store(void* vector, int32_t i) const {
+        const uint32_t both = of[0] >> 16 | (of[1] & 0xffff0000u);
+        std::memcpy(static_cast<uint16_t*>(vector) + 2 * i, &both, sizeof both);
+    }
+};
+
+// Vectors that are all of 16 bits are updated two elements at a time: fewer instructions take apart and
+// put together 32 bits than 16.
+constexpr bool PAIRS = SPLIT && !HAS_COPY && sizeof(Moment::Stored) == 2 && sizeof(Gradient::Stored) == 2;
+
+inline float joined(uint32_t weight, uint32_t low_bits) { return from_bits(weight + uint32_t(int32_t(low_bits) >> 16)); }
+
+template <class Moment>
+void update_pairs(
+    void* __restrict master, void* __restrict low_bits, void* __restrict exp_avg, void* __restrict exp_avg_sq,
+    const void* __restrict gradient, const Numbers by, int32_t pairs
+) {
+    for (int32_t i = 0; i < pairs; i++) {
+        Pair weight = Pair::load(master, i), low = Pair::load(low_bits, i);
+        Pair average = Pair::load(exp_avg, i), square = Pair::load(exp_avg_sq, i);
+        const Pair grad = Pair::load(gradient, i);
+        for (int each = 0; each < 2; each++) {
+            const Element to = next(
+                {joined(weight.of[each], low.of[each]), Moment::load(average.of[each] >> 16), Moment::load(square.of[each] >> 16)},
+                Gradient::load(grad.of[each] >> 16), by
+            );
+            average.of[each] = Moment::round(to.average);
+            square.of[each] = Moment::round(to.square);
+            weight.of[each] = nearest_weight(to.weight);
+            low.of[each] = bits_of(to.weight) << 16;
+        }
+        average.store(exp_avg, i);
+        square.store(exp_avg_sq, i);
+        weight.store(master, i);
+        low.store(low_bits, i);
+    }
+}
+
+// Elements begin to begin + count, of which there are few enough for 32-bit arithmetic.
+void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
+    auto* __restrict master = static_cast<Master*>(vectors.master) + begin;
+    auto* __restrict exp_avg = static_cast<Moment::Stored*>(vectors.exp_avg) + begin;
+    auto* __restrict exp_avg_sq = static_cast<Moment::Stored*>(vectors.exp_avg_sq) + begin;
+    [[maybe_unused]] auto* __restrict copy = static_cast<Copy::Stored*>(vectors.copy) + begin;
+    [[maybe_unused]] auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
+    const auto* __restrict gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
+    const Numbers by = numbers;
+    int32_t i = 0;
+    if constexpr (PAIRS) {
+        update_pairs<Moment>(master, low_bits, exp_avg, exp_avg_sq, gradient, by, count / 2);
+        i = count / 2 * 2;
+    }
+    for (; i < count; i++) {
+#if SPLIT
+        const float weight = joined(uint32_t(master[i]) << 16, uint32_t(low_bits[i]) << 16);
+#else
+        const float weight = master[i];
+#endif
+        const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, Gradient::load(gradient[i]), by);
+        exp_avg[i] = Moment::store(to.average);
+        exp_avg_sq[i] = Moment::store(to.square);
+#if HAS_COPY
+        copy[i] = Copy::store_weight(to.weight);
+#endif
+#if SPLIT
+        master[i] = Master(nearest_weight(to.weight) >> 16);
+        low_bits[i] = int16_t(bits_of(to.weight));
+#else
+        master[i] = to.weight;
+#endif
+    }
+}
+
+constexpr int64_t BLOCK = 1 << 16;
+constexpr int32_t MOST_THREADS = 256;
+
+struct Work {
+    const Vectors* vectors;
+    const Numbers* numbers;
+    int64_t n;
+    int64_t next;  // first element that no thread has taken
+};
+
+void run(void* argument) {
+    Work& work = *static_cast<Work*>(argument);
+    for (;;) {
+        const int64_t begin = __atomic_fetch_add(&work.next, BLOCK, __ATOMIC_RELAXED);
+        if (begin >= work.n) return;
+        const int64_t left = work.n - begin;
+        update(*work.vectors, *work.numbers, begin, int32_t(left < BLOCK ? left : BLOCK));
+    }
+}
+
+void* run_and_end(void* argument) {
+    run(argument);
+    return nullptr;
+}
+
+// Threads of our own, the calling one among them; where the system has no more, fewer do the work.
+void on_new_threads(int64_t threads, Work& work) {
+    const int64_t others = (threads < MOST_THREADS ? threads : MOST_THREADS) - 1;
+    pthread_t started[MOST_THREADS];
+    int64_t count = 0;
+    while (count < others && pthread_create(&started[count], nullptr, run_and_end, &work) == 0) count++;
+    run(&work);
+    for (int64_t i = 0; i < count; i++) pthread_join(started[i], nullptr);
+}
+
+}  // namespace
+
+extern "C" int64_t structure_bytes() { return sizeof(Vectors) + sizeof(Numbers); }
+
+// One step over n elements by so many threads: PyTorch's, which may be awake, or where it has none to
+// lend new ones. The bits do not depend on their number.
+extern "C" void adamw(const Vectors* vectors, const Numbers* numbers, int64_t n, Parallel parallel, int32_t threads) {
+    Work work{vectors, numbers, n, 0};
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK, most = threads < blocks ? threads : blocks;
+    if (most < 2)
+        run(&work);
+    else if (parallel != nullptr)
+        parallel(run, &work, unsigned(threads), 0);  // all, for fewer would end the others
+    else
+        on_new_threads(most, work);
+}

@@ -1,0 +1,254 @@
+// AdamW over any number of flat shards in one launch. Reference: definition.py, the same to the bit.
+//
+// One block updates CHUNK elements of one shard; `shard_of_block` says which. Each number is read
+// and written once: 28 bytes an element with a 16-bit gradient and copy beside fp32 master and
+// moments. What changes from step to step is read from the GPU's memory, so that a step waits for no
+// answer from the host, and a CUDA graph of it may be replayed.
+//
+// Macros: GRADIENT, one of float, Bf16, F16; MOMENT, float or Bf16; COPY, of the master, Bf16 or F16,
+// with HAS_COPY 0 or 1; SPLIT 1: the master is Bf16 and 16 bits more.
+#include "prelude.cuh"
+
+#define THREADS 256
+#define CHUNK 16384
+#define UNROLL 2
+
+// Mirrored in cuda.py.
+struct Shard {
+  void* master;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* copy;
+  void* low_bits;
+  const void* gradient;
+  i64 numel;
+  i64 first_block;
+  double lr;
+  double weight_decay;
+};
+struct Scalars {
+  double rate;  // times the lr of each shard
+  double beta1_power, beta2_power;  // to the number of the step, 1 for the first
+  double multiplier;
+};
+struct AdamwParams {
+  const Shard* shards;
+  const int* shard_of_block;
+  const Scalars* scalars;
+  double beta1, beta2, eps;
+};
+static_assert(sizeof(AdamwParams) == PARAMS_BYTES && sizeof(Shard) == SHARD_BYTES, "see cuda.py");
+static_assert(sizeof(Scalars) == SCALARS_BYTES, "see cuda.py");
+
+#if SPLIT
+typedef Bf16 Master;
+#else
+typedef float Master;
+#endif
+
+// The numbers of a step as an element needs them, rounded to fp32 where the reference rounds them.
+struct Factors {
+  float decay, multiplier, avg_weight, avg_from_gradient, beta2, sq_weight, root_correction, eps, step_size;
+};
+static_assert(sizeof(Factors) == FACTORS_BYTES, "see cuda.py");
+
+DEVICE Factors factors_of(const AdamwParams& p, const Shard* shard) {
+  const double lr = load_double(&shard->lr) * load_double(&p.scalars->rate);
+  Factors f;
+  f.decay = static_cast<float>(1 - lr * load_double(&shard->weight_decay));
+  f.multiplier = static_cast<float>(load_double(&p.scalars->multiplier));
+  // Interpolation from the nearer end, as torch.lerp.
+  const float weight = static_cast<float>(1 - p.beta1);
+  f.avg_from_gradient = weight >= 0.5f ? 1.f : 0.f;
+  f.avg_weight = weight >= 0.5f ? weight - 1.f : weight;
+  f.beta2 = static_cast<float>(p.beta2);
+  f.sq_weight = static_cast<float>(1 - p.beta2);
+  f.root_correction = static_cast<float>(sqrt(1 - load_double(&p.scalars->beta2_power)));
+  f.eps = static_cast<float>(p.eps);
+  f.step_size = static_cast<float>(-lr / (1 - load_double(&p.scalars->beta1_power)));
+  return f;
+}
+
+// Each array of a shard, from the first element of the block on.
+struct Arrays {
+  Master* master;
+  MOMENT* exp_avg;
+  MOMENT* exp_avg_sq;
+  COPY* copy;
+  u16* low_bits;
+  const GRADIENT* gradient;
+};
+template <class T>
+DEVICE T* array(T* const* field, i64 offset) {
+  return reinterpret_cast<T*>(load_u64(field)) + offset;
+}
+DEVICE Arrays arrays_of(const Shard* shard, i64 offset) {
+  return {array(reinterpret_cast<Master* const*>(&shard->master), offset),
+          array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg), offset),
+          array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg_sq), offset),
+          array(reinterpret_cast<COPY* const*>(&shard->copy), offset),
+          array(reinterpret_cast<u16* const*>(&shard->low_bits), offset),
+          array(reinterpret_cast<const GRADIENT* const*>(&shard->gradient), offset)};
+}
+DEVICE bool may_be_read_by_four(const Arrays& a) {
+  const u64 ends = reinterpret_cast<u64>(a.master) % (4 * sizeof(Master)) |
+                   reinterpret_cast<u64>(a.exp_avg) % (4 * sizeof(MOMENT)) |
+                   reinterpret_cast<u64>(a.exp_avg_sq) % (4 * sizeof(MOMENT)) |
+                   reinterpret_cast<u64>(a.gradient) % (4 * sizeof(GRADIENT)) |
+                   (HAS_COPY ? reinterpret_cast<u64>(a.copy) % (4 * sizeof(COPY)) : 0) |
+                   (SPLIT ? reinterpret_cast<u64>(a.low_bits) % 8 : 0);
+  return ends == 0;
+}
+
+// One element in registers.
+struct Element {
+  Master master;
+  MOMENT exp_avg, exp_avg_sq;
+  COPY copy;
+  u16 low_bits;
+  GRADIENT gradient;
+};
+
+// A master as a weight in bf16: the nearest, of two equally near that of larger magnitude.
+DEVICE u16 nearest_weight(u32 bits) {
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<u16>(is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16);
+}
+DEVICE void store_weight(float value, F16& out) { round_to(value, out); }
+DEVICE void store_weight(float value, Bf16& out) { out.bits = nearest_weight(__float_as_uint(value)); }
+
+DEVICE void update(const Factors& f, Element& x) {
+  const float gradient = to_float(x.gradient) * f.multiplier;
+  float average = to_float(x.exp_avg), square = to_float(x.exp_avg_sq);
+#if SPLIT
+  const u32 half = static_cast<u32>(x.master.bits) << 16;
+  float master = __uint_as_float(half + static_cast<u32>(static_cast<int>(static_cast<short>(x.low_bits))));
+#else
+  float master = x.master;
+#endif
+  master = master * f.decay;
+  average = fmaf(f.avg_weight, gradient - average, f.avg_from_gradient != 0.f ? gradient : average);
+  square = fmaf(f.sq_weight * gradient, gradient, square * f.beta2);
+  master = master + f.step_size * average / (sqrtf(square) / f.root_correction + f.eps);
+  round_to(average, x.exp_avg);
+  round_to(square, x.exp_avg_sq);
+  if (HAS_COPY) store_weight(master, x.copy);
+#if SPLIT
+  const u32 bits = __float_as_uint(master);
+  x.master.bits = nearest_weight(bits);
+  x.low_bits = static_cast<u16>(bits);
+#else
+  x.master = master;
+#endif
+}
+
+// Four neighbours at once: 16 bytes of fp32, 8 of a 16-bit type.
+DEVICE void load_four(const float* p, float (&v)[4] LINE) {
+  const uint4 raw = load16(p SAME_LINE);
+  v[0] = __uint_as_float(raw.x), v[1] = __uint_as_float(raw.y);
+  v[2] = __uint_as_float(raw.z), v[3] = __uint_as_float(raw.w);
+}
+DEVICE void store_four(float* p, const float (&v)[4] LINE) {
+  store16(p, uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])}
+          SAME_LINE);
+}
+DEVICE u16 bits_of(u16 x) { return x; }
+DEVICE u16 bits_of(Bf16 x) { return x.bits; }
+DEVICE u16 bits_of(F16 x) { return x.bits; }
+DEVICE void set_bits(u16& x, u32 bits) { x = static_cast<u16>(bits); }
+DEVICE void set_bits(Bf16& x, u32 bits) { x.bits = static_cast<u16>(bits); }
+DEVICE void set_bits(F16& x, u32 bits) { x.bits = static_cast<u16>(bits); }
+template <class T>
+DEVICE void load_four(const T* p, T (&v)[4] LINE) {
+  const uint2 raw = load8(p SAME_LINE);
+  set_bits(v[0], raw.x & 0xffffu), set_bits(v[1], raw.x >> 16);
+  set_bits(v[2], raw.y & 0xffffu), set_bits(v[3], raw.y >> 16);
+}
+template <class T>
+DEVICE void store_four(T* p, const T (&v)[4] LINE) {
+  store8(p, uint2{bits_of(v[0]) | static_cast<u32>(bits_of(v[1])) << 16,
+                  bits_of(v[2]) | static_cast<u32>(bits_of(v[3])) << 16}
+         SAME_LINE);
+}
+
+struct Four {
+  Master master[4];
+  MOMENT exp_avg[4], exp_avg_sq[4];
+  COPY copy[4];
+  u16 low_bits[4];
+  GRADIENT gradient[4];
+};
+DEVICE void load(const Arrays& a, int i, Four& x) {
+  load_four(a.gradient + i, x.gradient);
+  load_four(a.master + i, x.master);
+  load_four(a.exp_avg + i, x.exp_avg);
+  load_four(a.exp_avg_sq + i, x.exp_avg_sq);
+  if (SPLIT) load_four(a.low_bits + i, x.low_bits);
+}
+DEVICE void store(const Arrays& a, int i, const Four& x) {
+  store_four(a.master + i, x.master);
+  store_four(a.exp_avg + i, x.exp_avg);
+  store_four(a.exp_avg_sq + i, x.exp_avg_sq);
+  if (HAS_COPY) store_four(a.copy + i, x.copy);
+  if (SPLIT) store_four(a.low_bits + i, x.low_bits);
+}
+DEVICE void update_four(const Factors& f, Four& x) {
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    Element one;
+    one.master = x.master[e], one.exp_avg = x.exp_avg[e], one.exp_avg_sq = x.exp_avg_sq[e];
+    one.gradient = x.gradient[e];
+    if (SPLIT) one.low_bits = x.low_bits[e];
+    update(f, one);
+    x.master[e] = one.master, x.exp_avg[e] = one.exp_avg, x.exp_avg_sq[e] = one.exp_avg_sq;
+    if (HAS_COPY) x.copy[e] = one.copy;
+    if (SPLIT) x.low_bits[e] = one.low_bits;
+  }
+}
+DEVICE void update_one(const Factors& f, const Arrays& a, int i) {
+  Element x;
+  load_one(a.gradient + i, x.gradient);
+  load_one(a.master + i, x.master);
+  load_one(a.exp_avg + i, x.exp_avg);
+  load_one(a.exp_avg_sq + i, x.exp_avg_sq);
+  if (SPLIT) x.low_bits = load2(a.low_bits + i);
+  update(f, x);
+  store_one(a.master + i, x.master);
+  store_one(a.exp_avg + i, x.exp_avg);
+  store_one(a.exp_avg_sq + i, x.exp_avg_sq);
+  if (HAS_COPY) store_one(a.copy + i, x.copy);
+  if (SPLIT) store2(a.low_bits + i, x.low_bits);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
+  const int block = blockIdx.x, thread = threadIdx.x;
+  const Shard* shard = p.shards + load_int(p.shard_of_block + block);
+  SHARED(Factors, shared);
+  if (thread == 0) *shared = factors_of(p, shard);
+  __syncthreads();
+  const Factors factors = *shared;
+
+  const i64 offset = (block - load_i64(&shard->first_block)) * CHUNK;
+  const i64 left = load_i64(&shard->numel) - offset;
+  const int count = left < CHUNK ? static_cast<int>(left) : CHUNK;
+  const Arrays arrays = arrays_of(shard, offset);
+
+  int done = 0;
+  if (may_be_read_by_four(arrays)) {
+    done = count / 4 * 4;
+    for (int from = 4 * thread; from < done; from += 4 * THREADS * UNROLL) {
+      Four x[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++)
+        if (from + 4 * THREADS * u < done) load(arrays, from + 4 * THREADS * u, x[u]);
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const int i = from + 4 * THREADS * u;
+        if (i >= done) continue;
+        update_four(factors, x[u]);
+        store(arrays, i, x[u]);
+      }
+    }
+  }
+  for (int i = done + thread; i < count; i += THREADS) update_one(factors, arrays, i);
+}

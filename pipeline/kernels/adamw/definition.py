@@ -1,0 +1,174 @@
+"""AdamW over a flat vector, in plain PyTorch: the definition that every kernel is held to.
+
+Dimension names: n elements of a flat vector.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int16
+from torch import Tensor
+
+MOMENTS = (torch.float32, torch.bfloat16)
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+COPIES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    step: int
+    """1 for the first."""
+
+    multiplier: float = 1.0
+    """Of the gradient: the clip coefficient over the loss scale, in fp32."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A flat vector that AdamW trains, with its moments."""
+
+    master: Float[Tensor, " n"]
+    """fp32; with `low_bits` the bf16 weights that the model computes with."""
+
+    exp_avg: Float[Tensor, " n"]
+    """Moving average of the gradient, fp32 or bf16; computed in fp32."""
+
+    exp_avg_sq: Float[Tensor, " n"]
+    """Moving average of its square, in the same type."""
+
+    copy: Float[Tensor, " n"] | None = None
+    """bf16 or fp16: receives the new master, rounded as `round_weights` does it."""
+
+    low_bits: Int16[Tensor, " n"] | None = None
+    """What `master` in bf16 lacks of fp32, as `split_master` has it."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those there are, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def check(weights: Weights, gradient: Tensor) -> None:
+    """Raise unless the vectors can be stepped.
+
+    Raises:
+        ValueError: one sentence, which names the vector.
+    """
+    tensors = {"gradient": gradient} | weights.tensors()
+    split = weights.low_bits is not None
+    for name, tensor in tensors.items():
+        if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
+            raise ValueError(
+                f"AdamW steps flat vectors of one length on one device: {name} has shape"
+                f" {tuple(tensor.shape)} on {tensor.device}, the gradient has"
+                f" {tuple(gradient.shape)} on {gradient.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"AdamW steps contiguous vectors, and {name} has stride {tensor.stride()}"
+            )
+    allowed = {
+        "master": (torch.bfloat16,) if split else (torch.float32,),
+        "exp_avg": MOMENTS,
+        "exp_avg_sq": (weights.exp_avg.dtype,),
+        "copy": () if split else COPIES,
+        "low_bits": (torch.int16,),
+        "gradient": GRADIENTS,
+    }
+    for name, tensor in tensors.items():
+        if tensor.dtype not in allowed[name]:
+            takes = " or ".join(str(dtype) for dtype in allowed[name]) or "none"
+            raise ValueError(f"AdamW's {name} must be {takes} here, not {tensor.dtype}")
+    if gradient.numel() == 0 or gradient.device.type == "meta":
+        return
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+    )
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(f"AdamW's vectors must lie apart: {first} and {second} share memory")
+
+
+@torch.no_grad()
+def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
+    """One step of AdamW, in place.
+
+        g = multiplier * gradient
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Rounded as PyTorch's fused AdamW rounds it in its SIMD lanes, so that both give the same bits:
+    `m` and `v` end in a fused multiply-add each, all else is rounded operation by operation.
+    (PyTorch rounds the last few elements of a vector otherwise, this rounds all alike.) Moments in
+    bf16 are rounded when they are stored; the step itself has them in fp32. Weights are rounded as
+    `round_weights` does it.
+    """
+    (beta1, beta2), t = step.betas, step.step
+    grad = gradient.float() * step.multiplier
+    master, low_bits = weights.master, weights.low_bits
+    if low_bits is not None:
+        master = join_master(master, low_bits)
+    exp_avg, exp_avg_sq = weights.exp_avg.float(), weights.exp_avg_sq.float()
+
+    master = master * (1 - step.lr * step.weight_decay)
+    exp_avg = exp_avg.lerp(grad, 1 - beta1)
+    exp_avg_sq = (exp_avg_sq * beta2).addcmul(grad, grad, value=1 - beta2)
+    # By way of fp64, because PyTorch may take the root of fp32 from MKL, which rounds it otherwise
+    # than processors do.
+    root = exp_avg_sq.double().sqrt().float()
+    denominator = root / math.sqrt(1 - beta2**t) + step.eps
+    master = master + (-step.lr / (1 - beta1**t)) * exp_avg / denominator
+
+    weights.exp_avg.copy_(exp_avg)
+    weights.exp_avg_sq.copy_(exp_avg_sq)
+    if weights.copy is not None:
+        weights.copy.copy_(round_weights(master, weights.copy.dtype))
+    if low_bits is not None:
+        master, rest = split_master(master)
+        low_bits.copy_(rest)
+    weights.master.copy_(master)
+
+
+def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """fp32 masters as the weights of `dtype` that a model computes with: the nearest.
+
+    Of two bf16 equally near it is the one of larger magnitude. With ties to even, as in fp16,
+    2^16 + 1 masters would have the same even weight, and the 16 bits beside it could not tell them
+    apart (`split_master`). Infinity stays, as does NaN.
+    """
+    if dtype == torch.bfloat16:
+        # The last bit takes what is half way, and nothing else, past the middle.
+        bits = masters.view(torch.int32)
+        moved = bits >> 15
+        moved &= 1
+        moved |= bits
+        masters = moved.view(torch.float32)
+    return masters.to(dtype)
+
+
+def split_master(
+    master: Float[Tensor, " n"],
+) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
+    """fp32 as the bf16 of `round_weights` and 16 bits more: its own low ones.
+
+    `join_master` gives it back, to the bit but for the payload of NaN.
+    """
+    return round_weights(master, torch.bfloat16), master.view(torch.int32).short()
+
+
+def join_master(weights: Float[Tensor, " n"], low_bits: Int16[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The fp32 that `split_master` took apart."""
+    bits = weights.view(torch.int16).int()
+    bits <<= 16
+    bits += low_bits  # below zero where the weight was rounded up
+    return bits.view(torch.float32)

@@ -1,0 +1,149 @@
+"""AdamW over flat vectors: one pass over memory where there is a kernel for it.
+
+Every kernel, and PyTorch on a CPU, gives the bits of the definition. PyTorch on a GPU rounds a
+division by a number of the host otherwise, in the last bit.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from pipeline.config import Kernels
+from pipeline.kernels import choice
+from pipeline.kernels.adamw import cpu, cuda, definition
+from pipeline.kernels.adamw.definition import AdamW, Weights
+from pipeline.kernels.toolchain.cpp import Built, NotBuiltError
+from pipeline.kernels.toolchain.gpu import Gpu
+
+CHUNK = 65536
+"""Elements that PyTorch steps at once: what it makes on the way fits into a core's cache."""
+
+LINE = 16
+"""PyTorch's fused AdamW rounds all elements alike in vectors of a multiple of so many."""
+
+
+def adamw_(
+    weights: Weights, gradient: Float[Tensor, " n"], step: AdamW, *, kernels: Kernels = "auto"
+) -> None:
+    """One step of AdamW, in place, as `definition.adamw_` defines it.
+
+    All vectors are contiguous, of one length, on one device, and share no memory. The gradient is
+    fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: they are not; the sentence names the vector.
+        KernelError: `kernels` is required, and there is none for them. (With auto PyTorch does the
+            work then, with off it always does, on a CPU to the same bits.)
+    """
+    definition.check(weights, gradient)
+    if gradient.numel() == 0:
+        return
+    found = _find(weights, gradient) if kernels != "off" else NotBuiltError("kernels is off")
+    if isinstance(found, Built):
+        cpu.run(found, weights, gradient, step, threads=torch.get_num_threads())
+        return
+    if isinstance(found, Gpu):
+        cuda.run(found, weights, gradient, step)
+        return
+    if kernels != "off":
+        choice.settle("AdamW", str(found), kernels)
+    _step_in_chunks(weights, gradient, step)
+
+
+def prepare(
+    device: torch.device, *, copy: torch.dtype | None, split: bool = False, kernels: Kernels
+) -> bool:
+    """Have the kernel for fp32 vectors on `device` ready before the first step.
+
+    Args:
+        device: of the vectors.
+        copy: the type of the rounded copy, if there is one.
+        split: whether the masters are bf16 weights and 16 bits more.
+        kernels: off does nothing.
+
+    Returns:
+        Whether it is.
+
+    Raises:
+        KernelError: it is required and can't be had.
+    """
+    if kernels == "off":
+        return False
+    found = find(device, copy=copy, split=split)
+    if isinstance(found, NotBuiltError):
+        choice.settle("AdamW", str(found), kernels)
+        return False
+    return True
+
+
+def find(
+    device: torch.device, *, copy: torch.dtype | None, split: bool = False
+) -> Built | Gpu | NotBuiltError:
+    """What steps fp32 vectors on the CPU or a GPU, built if need be, or why nothing does."""
+    if device.type == "cuda":
+        return _on_gpu(device, (torch.float32, torch.float32, copy, split))
+    return cpu.library(cpu.Variant(torch.float32, torch.float32, copy, split))
+
+
+def _find(weights: Weights, gradient: Tensor) -> Built | Gpu | NotBuiltError:
+    device = gradient.device
+    if device.type not in ("cpu", "cuda"):
+        return NotBuiltError(f"there is none for {device.type}")
+    tensors = [gradient, *weights.tensors().values()]
+    if any(tensor.data_ptr() % tensor.element_size() for tensor in tensors):
+        return NotBuiltError("a vector begins between the places of two elements in memory")
+    if device.type == "cuda":
+        return _on_gpu(device, cuda.kind_of(weights, gradient))
+    return cpu.library(cpu.Variant.of(weights, gradient))
+
+
+def _on_gpu(device: torch.device, kind: cuda.Kind) -> Gpu | NotBuiltError:
+    found = choice.find(device, "adamw", cuda.specialisation(kind), cuda.self_test)
+    return NotBuiltError(found) if isinstance(found, str) else found
+
+
+def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
+    """PyTorch's own operations, on a piece at a time that fits into a core's cache."""
+    tensors = weights.tensors() | {"gradient": gradient}
+    on_cpu, numel = gradient.device.type == "cpu", gradient.numel()
+    fused = on_cpu and weights.exp_avg.dtype == torch.float32
+    # PyTorch's fused class takes whole lines, the definition what is left.
+    whole = numel // LINE * LINE if fused else 0
+    size = CHUNK if on_cpu else numel
+    for start in [*range(0, whole, size), *range(whole, numel, size)]:
+        end = min(start + size, whole if start < whole else numel)
+        part = {name: tensor[start:end] for name, tensor in tensors.items()}
+        piece = part.pop("gradient")
+        if start < whole:
+            _step_fused(Weights(**part), piece, step)
+        else:
+            definition.adamw_(Weights(**part), piece, step)
+
+
+def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:
+    master = weights.master
+    if weights.low_bits is not None:
+        master = definition.join_master(master, weights.low_bits)
+    adamw(
+        [master],
+        [gradient.float() * step.multiplier],
+        [weights.exp_avg],
+        [weights.exp_avg_sq],
+        [],
+        [torch.tensor(float(step.step - 1))],
+        fused=True,
+        amsgrad=False,
+        beta1=step.betas[0],
+        beta2=step.betas[1],
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        maximize=False,
+    )
+    if weights.copy is not None:
+        weights.copy.copy_(definition.round_weights(master, weights.copy.dtype))
+    if weights.low_bits is not None:
+        rounded, low_bits = definition.split_master(master)
+        weights.master.copy_(rounded)
+        weights.low_bits.copy_(low_bits)

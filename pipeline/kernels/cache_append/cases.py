@@ -1,0 +1,105 @@
+"""Cases of storing keys and values: what is timed, what is compiled and what is right."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels import choice
+from pipeline.kernels.cache_append import cuda, definition
+from pipeline.kernels.timing import NO_GPU, Sizes, Timed, by_kernel
+from pipeline.kernels.toolchain.gpu import Gpu, Macros
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of one call."""
+
+    dtype: torch.dtype
+    heads: int
+    sizes: tuple[int, int]
+    """Of a key and of a value."""
+
+    tokens: int
+    schedule: int = 0
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}-{self.heads}x{self.sizes}-{self.tokens}-order{self.schedule}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A cache of three slots, new keys and values as a model has them, and their places."""
+
+    cache: tuple[Tensor, Tensor]
+    states: tuple[Tensor, Tensor]
+    places: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (*self.cache, *self.states, self.places)
+
+
+def inputs_of(case: Case, device: torch.device) -> Inputs:
+    """Tensors of these shapes; some places are in no slot."""
+    generator = torch.Generator().manual_seed(case.tokens)
+    slots, width = 3, case.tokens + 5
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype).to(device)
+
+    cache = tuple(numbers(slots, case.heads, width, size) for size in case.sizes)
+    # One as a projection lays them, the other as a rotation does.
+    key = numbers(case.tokens, case.heads, case.sizes[0]).transpose(0, 1)
+    value = numbers(case.heads, case.tokens, case.sizes[1])
+    places = torch.randperm(slots * width, generator=generator)[: case.tokens]
+    places[1:3] = torch.tensor([-1, slots * width])[: len(places[1:3])]  # in no slot
+    return Inputs((cache[0], cache[1]), (key, value), places.to(device))
+
+
+def is_right(inputs: Inputs, gpu: Gpu) -> bool:
+    """Whether the kernel leaves the bits of the definition in the cache."""
+    expected = (inputs.cache[0].clone(), inputs.cache[1].clone())
+    definition.append_(expected, inputs.states, inputs.places)
+    cuda.append_(inputs.cache, inputs.states, inputs.places, gpu=gpu)
+    return all(map(torch.equal, inputs.cache, expected))
+
+
+CASES = [
+    Case(BF16, 8, (128, 128), 5, schedule=0),
+    Case(BF16, 1, (64, 64), 1, schedule=1),
+    Case(F32, 3, (80, 96), 33, schedule=7),
+    Case(torch.float16, 40, (8, 256), 4, schedule=1),
+]
+
+SPECIALISATIONS: list[Macros] = [cuda.SPECIALISATION]
+
+SEQUENCES, HEADS, HEAD_SIZE = 16, 16, 64
+"""Of what is timed."""
+
+
+def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
+    """Keys and values of a new token of each sequence, into the cache."""
+    device = devices[-1]
+    shape = (SEQUENCES, HEADS, sizes.tokens, HEAD_SIZE)
+    cache = (torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+    key, value = torch.randn(2, HEADS, SEQUENCES, HEAD_SIZE).to(device)
+    places = torch.arange(0, SEQUENCES * sizes.tokens, sizes.tokens, device=device)
+    found = NO_GPU
+    if device.type == "cuda":
+        found = choice.find(device, "cache_append", cuda.SPECIALISATION, cuda.self_test)
+
+    def ours() -> None:
+        assert isinstance(found, Gpu)
+        cuda.append_(cache, (key, value), places, gpu=found)
+
+    yield by_kernel(
+        f"keys and values into the cache on {device.type}",
+        found,
+        ours,
+        lambda: definition.append_(cache, (key, value), places),
+    )

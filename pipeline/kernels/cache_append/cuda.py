@@ -1,0 +1,112 @@
+"""Storing keys and values in a cache of slots on a GPU: checks and the launch."""
+
+import ctypes
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pipeline.kernels.cache_append import definition
+from pipeline.kernels.toolchain.gpu import Gpu, Macros
+
+LOAD = 16
+"""Bytes that a thread moves at once."""
+
+WARP, THREADS = 32, 256
+
+
+class Part(ctypes.Structure):
+    """`Part` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("states", "stored")),
+        *((name, ctypes.c_int64) for name in ("head_bytes", "token_bytes", "row_bytes")),
+    )
+
+
+class Params(ctypes.Structure):
+    """`AppendParams` of the source."""
+
+    _fields_ = (
+        *((name, Part) for name in ("keys", "values")),
+        ("places", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_slots", "width")),
+        ("num_heads", ctypes.c_int),
+    )
+
+
+SPECIALISATION: dict[str, str | int] = {"PARAMS_BYTES": ctypes.sizeof(Params)}
+"""Macros of the kernel: one takes every dtype and size."""
+
+
+def refusal(
+    cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
+    states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
+) -> str | None:
+    """Why the kernel can't take these, if it can't."""
+    for name, stored, new in zip(("keys", "values"), cache, states, strict=True):
+        if stored.dtype != new.dtype:
+            return f"{name} of {new.dtype} for a cache of {stored.dtype}"
+        if not stored.is_contiguous():
+            return "a cache whose numbers don't lie side by side"
+        strides = [stride * new.itemsize for stride in new.stride()[:-1]]
+        row = new.shape[-1] * new.itemsize
+        places = [stored.data_ptr(), new.data_ptr(), row, *strides]
+        if new.stride(-1) != 1 or any(place % LOAD for place in places):
+            # Without the strides: they differ with the number of tokens, and reasons are kept.
+            return (
+                f"heads of {new.shape[-1]} numbers, {new.dtype}: {name} don't lie in whole lots of"
+                f" {LOAD} bytes"
+            )
+    return None
+
+
+def append_(
+    cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
+    states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
+    places: Int[Tensor, " N"],
+    *,
+    gpu: Gpu,
+) -> None:
+    """`definition.append_` on a GPU, for what `refusal` has nothing against.
+
+    Places are read on the GPU: a CUDA graph of the call may be replayed with others.
+    """
+    num_slots, num_heads, width, _ = cache[0].shape
+    keys, values = (_part(stored, new) for stored, new in zip(cache, states, strict=True))
+    params = Params(
+        keys=keys,
+        values=values,
+        places=places.data_ptr(),
+        num_slots=num_slots,
+        width=width,
+        num_heads=num_heads,
+    )
+    warps = -(-num_heads * (keys.row_bytes + values.row_bytes) // (LOAD * WARP))
+    gpu.kernel("cache_append", "cache_append", SPECIALISATION)(
+        params, grid=(len(places), 1, 1), block=(min(THREADS, WARP * warps), 1, 1)
+    )
+
+
+def _part(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) -> Part:
+    return Part(
+        states=new.data_ptr(),
+        stored=stored.data_ptr(),
+        head_bytes=new.stride(0) * new.itemsize,
+        token_bytes=new.stride(1) * new.itemsize,
+        row_bytes=new.shape[2] * new.itemsize,
+    )
+
+
+def self_test(gpu: Gpu, defines: Macros) -> bool:
+    """Three tokens, one of them in no slot; keys and values of two sizes."""
+    del defines  # one kernel takes all
+    keys, values = (torch.zeros(2, 2, 8, size) for size in (64, 32))
+    generator = torch.Generator().manual_seed(0)
+    new = tuple(torch.randn(2, 3, size, generator=generator) for size in (64, 32))
+    places = torch.tensor([9, 16, 0])
+    there = keys.to(gpu.device, copy=True), values.to(gpu.device, copy=True)
+    states = new[0].to(gpu.device), new[1].to(gpu.device)
+    append_(there, states, places.to(gpu.device), gpu=gpu)
+    definition.append_((keys, values), (new[0], new[1]), places)
+    return torch.equal(there[0].cpu(), keys) and torch.equal(there[1].cpu(), values)

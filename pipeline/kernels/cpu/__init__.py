@@ -1,1 +1,0 @@
-"""Kernels in C++, compiled at their first use by the compiler of the system."""

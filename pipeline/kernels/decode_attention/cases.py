@@ -1,0 +1,191 @@
+"""Cases of decode attention: what is timed, and on a GPU what is compiled and what is right."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels import choice
+from pipeline.kernels.decode_attention import cpu, cuda, definition
+from pipeline.kernels.decode_attention.definition import Scores
+from pipeline.kernels.timing import NO_GPU, Sizes, Timed, by_kernel, describe, name_of
+from pipeline.kernels.toolchain.gpu import Gpu, Macros
+
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Relative error of the norm: of fp32 sums, and of the rounding of the output."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and options of one call."""
+
+    dtype: torch.dtype
+    head_size: int
+    heads: int
+    kv_heads: int
+    lengths: tuple[int, ...] = (1, 77, 130)
+    window: int | None = None
+    num_splits: int | None = 1
+    schedule: int = 0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        text = f"{name}-{self.head_size}-{self.heads}:{self.kv_heads}-splits{self.num_splits}"
+        return text + f"-window{self.window}" * bool(self.window) + f"-order{self.schedule}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a case; what no kernel may read is NaN."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Scores
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (self.query, self.key, self.value, self.scores.lengths)
+
+
+def inputs_of(case: Case, device: torch.device) -> Inputs:
+    """The layout of the slot cache, wider than what is used; what may not be read is NaN."""
+    generator = torch.Generator().manual_seed(case.seed)
+    batch, width = len(case.lengths), max(case.lengths) + 3
+
+    def cache() -> Tensor:
+        shape = (batch, case.kv_heads, width, case.head_size)
+        stored = torch.randn(shape, generator=generator)
+        for row, length in enumerate(case.lengths):
+            stored[row, :, : max(0, length - (case.window or length))] = math.nan
+            stored[row, :, length:] = math.nan
+        return stored.to(case.dtype).to(device)
+
+    # As the layers of a model give it: (1, head, sequence, size), looked at the other way round.
+    shape = (case.heads, batch, case.head_size)
+    query = torch.randn(shape, generator=generator).to(case.dtype).to(device).transpose(0, 1)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    scores = Scores(lengths=lengths, scaling=case.head_size**-0.5, sliding_window=case.window)
+    return Inputs(query, cache(), cache(), scores)
+
+
+def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
+    """What the kernel makes of it."""
+    return cuda.decode_attention(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        inputs.scores,
+        gpu=gpu,
+        longest=max(case.lengths),
+        num_splits=case.num_splits,
+    )
+
+
+def relative_error(inputs: Inputs, out: Tensor) -> float:
+    """Of the norm, against the definition in float64; infinite where a number is NaN."""
+    wide = (each.double() for each in (inputs.query, inputs.key, inputs.value))
+    expected = definition.decode_attention(*wide, inputs.scores)
+    error = ((out.double() - expected).norm() / expected.norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def is_right(case: Case, inputs: Inputs, out: Tensor) -> bool:
+    """The definition's numbers, but for rounding."""
+    return relative_error(inputs, out) < TOLERANCES[case.dtype]
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+RAGGED = (1, 77, 130)
+
+QUICK = [
+    Case(BF16, 128, 8, 2, RAGGED, num_splits=splits, schedule=order)
+    for splits, order in [(1, 0), (1, 7), (3, 1)]
+]
+QUICK += [
+    Case(F32, 64, 2, 2, RAGGED, num_splits=splits, schedule=order)
+    for splits, order in [(1, 1), (3, 7)]
+]
+QUICK += [
+    Case(F16, 80, 7, 1, RAGGED, window=40, num_splits=1, schedule=7),
+    Case(F16, 80, 7, 1, RAGGED, window=40, num_splits=2),
+    Case(F32, 96, 3, 3, (0, 5, 33), num_splits=2, schedule=1),
+    Case(BF16, 256, 16, 2, (64, 200), num_splits=None),
+    Case(F32, 256, 9, 1, (64, 200), num_splits=2, schedule=7),
+]
+"""A little of everything, with as few specialisations as that takes."""
+
+SHAPES = [
+    *((size, heads, kv) for size in cuda.HEAD_SIZES for heads, kv in [(2, 2), (8, 2), (7, 1)]),
+    (128, 16, 2),
+    (64, 71, 1),
+]
+OPTIONS: list[dict[str, int]] = [
+    {"num_splits": 1, "schedule": 0},
+    {"num_splits": 3, "schedule": 1},
+    {"num_splits": 1, "schedule": 7, "window": 40},
+    {"num_splits": 3, "schedule": 7, "window": 40},
+]
+GRID = [
+    Case(dtype, *shape, lengths=RAGGED, **options)
+    for dtype in (BF16, F16, F32)
+    for shape in SHAPES
+    for options in OPTIONS
+]
+"""Every dtype, head size and kind of sharing, under every option."""
+
+SPECIALISATIONS: list[Macros] = [
+    cuda.specialisation(dtype, cuda.Shape(heads, size, dtype.itemsize))
+    for dtype in (BF16, F16, F32)
+    for size in sorted(cuda.HEAD_SIZES, key=lambda size: size != 128)
+    for heads in (8, 1, 4, 7)
+]
+"""Of the kernels for GPUs, the commonest first."""
+
+SEQUENCES, HEADS, HEAD_SIZE = 16, 16, 64
+"""Of what is timed."""
+
+
+def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
+    """A new token of each sequence, by the kernel for CPUs or that for GPUs."""
+    for device in devices:
+        for dtype in (F32, BF16):
+            yield _timed(device, dtype, sizes.tokens)
+    if len(devices) == 1:
+        yield Timed(name="decode attention on cuda", state=describe(NO_GPU))
+
+
+def _timed(device: torch.device, dtype: torch.dtype, tokens: int) -> Timed:
+    query = torch.randn(SEQUENCES, HEADS, HEAD_SIZE).to(device, dtype)
+    key, value = torch.randn(2, SEQUENCES, HEADS, tokens, HEAD_SIZE).to(device, dtype)
+    lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32, device=device)
+    scores = Scores(lengths=lengths, scaling=HEAD_SIZE**-0.5)
+    if device.type == "cpu":
+        found = cpu.kernel(dtype, HEAD_SIZE)
+    else:
+        defines = cuda.specialisation(dtype, cuda.Shape(1, HEAD_SIZE, dtype.itemsize))
+        found = choice.find(device, "decode_attention", defines, cuda.self_test)
+
+    def ours() -> Tensor:
+        assert not isinstance(found, str)
+        if isinstance(found, Gpu):
+            return cuda.decode_attention(query, key, value, scores, gpu=found, longest=tokens)
+        return cpu.decode_attention(
+            query,
+            key,
+            value,
+            lengths,
+            scaling=scores.scaling,
+            sliding_window=None,
+            built=found,
+        )
+
+    return by_kernel(
+        f"decode attention on {device.type}, {SEQUENCES} x {tokens}, {name_of(dtype)}",
+        found,
+        ours,
+        lambda: definition.decode_attention(query, key, value, scores),
+    )

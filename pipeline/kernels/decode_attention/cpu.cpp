@@ -1,0 +1,257 @@
+// Attention of one new token of each sequence to a cache of keys and values, on the CPU. Reference:
+// torch.nn.functional.scaled_dot_product_attention of whole sequences; in bf16 causal_attention/cpu_forward.cpp has their bits.
+//
+// What is added up is what PyTorch's own kernel adds up, in its order, with its two formulas for the
+// exponential function: keys in blocks of 512, each with a maximum of its own; the sum of a softmax in
+// as many parts as a vector has lanes; products of values in the order of their keys. NUMBER chooses the
+// number format of all tensors, PIECE after how many terms a sum is cut: values over keys into pieces, a
+// score over the numbers of a head, where it is shorter than two pieces, into halves. A head of keys is turned
+// once for all query heads that share it.
+
+#include "../include/softmax.h"
+
+namespace {
+
+constexpr int MOST_SIZE = 256;  // of a head; mirrored in cpu.py
+
+struct Attention {  // mirrored in cpu.py
+    const void* query;       // (rows, heads, size), strides given
+    const void* key;         // (slots, kv_heads, width, size), the first slots being the rows'
+    const void* value;
+    void* out;               // (rows, heads, size)
+    const int32_t* lengths;  // of each row: one past the last key that it sees; beyond width is width
+    int64_t rows;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t width;
+    int64_t size;            // whole units
+    int64_t query_row;       // strides, in numbers
+    int64_t query_head;
+    int32_t window;          // a row sees its last so many keys; 0 is all
+    float scaling;
+};
+
+using Line = decltype(Number::line());  // LANES numbers as they are stored
+
+constexpr int MOST_UNITS = MOST_SIZE / Number::NUMBERS;
+
+// Memory on its way into the second cache, a piece with each piece of work that reads other memory.
+struct Ahead {
+    const char* from;
+    const char* end;
+
+    void fetch(int64_t bytes) {
+        constexpr int CACHE_LINE = 64;
+        const char* until = bytes < end - from ? from + bytes : end;
+        for (; from < until; from += CACHE_LINE) __builtin_prefetch(from, 0, 2);
+    }
+};
+
+// The units of LANES keys, turned: (units, LANES). Keys that there are not are zeros.
+void turn_keys(const Stored* key, int64_t size, int live, Bits* turned) {
+    const int units = int(size) / Number::NUMBERS;
+    for (int unit = 0; unit < units; unit += LANES) {
+        const Stored* from = key + unit * Number::NUMBERS;
+        const int count = units - unit < LANES ? units - unit : LANES;
+        if (count == LANES && live >= LANES) {
+            turn_rows(from, size * int64_t(sizeof(Stored)), turned + unit);
+            continue;
+        }
+        Bits tile[LANES];
+        for (int n = 0; n < LANES; n++) tile[n] = n < live ? begun(from + n * size, count) : Bits{};
+        turn(tile);
+        for (int i = 0; i < count; i++) turned[unit + i] = tile[i];
+    }
+}
+
+// The products of a unit, one after the other: attention multiplies what was made fp32 before.
+inline Vector add_in_turn(Vector sum, Bits keys, const float* query) {
+    return as<Vector>(keys) * *query + sum;
+}
+
+inline Vector add_in_turn(Vector sum, Bits keys, const uint16_t* query) {
+    sum = as<Vector>(keys << 16) * as<float>(uint32_t(query[0]) << 16) + sum;
+    return as<Vector>(keys & 0xffff0000u) * as<float>(uint32_t(query[1]) << 16) + sum;
+}
+
+// Scores of TILES * LANES keys: their chains of sums run side by side.
+template <int TILES>
+void score(const Attention& by, const Stored* query, const Bits* turned, float* scores) {
+    const int size = int(by.size), units = size / Number::NUMBERS, piece = piece_of(size, PIECE);
+    Vector total[TILES] = {};
+    for (int first = 0; first < size; first += piece) {
+        const int end = first + piece < size ? first + piece : size;
+        Vector sum[TILES] = {};
+        for (int k = first; k < end; k += Number::NUMBERS)
+            for (int tile = 0; tile < TILES; tile++)
+                sum[tile] = add_in_turn(sum[tile], turned[tile * units + k / Number::NUMBERS], query + k);
+        for (int tile = 0; tile < TILES; tile++) total[tile] = total[tile] + sum[tile];
+    }
+    for (int tile = 0; tile < TILES; tile++) {
+        const Vector scaled = total[tile] * by.scaling;
+        std::memcpy(scores + tile * LANES, &scaled, sizeof scaled);
+    }
+}
+
+// Sums of the numbers of a head.
+struct Values {
+    Vector sum[MOST_SIZE / LANES];
+};
+
+// Which keys of a block are seen, counted from its first one.
+struct Keys {
+    int first;  // of a whole vector: a softmax has a sum for each lane
+    int end;
+};
+
+// Adds weights times values to sums; PARTS vectors of them run side by side.
+template <int PARTS, class Load>
+void add_parts(const Stored* value, int64_t size, const float* weights, const Keys& keys, Vector* to, Load line) {
+    Vector total[PARTS];
+    for (int part = 0; part < PARTS; part++) total[part] = to[part];
+    for (int piece = 0; piece < keys.end; piece += PIECE) {
+        const int end = piece + PIECE < keys.end ? piece + PIECE : keys.end;
+        Vector sum[PARTS] = {};
+        for (int t = piece < keys.first ? keys.first : piece; t < end; t++)
+            for (int part = 0; part < PARTS; part++)
+                sum[part] = wide(line(value + t * size + part * LANES)) * weights[t] + sum[part];
+        for (int part = 0; part < PARTS; part++) total[part] = total[part] + sum[part];
+    }
+    for (int part = 0; part < PARTS; part++) to[part] = total[part];
+}
+
+void add_values(const Stored* value, int64_t size, const float* weights, const Keys& keys, Values& to) {
+    const auto whole = [](const Stored* from) { return load<Line>(from); };
+    int part = 0;
+    for (; (part + 4) * LANES <= size; part += 4)
+        add_parts<4>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    const int left = int(size) / LANES - part;
+    if (left == 3) add_parts<3>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    if (left == 2) add_parts<2>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    if (left == 1) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, whole);
+    part += left;
+    const int rest = int(size - part * LANES) * int(sizeof(Stored));
+    const auto some_of = [rest](const Stored* from) { return some<Line>(from, rest); };
+    if (rest > 0) add_parts<1>(value + part * LANES, size, weights, keys, to.sum + part, some_of);
+}
+
+// What is known of a query head after some blocks of keys.
+struct Head {
+    Known softmax;
+    Values values = {};
+};
+
+// What a thread works in.
+struct Room {
+    Bits turned[BLOCK / LANES * MOST_UNITS];  // a block of keys: (BLOCK / LANES, units of a head)
+    float weights[BLOCK];
+};
+
+// The keys that a row sees: from the first one to one past the last.
+struct Seen {
+    int64_t start;
+    int64_t end;
+};
+
+Seen seen_by(const Attention& by, int64_t row) {
+    const int64_t said = by.lengths[row], live = said < by.width ? said : by.width;
+    const int64_t start = by.window > 0 && said > by.window ? said - by.window : 0;
+    return start < live ? Seen{start, live} : Seen{0, 0};  // no key is seen: nothing is read
+}
+
+// The keys of an item, a head of keys of a row, as far as they are seen.
+Ahead keys_of(const Attention& by, int64_t item) {
+    const Seen seen = seen_by(by, item / by.kv_heads);
+    const auto* key = static_cast<const char*>(by.key);
+    const int64_t bytes = by.size * int64_t(sizeof(Stored)), place = item * by.width;
+    return {key + (place + seen.start) * bytes, key + (place + seen.end) * bytes};
+}
+
+// `ahead` is memory that the next call will read.
+void attend(const Attention& by, int64_t item, Ahead ahead, Room& room) {
+    const int64_t row = item / by.kv_heads, kv_head = item % by.kv_heads;
+    const int64_t group = by.heads / by.kv_heads;
+    const auto [start, length] = seen_by(by, row);
+    const int64_t place = item * by.width * by.size;
+    const auto* key = static_cast<const Stored*>(by.key) + place;
+    const auto* value = static_cast<const Stored*>(by.value) + place;
+    const auto* query = static_cast<const Stored*>(by.query) + row * by.query_row;
+    auto* out = static_cast<Stored*>(by.out) + row * by.heads * by.size;
+    Bits* turned = room.turned;
+    float* weights = room.weights;
+    const int units = int(by.size) / Number::NUMBERS;
+
+    for (int64_t each = 0; each < group; each++) {
+        const int64_t head = kv_head * group + each;
+        Head known;
+        for (int64_t block = start / BLOCK * BLOCK; block < length; block += BLOCK) {
+            const int seen = start > block ? int(start - block) : 0;
+            const Keys keys = {seen / LANES * LANES, int(length - block < BLOCK ? length - block : BLOCK)};
+            const int last = (keys.end + LANES - 1) / LANES, begin = keys.first / LANES;
+            // One block of keys stays turned for the group; more are turned again.
+            const int64_t bytes = LANES * by.size * int64_t(sizeof(Stored));  // of a tile
+            Ahead values = {reinterpret_cast<const char*>(value + (block + keys.first) * by.size),
+                            reinterpret_cast<const char*>(value + (block + keys.end) * by.size)};
+            if (each == 0 || length > BLOCK)
+                for (int tile = begin; tile < last; tile++) {
+                    values.fetch(bytes);
+                    turn_keys(key + (block + tile * LANES) * by.size, by.size, keys.end - tile * LANES, turned + tile * units);
+                }
+            int tile = begin;
+            for (; tile + 4 <= last; tile += 4) {
+                ahead.fetch(4 * bytes);
+                score<4>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
+            }
+            for (; tile + 2 <= last; tile += 2) {
+                ahead.fetch(2 * bytes);
+                score<2>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
+            }
+            for (; tile < last; tile++) {
+                ahead.fetch(bytes);
+                score<1>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
+            }
+            for (int t = keys.first; t < seen; t++) weights[t] = -INFINITY;
+            for (int t = keys.end; t < last * LANES; t++) weights[t] = -INFINITY;
+            const float shrink = weigh(weights, keys.first, keys.end, known.softmax);
+            if (block > start)
+                for (Vector& part : known.values.sum) part = part * shrink;
+            add_values(value + block * by.size, by.size, weights, keys, known.values);
+        }
+        const float share = known.softmax.sum == 0 ? 1 : 1 / known.softmax.sum;
+        for (int64_t d = 0; d < by.size; d++)
+            out[head * by.size + d] = Number::narrow(known.values.sum[d / LANES][d % LANES] * share);
+    }
+}
+
+struct Work {
+    const Attention* attention;
+    int64_t share;  // items that a thread takes at once: neighbours in memory
+    int64_t next;   // the first that no thread has taken
+};
+
+void run(void* argument) {
+    Work& work = *static_cast<Work*>(argument);
+    const Attention& by = *work.attention;
+    const int64_t items = by.rows * by.kv_heads;
+    static thread_local Room room;
+    for (;;) {
+        int64_t item = __atomic_fetch_add(&work.next, work.share, __ATOMIC_RELAXED);
+        const int64_t end = item + work.share < items ? item + work.share : items;
+        if (item >= items) return;
+        for (; item < end; item++)
+            attend(by, item, item + 1 < end ? keys_of(by, item + 1) : Ahead{nullptr, nullptr}, room);
+    }
+}
+
+constexpr int SHARES = 8;  // of each thread: lengths differ
+
+}  // namespace
+
+extern "C" int64_t structure_bytes() { return sizeof(Attention); }
+
+// The bits don't depend on how many threads there are.
+extern "C" void decode_attention(const Attention* attention, Parallel parallel, int32_t threads) {
+    const int64_t share = attention->rows * attention->kv_heads / (SHARES * threads);
+    Work work{attention, share > 1 ? share : 1, 0};
+    on_threads(parallel, threads, run, &work);
+}

@@ -1,0 +1,262 @@
+// Attention of one new token of each sequence to the keys and values that a cache holds of it.
+// Reference: definition.py.
+//
+// query, out (sequence, head, HEAD_SIZE); key, value (sequence, kv head, token, HEAD_SIZE); any
+// strides but that of the last dimension, which is 1. A block reads one part of the keys of one
+// sequence and kv head, once for all GROUP query heads that share them, so that time goes into
+// reading keys and values. Few lanes read a key together and keep a softmax of their own (Milakov &
+// Gimelshein 2018, online softmax); lanes, warps and, by a second kernel, blocks are put together
+// at the end (Dao et al. 2023, Flash-Decoding).
+//
+// Macros: NUMBER one of float, Bf16, F16; HEAD_SIZE; GROUP query heads of a block.
+#include "prelude.cuh"
+
+#define WARPS 4
+#define LOG2_E 1.4426950408889634f
+
+struct DecodeParams {
+  const void* query;
+  const void* key;
+  const void* value;
+  void* out;
+  float* parts;         // (sequence, head, split, HEAD_SIZE + 2): sum of values, maximum, sum
+  const int* lengths;   // (sequence): one past the last key
+  i64 query_sequence, query_head, out_sequence, out_head;
+  i64 key_sequence, key_head, key_token, value_sequence, value_head, value_token;
+  int heads_per_kv, blocks_per_kv, capacity, window, num_splits;
+  float scale;
+};
+static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "the struct of cuda.py");
+
+// As few lanes read a key as the registers of a lane allow: each lane holds its share of GROUP
+// queries and as many sums.
+DEVICE constexpr int lanes_per_key(int loads) {
+  int most = GROUP > 8 ? 1 : 8 / GROUP;  // loads of a lane
+  if (most > 4 && loads % 5 != 0) most = 4;
+  int lanes = 1;
+  while ((loads + lanes - 1) / lanes > most) lanes *= 2;
+  return lanes;
+}
+constexpr int PER_LOAD = 16 / sizeof(NUMBER);
+constexpr int LOADS = HEAD_SIZE / PER_LOAD;  // of a key
+constexpr int LANES = lanes_per_key(LOADS);
+constexpr int OF_LANE = (LOADS + LANES - 1) / LANES;
+constexpr int SIZE = OF_LANE * PER_LOAD;  // elements of a key that a lane holds
+constexpr int KEYS = WARPS * 32 / LANES;  // that a block reads at once
+constexpr int AHEAD = OF_LANE >= 4 ? 1 : OF_LANE >= 2 ? 2 : 4;  // of them, to hide latency
+static_assert(HEAD_SIZE % PER_LOAD == 0 && LANES <= 32, "HEAD_SIZE and GROUP don't fit");
+
+template <class T>
+DEVICE void unpack(uint4 raw, float (&numbers)[16 / sizeof(T)]) {
+  const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < PER_LOAD; i++) {
+    if constexpr (sizeof(T) == 4) {
+      numbers[i] = __uint_as_float(words[i]);
+    } else {
+      numbers[i] = to_float(T{static_cast<u16>(words[i / 2] >> (i % 2 * 16))});
+    }
+  }
+}
+
+// The softmax so far: of values times exp2(score - highest) the sum, and of the weights alone.
+struct Sums {
+  float highest[GROUP], weight[GROUP], values[GROUP][SIZE];
+};
+// A difference to the highest score; where no key was seen yet the highest is minus infinity.
+DEVICE float reference(float highest) { return highest == MINUS_INFINITY ? 0.f : highest; }
+
+struct Keys {
+  int first, end;
+};
+DEVICE Keys keys_of_block(const DecodeParams& p, int sequence) {
+  const int length = load_int(p.lengths + sequence), end = min(length, p.capacity);
+  int first = p.window > 0 && length > p.window ? length - p.window : 0;
+  int count = (end - first + p.num_splits - 1) / p.num_splits;
+  count = (count + KEYS - 1) / KEYS * KEYS;
+  first += static_cast<int>(blockIdx.x) * count;
+  return {first, min(end, first + count)};
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(DecodeParams p) {
+  const int split = blockIdx.x, sequence = blockIdx.z;
+  const int kv_head = blockIdx.y / p.blocks_per_kv;
+  const int first_of_kv = blockIdx.y % p.blocks_per_kv * GROUP;
+  const int first_head = kv_head * p.heads_per_kv + first_of_kv;
+  const int num_heads = min(GROUP, p.heads_per_kv - first_of_kv);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane_of_key = lane % LANES, key_of_block = threadIdx.x / LANES;
+  const Keys keys = keys_of_block(p, sequence);
+
+  float query[GROUP][SIZE];
+  Sums sums;
+#pragma unroll
+  for (int g = 0; g < GROUP; g++) {
+    const int head = first_head + min(g, num_heads - 1);
+    const NUMBER* from = static_cast<const NUMBER*>(p.query) + sequence * p.query_sequence + head * p.query_head;
+    sums.highest[g] = MINUS_INFINITY;
+    sums.weight[g] = 0.f;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; i++) {
+      const int load = lane_of_key + i * LANES;
+      float numbers[PER_LOAD];
+      unpack<NUMBER>(load < LOADS ? load16(from + load * PER_LOAD) : uint4{0, 0, 0, 0}, numbers);
+#pragma unroll
+      for (int e = 0; e < PER_LOAD; e++) {
+        query[g][i * PER_LOAD + e] = numbers[e] * (p.scale * LOG2_E);
+        sums.values[g][i * PER_LOAD + e] = 0.f;
+      }
+    }
+  }
+
+  const NUMBER* key = static_cast<const NUMBER*>(p.key) + sequence * p.key_sequence + kv_head * p.key_head;
+  const NUMBER* value = static_cast<const NUMBER*>(p.value) + sequence * p.value_sequence + kv_head * p.value_head;
+  for (int from = keys.first; from < keys.end; from += KEYS * AHEAD) {
+    uint4 raw_key[AHEAD][OF_LANE], raw_value[AHEAD][OF_LANE];
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) {
+      const int token = from + a * KEYS + key_of_block;
+#pragma unroll
+      for (int i = 0; i < OF_LANE; i++) {
+        const int load = lane_of_key + i * LANES;
+        const bool real = token < keys.end && load < LOADS;
+        raw_key[a][i] = real ? load16_once(key + token * p.key_token + load * PER_LOAD) : uint4{0, 0, 0, 0};
+        raw_value[a][i] = real ? load16_once(value + token * p.value_token + load * PER_LOAD) : uint4{0, 0, 0, 0};
+      }
+    }
+    float score[AHEAD][GROUP];
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) {
+      const int token = from + a * KEYS + key_of_block;
+#pragma unroll
+      for (int g = 0; g < GROUP; g++) score[a][g] = 0.f;
+#pragma unroll
+      for (int i = 0; i < OF_LANE; i++) {
+        float numbers[PER_LOAD];
+        unpack<NUMBER>(raw_key[a][i], numbers);
+#pragma unroll
+        for (int g = 0; g < GROUP; g++)
+#pragma unroll
+          for (int e = 0; e < PER_LOAD; e++)
+            score[a][g] = fmaf(query[g][i * PER_LOAD + e], numbers[e], score[a][g]);
+      }
+#pragma unroll
+      for (int g = 0; g < GROUP; g++) {
+#pragma unroll
+        for (int other = LANES / 2; other > 0; other /= 2)
+          score[a][g] += __shfl_xor_sync(0xffffffffu, score[a][g], other);
+        if (token >= keys.end) score[a][g] = MINUS_INFINITY;
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+      float highest = sums.highest[g];
+#pragma unroll
+      for (int a = 0; a < AHEAD; a++) highest = fmaxf(highest, score[a][g]);
+      const float zero = reference(highest), shrink = exp2_fast(sums.highest[g] - zero);
+      sums.highest[g] = highest;
+      sums.weight[g] *= shrink;
+#pragma unroll
+      for (int e = 0; e < SIZE; e++) sums.values[g][e] *= shrink;
+#pragma unroll
+      for (int a = 0; a < AHEAD; a++) {
+        score[a][g] = exp2_fast(score[a][g] - zero);
+        sums.weight[g] += score[a][g];
+      }
+    }
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+#pragma unroll
+      for (int i = 0; i < OF_LANE; i++) {
+        float numbers[PER_LOAD];
+        unpack<NUMBER>(raw_value[a][i], numbers);
+#pragma unroll
+        for (int g = 0; g < GROUP; g++)
+#pragma unroll
+          for (int e = 0; e < PER_LOAD; e++) {
+            float& sum = sums.values[g][i * PER_LOAD + e];
+            sum = fmaf(score[a][g], numbers[e], sum);
+          }
+      }
+  }
+
+  // The lanes of a warp that read other keys, then the warps, through shared memory.
+  SHARED(float, shared);  // [WARPS][GROUP][HEAD_SIZE] values, then [WARPS][GROUP][2]
+  float* shared_weights = shared + WARPS * GROUP * HEAD_SIZE;
+#pragma unroll
+  for (int g = 0; g < GROUP; g++) {
+#pragma unroll
+    for (int other = LANES; other < 32; other *= 2) {
+      const float their_highest = __shfl_xor_sync(0xffffffffu, sums.highest[g], other);
+      const float their_weight = __shfl_xor_sync(0xffffffffu, sums.weight[g], other);
+      const float highest = fmaxf(sums.highest[g], their_highest), zero = reference(highest);
+      const float ours = exp2_fast(sums.highest[g] - zero), theirs = exp2_fast(their_highest - zero);
+      sums.highest[g] = highest;
+      sums.weight[g] = sums.weight[g] * ours + their_weight * theirs;
+#pragma unroll
+      for (int e = 0; e < SIZE; e++) {
+        const float their_value = __shfl_xor_sync(0xffffffffu, sums.values[g][e], other);
+        sums.values[g][e] = sums.values[g][e] * ours + their_value * theirs;
+      }
+    }
+    if (lane >= LANES) continue;
+    const int row = warp * GROUP + g;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; i++) {
+      const int load = lane_of_key + i * LANES;
+      if (load < LOADS)
+#pragma unroll
+        for (int e = 0; e < PER_LOAD; e++)
+          shared[row * HEAD_SIZE + load * PER_LOAD + e] = sums.values[g][i * PER_LOAD + e];
+    }
+    if (lane == 0) {
+      shared_weights[row * 2] = sums.highest[g];
+      shared_weights[row * 2 + 1] = sums.weight[g];
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_heads * HEAD_SIZE; i += WARPS * 32) {
+    const int g = i / HEAD_SIZE, e = i % HEAD_SIZE;
+    float highest = MINUS_INFINITY, weight = 0.f, value_sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, shared_weights[(w * GROUP + g) * 2]);
+    const float zero = reference(highest);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const int row = w * GROUP + g;
+      const float share = exp2_fast(shared_weights[row * 2] - zero);
+      weight = fmaf(share, shared_weights[row * 2 + 1], weight);
+      value_sum = fmaf(share, shared[row * HEAD_SIZE + e], value_sum);
+    }
+    const int head = first_head + g;
+    if (p.num_splits == 1) {
+      NUMBER* to = static_cast<NUMBER*>(p.out) + sequence * p.out_sequence + head * p.out_head;
+      write(to + e, weight > 0.f ? value_sum / weight : 0.f);
+    } else {
+      const i64 num_heads_in_all = static_cast<i64>(gridDim.y / p.blocks_per_kv) * p.heads_per_kv;
+      float* to = p.parts + ((sequence * num_heads_in_all + head) * p.num_splits + split) * (HEAD_SIZE + 2);
+      write(to + e, value_sum);
+      if (e == 0) {
+        write(to + HEAD_SIZE, highest);
+        write(to + HEAD_SIZE + 1, weight);
+      }
+    }
+  }
+}
+
+// The splits of a sequence and head: one block each, one thread an element.
+extern "C" __global__ void __launch_bounds__(HEAD_SIZE) decode_attention_combine(DecodeParams p) {
+  const int head = blockIdx.x, sequence = blockIdx.y, e = threadIdx.x;
+  const float* parts = p.parts + (static_cast<i64>(sequence) * gridDim.x + head) * p.num_splits * (HEAD_SIZE + 2);
+  float highest = MINUS_INFINITY, weight = 0.f, value_sum = 0.f;
+  for (int s = 0; s < p.num_splits; s++) highest = fmaxf(highest, read(parts + s * (HEAD_SIZE + 2) + HEAD_SIZE));
+  const float zero = reference(highest);
+  for (int s = 0; s < p.num_splits; s++) {
+    const float* part = parts + s * (HEAD_SIZE + 2);
+    const float share = exp2_fast(read(part + HEAD_SIZE) - zero);
+    weight = fmaf(share, read(part + HEAD_SIZE + 1), weight);
+    value_sum = fmaf(share, read(part + e), value_sum);
+  }
+  NUMBER* to = static_cast<NUMBER*>(p.out) + sequence * p.out_sequence + head * p.out_head;
+  write(to + e, weight > 0.f ? value_sum / weight : 0.f);
+}

@@ -1,0 +1,1 @@
+"""Linear layers of few rows, with the bits of products of many."""

@@ -1,0 +1,182 @@
+// A linear layer of few rows on the CPU: out = x w^T + bias. Reference: torch.nn.functional.linear.
+//
+// A weight is read once for all rows; with few of them memory is the limit. An output is one chain of
+// fused multiply-adds over the inputs in their order, cut into blocks whose sums are added one after
+// the other:
+//
+//   sum_b ( fma(x_k, w_k, ... fma(x_1, w_1, 0)) over the inputs of block b )
+//
+// which is how the libraries under PyTorch add up products of many rows. With their block length the
+// bits are theirs: what generates rounds as what trains, and the bits of a row don't depend on how many
+// rows there are. Chosen at compile time:
+//
+//   NUMBER   Float32 | BFloat16   number format of all tensors
+//
+// The lanes of a vector are neighbouring outputs: weights are turned on their way into the cache.
+
+#include <algorithm>
+
+#include "../include/vectors.h"
+
+namespace {
+
+constexpr int MOST_TOGETHER = LANES == 16 ? 12 : 6;  // rows whose sums stay in registers
+constexpr int PANEL = 2 * LANES;  // outputs computed together
+constexpr int CHUNK = 128;        // units of a panel that are turned at a time, at the most
+constexpr int AHEAD = 256;        // units after which what is fetched now is turned, at the most
+constexpr int MOST_ROWS = 64;     // mirrored in cpu.py
+
+struct Product {  // mirrored in cpu.py
+    const void* x;       // (rows, inputs)
+    const void* weight;  // (outputs, inputs), or (inputs, outputs) where turned
+    const void* bias;    // (outputs), or null
+    void* out;           // (rows, outputs)
+    int64_t rows;        // at most MOST_ROWS
+    int64_t inputs;      // whole units
+    int64_t outputs;
+    int64_t block;       // inputs of a block; whole units
+    int32_t turned;
+    int32_t bias_first;  // the sum over blocks begins with the bias; else it is added at the end
+    int32_t halves;      // what is left of more than a block and less than two is cut in halves
+};
+
+// Inputs of the next block, if so many are left.
+inline int64_t block_of(const Product& by, int64_t left) {
+    if (left <= by.block) return left;
+    if (!by.halves || left >= 2 * by.block) return by.block;
+    const int64_t units = left / Number::NUMBERS;
+    return (units + 1) / 2 * Number::NUMBERS;
+}
+
+// The sums of R rows of x go on over `count` units.
+template <int R>
+void add_units(const Stored* x, int64_t stride, const uint32_t* panel, int count, float* sums) {
+    Vector sum[R][2];
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++) sum[r][half] = load<Vector>(sums + r * PANEL + half * LANES);
+    for (int k = 0; k < count; k++) {
+        const Bits first = load<Bits>(panel + k * PANEL);
+        const Bits second = load<Bits>(panel + k * PANEL + LANES);
+        for (int r = 0; r < R; r++) {
+            const uint32_t unit = load<uint32_t>(x + r * stride + k * Number::NUMBERS);
+            sum[r][0] = Number::add(sum[r][0], first, unit);
+            sum[r][1] = Number::add(sum[r][1], second, unit);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++)
+            std::memcpy(sums + r * PANEL + half * LANES, &sum[r][half], sizeof(Vector));
+}
+
+// The same of `rows` rows, R at the most.
+template <int R>
+void add_rows(const Stored* x, int64_t stride, int64_t rows, const uint32_t* panel, int count, float* sums) {
+    if constexpr (R > 1)
+        if (rows < R) return add_rows<R - 1>(x, stride, rows, panel, count, sums);
+    add_units<R>(x, stride, panel, count, sums);
+}
+
+// `count` units from input `begin` of the outputs from `output` on: (count, PANEL). Outputs that there
+// are not weigh 0.
+void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uint32_t* panel) {
+    const int64_t across = by.turned ? 1 : by.inputs, along = by.turned ? by.outputs : 1;
+    const auto* weight = static_cast<const Stored*>(by.weight) + output * across + begin * along;
+    const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
+    const int64_t units = by.inputs / Number::NUMBERS, ahead = std::min<int64_t>(units, AHEAD);
+    int k = 0;
+    if (!by.turned && live == PANEL)
+        for (; k + LANES <= count; k += LANES)
+            for (int half = 0; half < 2; half++) {
+                const Stored* from = weight + half * LANES * across + k * Number::NUMBERS;
+                Bits tile[LANES];
+                turn_rows(from, across * int64_t(sizeof(Stored)), tile);
+                // Of this panel or the next, into the second cache: the first is full of this panel.
+                const bool is_here = begin / Number::NUMBERS + k + ahead < units;
+                const int64_t later = is_here ? ahead : ahead + (PANEL - 1) * units;
+                for (int n = 0; n < LANES; n++) __builtin_prefetch(from + n * across + later * Number::NUMBERS, 0, 2);
+                for (int i = 0; i < LANES; i++)
+                    std::memcpy(panel + (k + i) * PANEL + half * LANES, &tile[i], sizeof(Bits));
+            }
+    for (; k < count; k++) {
+        const Stored* from = weight + k * Number::NUMBERS * along;
+        for (int n = 0; n < live; n++) panel[k * PANEL + n] = Number::unit(from + n * across, along);
+        for (int n = live; n < PANEL; n++) panel[k * PANEL + n] = 0;
+    }
+}
+
+void compute_panel(const Product& by, int64_t output) {
+    alignas(64) uint32_t panel[CHUNK * PANEL];
+    alignas(64) float sums[MOST_ROWS * PANEL];
+    alignas(64) float total[MOST_ROWS * PANEL];
+    float shift[PANEL] = {};
+    const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
+    const auto* x = static_cast<const Stored*>(by.x);
+    const auto* bias = static_cast<const Stored*>(by.bias);
+    // Where all rows' sums stay in registers, products and turning overlap: a tile is turned at a time.
+    const int chunk = by.rows > MOST_TOGETHER ? CHUNK : LANES;
+    const int64_t groups = (by.rows + MOST_TOGETHER - 1) / MOST_TOGETHER;
+    const int64_t together = (by.rows + groups - 1) / groups;
+    for (int n = 0; bias != nullptr && n < live; n++) shift[n] = Number::widen(bias[output + n]);
+
+    for (int64_t first = 0, end; first < by.inputs; first = end) {
+        end = first + block_of(by, by.inputs - first);
+        std::memset(sums, 0, by.rows * PANEL * sizeof(float));
+        for (int64_t begin = first; begin < end; begin += chunk * Number::NUMBERS) {
+            const int64_t left = (end - begin) / Number::NUMBERS;
+            const int count = left < chunk ? int(left) : chunk;
+            fill_panel(by, output, begin, count, panel);
+            for (int64_t row = 0; row < by.rows; row += together)
+                add_rows<MOST_TOGETHER>(x + row * by.inputs + begin, by.inputs, std::min(by.rows - row, together), panel,
+                                        count, sums + row * PANEL);
+        }
+        for (int64_t row = 0; row < by.rows; row++)
+            for (int n = 0; n < PANEL; n++) {
+                float& sum = total[row * PANEL + n];
+                const bool begins = first == 0 && !(by.bias_first && bias != nullptr);
+                const float before = first == 0 ? shift[n] : sum;
+                sum = begins ? sums[row * PANEL + n] : before + sums[row * PANEL + n];
+            }
+    }
+    const bool bias_last = bias != nullptr && !by.bias_first;
+    for (int64_t row = 0; row < by.rows; row++) {
+        auto* out = static_cast<Stored*>(by.out) + row * by.outputs + output;
+        for (int n = 0; n < live; n++) {
+            const float sum = total[row * PANEL + n];
+            out[n] = Number::narrow(bias_last ? sum + shift[n] : sum);
+        }
+    }
+}
+
+struct Work {
+    const Product* product;
+    int64_t panels;
+    int64_t share;  // panels that a thread takes at once: neighbours in memory, of which one fetches the next
+    int64_t next;   // the first that no thread has taken
+};
+
+void run(void* argument) {
+    Work& work = *static_cast<Work*>(argument);
+    for (;;) {
+        const int64_t first = __atomic_fetch_add(&work.next, work.share, __ATOMIC_RELAXED);
+        const int64_t end = std::min(first + work.share, work.panels);
+        if (first >= end) return;
+        for (int64_t panel = first; panel < end; panel++) compute_panel(*work.product, panel * PANEL);
+    }
+}
+
+constexpr int64_t SHARES = 4;     // of each thread at the most, all alike: others may use its core
+constexpr int64_t SMALLEST = 12;  // panels of a share, where there are so many for each thread
+
+}  // namespace
+
+extern "C" int64_t structure_bytes() { return sizeof(Product); }
+
+// The bits don't depend on how many threads there are.
+extern "C" void linear(const Product* product, Parallel parallel, int32_t threads) {
+    if (product->rows == 0) return;
+    const int64_t panels = (product->outputs + PANEL - 1) / PANEL;
+    const int64_t each = (panels + threads - 1) / threads;
+    const int64_t shares = std::min(SHARES, std::max<int64_t>(each / SMALLEST, 1));
+    Work work{product, panels, (each + shares - 1) / shares, 0};
+    on_threads(parallel, threads, run, &work);
+}

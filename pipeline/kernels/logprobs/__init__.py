@@ -1,0 +1,1 @@
+"""Log-probabilities and entropies of given tokens."""

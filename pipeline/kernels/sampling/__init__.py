@@ -1,0 +1,1 @@
+"""The next token of each sequence, and its log-probability."""

@@ -1,0 +1,68 @@
+"""The call of `cpu.cpp`: tokens drawn from log-probabilities."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt64
+from torch import Tensor
+
+from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
+from pipeline.kernels.toolchain.threads import parallel
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+
+
+class Draw(ctypes.Structure):
+    """One call; the source has the same structure."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("logprobs", "keys", "positions", "tokens", "chosen")
+        ),
+        *((name, ctypes.c_int64) for name in ("rows", "words")),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+@functools.cache
+def library() -> Built | NotBuiltError:
+    """The kernel, or why it can't be had; found out once in a process."""
+    return found(SOURCE, {"NUMBER": NUMBERS[torch.float32]}, FUSED)
+
+
+def draw(
+    logprobs: Float[Tensor, "B V"],
+    keys: UInt64[np.ndarray, " B"],
+    positions: UInt64[np.ndarray, " B"],
+    *,
+    seed: int,
+    built: Built,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Tokens, and their log-probabilities; nothing is checked here.
+
+    Args:
+        logprobs: fp32, side by side.
+        keys: number of each sequence, side by side.
+        positions: of each sequence's token, side by side.
+        seed: with key and position it gives the share of the cumulative weight that is drawn.
+        built: the kernel.
+    """
+    rows, words = logprobs.shape
+    tokens, chosen = logprobs.new_empty(rows, dtype=torch.long), logprobs.new_empty(rows)
+    call = Draw(
+        logprobs.data_ptr(),
+        keys.ctypes.data,
+        positions.ctypes.data,
+        tokens.data_ptr(),
+        chosen.data_ptr(),
+        rows,
+        words,
+        seed % 2**64,
+    )
+    threads = ctypes.c_int32(torch.get_num_threads())
+    built.library.draw(ctypes.byref(call), parallel(), threads)
+    return tokens, chosen

@@ -1,0 +1,77 @@
+"""Drawing the next token of each sequence, by a kernel where there is one.
+
+See `definition.py` for the dimension names. A GPU's kernel takes logits; a CPU's what remains once
+there are log-probabilities.
+"""
+
+import numpy as np
+from jaxtyping import Float, Int, UInt64
+from torch import Tensor
+
+from pipeline.kernels import choice
+from pipeline.kernels.sampling import cpu, cuda, definition
+from pipeline.kernels.sampling.definition import Draw
+from pipeline.kernels.toolchain.cpp import Built
+from pipeline.kernels.toolchain.gpu import Gpu
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    keys: Int[Tensor, " B"],
+    positions: Int[Tensor, " B"],
+    draw: Draw,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Tokens, and their log-probabilities before any was cut off, as the definition has it.
+
+    Raises:
+        ValueError: the tensors don't fit one another, or a setting is out of range.
+        KernelError: kernels are required, and there is none for these.
+    """
+    definition.check(logits, keys, positions, draw)
+    gpu = kernel_for(logits) if len(logits) else None
+    if gpu is None:
+        return definition.sample(logits, keys, positions, draw)
+    return cuda.sample(logits, keys, positions, draw, gpu=gpu)
+
+
+def kernel_for(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
+    """The GPU whose kernel takes these logits; None where PyTorch is to do the work.
+
+    `reason` is what else keeps the kernel from it, in a clause.
+
+    Raises:
+        KernelError: kernels are required, and there is none for these.
+    """
+    if not choice.wanted(logits.device):
+        return None
+    refusal, defines = reason or cuda.refusal(logits), cuda.specialisation(logits.dtype)
+    return choice.gpu_for("sampling", logits.device, refusal, "sampling", defines, cuda.self_test)
+
+
+def draw(
+    logprobs: Float[Tensor, "B V"],
+    keys: UInt64[np.ndarray, " B"],
+    positions: UInt64[np.ndarray, " B"],
+    *,
+    seed: int,
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
+    """Tokens in proportion to their probability, and their log-probabilities.
+
+    For log-probabilities of a CPU of which none is cut off: those that training computes are to be
+    reported, to the bit. None where PyTorch is to do the work.
+
+    Raises:
+        ValueError: the tensors don't fit one another; the sentence names one.
+        KernelError: kernels are required, and there is none.
+    """
+    definition.check_draw(logprobs, keys, positions)
+    kernels = choice.kernel_mode()
+    if logprobs.device.type != "cpu" or kernels == "off":
+        return None
+    built = cpu.library()
+    if not isinstance(built, Built):
+        choice.settle("sampling", str(built), kernels)
+        return None
+    rows = logprobs.contiguous()
+    rows = rows.clone() if rows.data_ptr() % rows.element_size() else rows
+    return cpu.draw(rows, keys, positions, seed=seed, built=built)

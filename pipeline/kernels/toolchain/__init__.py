@@ -1,0 +1,1 @@
+"""Compiling kernels at their first use, keeping what comes out, and starting it."""

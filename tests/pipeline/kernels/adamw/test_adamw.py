@@ -1,0 +1,281 @@
+"""Every option of AdamW by every implementation, to the bit, and against the formula in float64."""
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import Kernels
+from pipeline.errors import KernelError
+from pipeline.kernels.adamw import cpu, definition
+from pipeline.kernels.adamw.cpu import Variant, library
+from pipeline.kernels.adamw.definition import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
+from pipeline.kernels.adamw.dispatch import adamw_
+from pipeline.kernels.toolchain.cpp import Built
+
+ROOT = Path(__file__).parents[4]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
+ODD = (1, 15, 37, 65536 + 37)
+"""A lane and a bit, a block of the kernel and a bit."""
+
+
+def vectors(
+    numel: int,
+    *,
+    gradient: torch.dtype = FP32,
+    moments: torch.dtype = FP32,
+    copy: torch.dtype | None = None,
+    split: bool = False,
+) -> tuple[Weights, Tensor]:
+    """Numbers of all magnitudes from 1e-7 to 1e7, and moments as they come from such gradients."""
+    generator = torch.Generator().manual_seed(numel)
+
+    def spread() -> Tensor:
+        exponents = 4 * torch.randn(numel, generator=generator)
+        return torch.randn(numel, generator=generator) * exponents.clamp(-16, 10).exp()
+
+    master, low_bits = spread(), None
+    if split:
+        master, low_bits = definition.split_master(master)
+    weights = Weights(
+        master,
+        spread().to(moments),
+        spread().square().clamp(max=1e30).to(moments),
+        None if copy is None else torch.full((numel,), math.nan, dtype=copy),
+        low_bits,
+    )
+    return weights, spread().clamp(-6e4, 6e4).to(gradient)
+
+
+def copied(weights: Weights) -> Weights:
+    return Weights(**{name: tensor.clone() for name, tensor in weights.tensors().items()})
+
+
+def options() -> Iterator[dict[str, Any]]:
+    for gradient, moments, split in itertools.product(GRADIENTS, MOMENTS, (False, True)):
+        for copy in (None, *(() if split else COPIES)):
+            yield {"gradient": gradient, "moments": moments, "copy": copy, "split": split}
+
+
+def name(option: dict[str, Any]) -> str:
+    return ", ".join(str(each).removeprefix("torch.") for each in option.values())
+
+
+@pytest.mark.parametrize("option", list(options()), ids=name)
+def test_kernel_and_fallback_give_the_bits_of_the_definition(option: dict[str, Any]) -> None:
+    for numel, beta1 in zip(ODD, (0.9, 0.3, 0.9, 0.9), strict=True):
+        weights, gradient = vectors(numel, **option)
+        step = replace(STEP, betas=(beta1, 0.95))
+        ended: dict[str, Weights] = {}
+        for kernels in ("required", "off"):
+            ended[kernels] = copied(weights)
+            adamw_(ended[kernels], gradient, step, kernels=kernels)
+        expected = copied(weights)
+        definition.adamw_(expected, gradient, step)
+
+        for kernels, got in ended.items():
+            for each, tensor in expected.tensors().items():
+                assert torch.equal(got.tensors()[each], tensor), (kernels, each, numel)
+        assert not torch.equal(expected.exp_avg, weights.exp_avg)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_a_step_is_that_of_the_formula_in_float64(kernels: Kernels, gradient: torch.dtype) -> None:
+    numel = 4096 + 5
+    generator = torch.Generator().manual_seed(0)
+    p, m, g = (torch.randn(numel, generator=generator) for _ in range(3))
+    m, v, g = 0.1 * m, torch.rand(numel, generator=generator), g.to(gradient)
+    weights = Weights(p.clone(), m.clone(), v.clone())
+
+    adamw_(weights, g, STEP, kernels=kernels)
+
+    p64, m64, v64, g64 = p.double(), m.double(), v.double(), 0.37 * g.double()
+    largest = 0.9 * m64.abs() + 0.1 * g64.abs()
+    m64 = 0.9 * m64 + 0.1 * g64
+    v64 = 0.95 * v64 + 0.05 * g64**2
+    scale = 1e-3 / (1 - 0.9**3) / ((v64 / (1 - 0.95**3)).sqrt() + 1e-8)
+    p64 = p64 * (1 - 1e-3 * 0.1) - scale * m64
+    # Half a unit in the last place for each of three roundings of p (of the factor, the product and
+    # the sum), and eight units for what leads to the step, whose two terms may cancel.
+    allowed = 3 * 2**-24 * (p.double().abs() + scale * largest) + 2**-20 * scale * largest
+    assert ((weights.master.double() - p64).abs() <= allowed).all()
+    torch.testing.assert_close(weights.exp_avg.double(), m64, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights.exp_avg_sq.double(), v64, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kernels", ["required", "off"])
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.3, 0.5), (0.0, 0.0)])
+def test_the_bits_are_those_of_pytorchs_fused_adamw(
+    kernels: Kernels, betas: tuple[float, float]
+) -> None:
+    weights, gradient = vectors(64 * 1024 + 16)
+    param = torch.nn.Parameter(weights.master.clone())
+    optimizer = torch.optim.AdamW(
+        [param], lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.1, fused=True
+    )
+    state = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+    weights = Weights(weights.master, **{name: value.clone() for name, value in state.items()})
+
+    for step in range(1, 5):
+        param.grad = gradient * 0.37
+        optimizer.step()
+        adamw_(weights, gradient, replace(STEP, betas=betas, step=step), kernels=kernels)
+        gradient = gradient.roll(1)
+
+    assert torch.equal(weights.master, param)
+    for name, value in weights.tensors().items():
+        assert name == "master" or torch.equal(value, optimizer.state[param][name])
+
+
+@pytest.mark.parametrize("lent", [True, False])
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_the_number_of_threads_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, threads: int, *, lent: bool
+) -> None:
+    """PyTorch's threads, or new ones where it has none to lend."""
+    if not lent:
+        monkeypatch.setattr(cpu, "parallel", lambda: None)
+    option: dict[str, Any] = {"moments": BF16, "copy": BF16}
+    weights, gradient = vectors(5 * 65536 + 123, **option)
+    alone, together = copied(weights), copied(weights)
+    before = torch.get_num_threads()
+
+    try:
+        torch.set_num_threads(1)
+        adamw_(alone, gradient, STEP, kernels="required")
+        torch.set_num_threads(threads)
+        adamw_(together, gradient, STEP, kernels="required")
+    finally:
+        torch.set_num_threads(before)
+
+    for name, tensor in alone.tensors().items():
+        assert torch.equal(together.tensors()[name], tensor)
+
+
+def test_a_split_master_is_the_fp32_master_to_the_bit() -> None:
+    whole, gradient = vectors(10_000, copy=BF16)
+    weights, low_bits = definition.split_master(whole.master)
+    split = Weights(weights, whole.exp_avg.clone(), whole.exp_avg_sq.clone(), low_bits=low_bits)
+
+    for step in range(1, 4):
+        adamw_(whole, gradient, replace(STEP, step=step))
+        adamw_(split, gradient, replace(STEP, step=step))
+
+    assert torch.equal(definition.join_master(split.master, low_bits), whole.master)
+    assert whole.copy is not None
+    assert torch.equal(split.master, whole.copy)
+
+
+def test_nothing_to_step_is_no_step() -> None:
+    adamw_(Weights(*torch.zeros(3, 0)), torch.zeros(0), STEP, kernels="required")
+
+
+REFUSED = {
+    "exp_avg=torch.zeros(8, dtype=torch.float64)": (
+        "AdamW's exp_avg must be torch.float32 or torch.bfloat16 here, not torch.float64"
+    ),
+    "master=torch.zeros(8).half()": "AdamW's master must be torch.float32 here, not torch.float16",
+    "copy=torch.zeros(8)": (
+        "AdamW's copy must be torch.bfloat16 or torch.float16 here, not torch.float32"
+    ),
+    "exp_avg=torch.zeros(8).bfloat16()": (
+        "AdamW's exp_avg_sq must be torch.bfloat16 here, not torch.float32"
+    ),
+    "gradient=torch.zeros(8).int()": (
+        "AdamW's gradient must be torch.float32 or torch.bfloat16 or torch.float16 here, not"
+        " torch.int32"
+    ),
+    "low_bits=torch.zeros(8).short()": (
+        "AdamW's master must be torch.bfloat16 here, not torch.float32"
+    ),
+    "exp_avg_sq=torch.zeros(9)": (
+        "AdamW steps flat vectors of one length on one device: exp_avg_sq has shape (9,) on cpu,"
+        " the gradient has (8,) on cpu"
+    ),
+    "master=torch.zeros(2, 4)": (
+        "AdamW steps flat vectors of one length on one device: master has shape (2, 4) on cpu, the"
+        " gradient has (8,) on cpu"
+    ),
+    'exp_avg=torch.zeros(8, device="meta")': (
+        "AdamW steps flat vectors of one length on one device: exp_avg has shape (8,) on meta, the"
+        " gradient has (8,) on cpu"
+    ),
+    "gradient=torch.zeros(16)[::2]": (
+        "AdamW steps contiguous vectors, and gradient has stride (2,)"
+    ),
+}
+PROGRAM = """
+import torch
+from pipeline.kernels.adamw.dispatch import adamw_
+from pipeline.kernels.adamw.definition import AdamW, Weights
+step = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
+def attempt(**changed):
+    tensors = {name: torch.zeros(8) for name in ("master", "exp_avg", "exp_avg_sq", "gradient")}
+    tensors |= changed
+    gradient = tensors.pop("gradient")
+    try:
+        adamw_(Weights(**tensors), gradient, step)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_vectors_that_cannot_be_stepped_are_refused_in_a_sentence() -> None:
+    # In a process of its own, where no annotation is checked, as users run it.
+    program = PROGRAM + "\n".join(f"attempt({arguments})" for arguments in REFUSED)
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    assert done.stdout.splitlines() == list(REFUSED.values())
+
+
+def test_vectors_that_share_memory_are_refused() -> None:
+    memory = torch.zeros(12)
+
+    with pytest.raises(ValueError, match="exp_avg and exp_avg_sq share memory"):
+        adamw_(Weights(torch.zeros(8), memory[:8], memory[4:]), torch.zeros(8), STEP)
+
+
+def test_a_vector_at_an_odd_address_is_left_to_pytorch() -> None:
+    memory = torch.zeros(4 * 64 + 4, dtype=torch.uint8)
+    odd = torch.frombuffer(memory.numpy(), dtype=FP32, offset=1, count=64)
+    weights, even = (Weights(*torch.ones(3, 64)) for _ in range(2))
+    odd.fill_(0.5)
+
+    with pytest.raises(KernelError, match="begins between the places of two elements"):
+        adamw_(weights, odd, STEP, kernels="required")
+    adamw_(weights, odd, STEP)
+    adamw_(even, odd.clone(), STEP, kernels="required")
+
+    assert torch.equal(weights.master, even.master)
+
+
+def test_a_device_without_a_kernel_is_left_to_pytorch_unless_it_is_required() -> None:
+    weights = Weights(*torch.zeros(3, 8, device="meta"))
+
+    with pytest.raises(KernelError) as error:
+        adamw_(weights, torch.zeros(8, device="meta"), STEP, kernels="required")
+
+    assert str(error.value) == (
+        "the kernel of AdamW can't be had: there is none for meta; mend that, or have PyTorch do"
+        " its work: set kernels auto, and RLHF_PIPELINE_KERNELS=auto for generation"
+    )
+    adamw_(weights, torch.zeros(8, device="meta"), STEP)
+
+
+def test_the_kernel_is_there_on_this_machine() -> None:
+    # So that no other test here compares the fallback with itself.
+    assert isinstance(library(Variant(FP32, FP32)), Built)
+    assert cpu.parallel() is not None, "PyTorch's OpenMP was not found"

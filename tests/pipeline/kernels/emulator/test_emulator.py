@@ -1,0 +1,92 @@
+"""The emulator finds the faults it is there for, and names them."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
+from pipeline.kernels.toolchain import gpu as gpu_module
+
+HEAD = """
+#include "prelude.cuh"
+struct Params { float* out; const float* in; };
+extern "C" __global__ void kernel(Params p) {
+  const int thread = threadIdx.x;
+  SHARED(float, shared);
+"""
+
+
+class Params(ctypes.Structure):
+    """`Params` of the source."""
+
+    _fields_ = (("out", ctypes.c_void_p), ("in", ctypes.c_void_p))
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of kernel sources that is the test's own."""
+    (tmp_path / "test").mkdir()
+    monkeypatch.setattr(gpu_module, "OPERATORS", tmp_path)
+    return tmp_path
+
+
+def run(body: str, sources: Path, emulator: Emulator, *, schedule: int = 0) -> Tensor:
+    """Two blocks of 64 threads with 256 bytes of shared memory; what they wrote."""
+    (sources / "test" / "cuda.cu").write_text(HEAD + body + "\n}\n")
+    out, given = torch.zeros(64), torch.arange(64.0)
+    with emulator.memory(out, given, schedule=schedule):
+        kernel = emulator.gpu().kernel("test", "kernel", {"BODY": abs(hash(body))})
+        params = Params(out.data_ptr(), given.data_ptr())
+        kernel(params, grid=(2, 1, 1), block=(64, 1, 1), shared_bytes=256)
+    return out
+
+
+FAULTS = {
+    "an access outside of all arrays at line 7": "store4(p.out + 64, 0);",
+    "a misaligned access of 16 bytes at line 7": "load16(p.in + 1);",
+    "deadlock: 31 threads in __shfl_xor_sync at line 7, 1 threads in __syncthreads at line 7": (
+        "if (thread == 0) __syncthreads(); else __shfl_xor_sync(~0u, thread, 1);"
+    ),
+    "in barriers at line 7 and line 8": (
+        "if (thread < 32) __syncthreads();\nelse __syncthreads();"
+    ),
+    "by a lane outside of its mask": "__shfl_xor_sync(0xffff, thread, 1);",
+    "reads a lane outside of its mask": (
+        "if (thread % 32 < 16) __shfl_xor_sync(0xffff, thread, 16);"
+    ),
+    "past the end of shared memory": "shared[thread + 1] = 1;",
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_fault_is_named_with_its_place(message: str, sources: Path, emulator: Emulator) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run(FAULTS[message], sources, emulator)
+
+
+def test_shared_memory_that_was_not_written_is_nan(sources: Path, emulator: Emulator) -> None:
+    assert run("write(p.out + thread, shared[thread]);", sources, emulator).isnan().all()
+
+
+def test_a_race_is_a_result_that_depends_on_the_schedule(sources: Path, emulator: Emulator) -> None:
+    exchange = "shared[thread] = read(p.in + thread);{} write(p.out + thread, shared[63 - thread]);"
+
+    right = [
+        run(exchange.format("__syncthreads();"), sources, emulator, schedule=each)
+        for each in SCHEDULES
+    ]
+    wrong = [run(exchange.format(""), sources, emulator, schedule=each) for each in SCHEDULES]
+
+    assert all(torch.equal(each, torch.arange(64.0).flip(0)) for each in right)
+    assert not torch.equal(wrong[0], wrong[1])
+
+
+def test_threads_that_have_ended_are_not_waited_for(sources: Path, emulator: Emulator) -> None:
+    out = run(
+        "if (thread > 40) return;\n__syncthreads(); write(p.out + thread, 1.f);", sources, emulator
+    )
+
+    assert out.tolist() == [1.0] * 41 + [0.0] * 23

@@ -1,0 +1,323 @@
+"""Log-probabilities by tiles against float64, in numbers and in memory."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.memory import peak_bytes_of
+from pipeline.engine.graph import parameter_uses
+from pipeline.kernels.logprobs import definition
+from pipeline.kernels.logprobs.dispatch import TILE, VOCABULARY_TILE, linear_logprobs
+
+ROOT = Path(__file__).parents[4]
+K, D, V = 70, 24, 150
+SMALL = 16 * V
+"""Tiles of 16 targets, or of 34 words."""
+
+Inputs = dict[str, Tensor]
+
+
+def inputs(dtype: torch.dtype, *, bias: bool, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"hidden": (K, D), "weight": (V, D)} | ({"bias": (V,)} if bias else {})
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: tensor.to(dtype).requires_grad_() for name, tensor in tensors.items()}
+
+
+def targets() -> Tensor:
+    drawn = torch.randint(0, V, (K,), generator=torch.Generator().manual_seed(1))
+    return drawn.index_fill(0, torch.tensor([0]), 0).index_fill(0, torch.tensor([1]), V - 1)
+
+
+def learned(
+    compute: Callable[..., tuple[Tensor, Tensor | None]],
+    given: Inputs,
+    weights: Tensor,
+    of_entropy: Tensor | None = None,
+    **settings: Any,
+) -> Inputs:
+    """Log-probabilities, entropies and the gradients of a weighted sum of them."""
+    leaves = {name: each.detach().clone() for name, each in given.items()}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(given[name].requires_grad)
+    arguments = [leaves["hidden"], leaves["weight"], leaves.get("bias"), targets()]
+    logprobs, entropies = compute(*arguments, entropy=of_entropy is not None, **settings)
+    loss = (logprobs * weights).sum()
+    said = {"logprobs": logprobs.detach()}
+    if of_entropy is not None:
+        assert entropies is not None
+        loss = loss + (entropies * of_entropy).sum()
+        said["entropies"] = entropies.detach()
+    loss.backward()
+    return said | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def exactly(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The formula in float64."""
+    logits = hidden.double() @ weight.double().T
+    logits = (logits if bias is None else logits + bias.double()) / settings["temperature"]
+    logprobs = logits - logits.exp().sum(dim=1, keepdim=True).log()
+    entropies = -(logprobs.exp() * logprobs).sum(dim=1) if settings["entropy"] else None
+    return logprobs[torch.arange(len(targets)), targets], entropies
+
+
+def errors(got: Inputs, expected: Inputs) -> dict[str, float]:
+    """Largest error of each tensor, of its largest element."""
+    assert got.keys() == expected.keys()
+    return {
+        name: ((got[name].double() - each).abs().max() / each.abs().max()).item()
+        for name, each in expected.items()
+    }
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["again", "entropy", "uniform", "uniform, but it is not"])
+def test_numbers_and_gradients_are_those_of_the_formula_in_float64(
+    kind: str, bias: bool, temperature: float
+) -> None:
+    given = inputs(torch.float32, bias=bias)
+    generator = torch.Generator().manual_seed(2)
+    weights, of_entropy = torch.randn(2, K, generator=generator)
+    if kind == "uniform":
+        weights = torch.full_like(weights, -0.37)
+    settings: dict[str, Any] = {"temperature": temperature}
+    entropy = of_entropy if kind == "entropy" else None
+
+    got = learned(
+        linear_logprobs, given, weights, entropy,
+        uniform=kind.startswith("uniform"), tile=SMALL, **settings,
+    )  # fmt: skip
+
+    expected = learned(exactly, given, weights, entropy, **settings)
+    assert max(errors(got, expected).values()) < 1e-5
+
+
+@pytest.mark.parametrize("frozen", [{"weight"}, {"weight", "bias"}, {"hidden"}, {"bias"}])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_only_what_learns_gets_a_gradient(frozen: set[str], uniform: bool) -> None:
+    given = inputs(torch.float32, bias=True)
+    for name in frozen:
+        given[name].requires_grad_(False)
+    weights = torch.linspace(-1, 1, K)
+
+    got = learned(linear_logprobs, given, weights, temperature=0.9, tile=SMALL, uniform=uniform)
+
+    expected = learned(exactly, given, weights, temperature=0.9)
+    assert max(errors(got, expected).values()) < 1e-5
+    assert got.keys() == {"logprobs", *({"hidden", "weight", "bias"} - frozen)}
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_bf16_is_as_near_as_the_plain_way(uniform: bool) -> None:
+    given = inputs(torch.bfloat16, bias=True)
+    weights = torch.full((K,), 0.5)
+
+    got = learned(linear_logprobs, given, weights, temperature=0.9, tile=SMALL, uniform=uniform)
+
+    plain = learned(definition.linear_logprobs, given, weights, temperature=0.9)
+    expected = learned(exactly, given, weights, temperature=0.9)
+    ours, theirs = errors(got, expected), errors(plain, expected)
+    assert all(each.dtype == torch.bfloat16 for name, each in got.items() if name != "logprobs")
+    assert all(ours[name] < 2 * theirs[name] + 2**-9 for name in ours)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_one_tile_gives_the_bits_of_the_definition(entropy: bool) -> None:
+    given = inputs(torch.float32, bias=True)
+    weights, of_entropy = torch.linspace(-1, 1, K), torch.ones(K) if entropy else None
+
+    got = learned(linear_logprobs, given, weights, of_entropy, temperature=0.9)
+
+    expected = learned(definition.linear_logprobs, given, weights, of_entropy, temperature=0.9)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("tile", [1, V, K, SMALL, 33 * V + 1, K * V - 1])
+@torch.no_grad()
+def test_any_tile_says_the_same(tile: int) -> None:
+    given = inputs(torch.float32, bias=True)
+
+    logprobs, entropies = linear_logprobs(
+        given["hidden"], given["weight"], given["bias"], targets(), entropy=True, tile=tile
+    )
+
+    expected = exactly(*given.values(), targets(), temperature=1.0, entropy=True)
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropies, expected[1].float(), rtol=1e-5, atol=2e-6)
+
+
+@torch.no_grad()
+def test_logits_of_any_size_neither_overflow_nor_vanish() -> None:
+    hidden = torch.tensor([[1.0], [-1.0], [0.0]])
+    weight = torch.tensor([[1e4], [-1e4], [0.0], [9999.0]])
+    chosen = torch.tensor([0, 1, 2])
+
+    for tile in (3, 6, 12):
+        logprobs, entropies = linear_logprobs(hidden, weight, None, chosen, entropy=True, tile=tile)
+
+        second = math.exp(-1) / (1 + math.exp(-1))
+        first = 1 - second
+        torch.testing.assert_close(
+            logprobs, torch.tensor([math.log(first), 0.0, -math.log(4)]), rtol=1e-5, atol=1e-6
+        )
+        mixed = -first * math.log(first) - second * math.log(second)
+        torch.testing.assert_close(
+            entropies, torch.tensor([mixed, 0.0, math.log(4)]), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_loss_of_entropies_alone_is_one_too() -> None:
+    given = inputs(torch.float32, bias=False)
+    hidden, weight = given.values()
+    _, entropies = linear_logprobs(hidden, weight, None, targets(), entropy=True, tile=SMALL)
+    assert entropies is not None
+
+    entropies.sum().backward()
+
+    zeros, ones = torch.zeros(K), torch.ones(K)
+    expected = learned(exactly, given, zeros, ones, temperature=1.0)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    for got, name in ((hidden.grad, "hidden"), (weight.grad, "weight")):
+        assert (got - expected[name]).abs().max() < 1e-5 * expected[name].abs().max()
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_going_back_twice_gives_the_same_twice(uniform: bool) -> None:
+    given = inputs(torch.float32, bias=True)
+    logprobs, _ = linear_logprobs(*given.values(), targets(), tile=SMALL, uniform=uniform)
+
+    first = torch.autograd.grad(logprobs.sum(), list(given.values()), retain_graph=True)
+    first = [each.clone() for each in first]
+    second = torch.autograd.grad(logprobs.sum(), list(given.values()))
+
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_no_target_is_no_number() -> None:
+    given = inputs(torch.float32, bias=False)
+
+    logprobs, entropies = linear_logprobs(
+        given["hidden"][:0], given["weight"], None, targets()[:0], entropy=True, tile=1
+    )
+    logprobs.sum().backward()
+
+    assert entropies is not None
+    assert (len(logprobs), len(entropies)) == (0, 0)
+    assert given["weight"].grad is not None
+    assert not given["weight"].grad.any()
+
+
+@torch.no_grad()
+def test_a_target_that_is_no_word_does_not_go_unnoticed() -> None:
+    given = inputs(torch.float32, bias=False)
+    wrong = targets().index_fill(0, torch.tensor([5]), V)
+
+    logprobs, _ = linear_logprobs(given["hidden"], given["weight"], None, wrong, tile=SMALL)
+
+    assert logprobs.isnan().nonzero().flatten().tolist() == [5]
+
+
+@torch.no_grad()
+def test_words_that_cannot_follow_may_fill_a_tile() -> None:
+    hidden, weight = torch.ones(2, 1), torch.zeros(8, 1)
+    bias = torch.tensor([-torch.inf] * 4 + [0.0] * 4)
+
+    logprobs, _ = linear_logprobs(hidden, weight, bias, torch.tensor([5, 7]), tile=4)
+
+    assert logprobs.tolist() == pytest.approx([-math.log(4)] * 2)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_the_engine_still_knows_how_often_each_weight_is_used(uniform: bool) -> None:
+    given = inputs(torch.float32, bias=False)
+
+    logprobs, _ = linear_logprobs(
+        given["hidden"], given["weight"], None, targets(), tile=SMALL, uniform=uniform
+    )
+
+    uses = parameter_uses((logprobs + given["weight"].sum()).sum())
+    assert uses is not None
+    assert (uses[given["hidden"]], uses[given["weight"]]) == (1, 2)
+
+
+@pytest.mark.parametrize(("uniform", "entropy"), [(False, False), (True, False), (False, True)])
+def test_memory_is_at_most_a_sixth_of_the_plain_ways(uniform: bool, entropy: bool) -> None:
+    count, words, width = 2048, 50_272, 16
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, width, generator=generator).requires_grad_()
+    weight = torch.randn(words, width, generator=generator).requires_grad_()
+    chosen = torch.randint(0, words, (count,), generator=generator)
+
+    def peak(compute: Callable[..., tuple[Tensor, Tensor | None]], **settings: Any) -> float:
+        def step() -> None:
+            logprobs, entropies = compute(hidden, weight, None, chosen, entropy=entropy, **settings)
+            loss = logprobs.sum() if entropies is None else logprobs.sum() + entropies.sum()
+            loss.backward()
+            hidden.grad = weight.grad = None
+
+        return peak_bytes_of(step) - hidden.nbytes - weight.nbytes
+
+    plain = peak(definition.linear_logprobs, temperature=1.0)
+    ours = peak(linear_logprobs, uniform=uniform)
+
+    assert plain > 2 * count * words * 4  # it has the logits twice at least
+    tile = (TILE if uniform else VOCABULARY_TILE)["cpu"]
+    gradients = hidden.nbytes + weight.nbytes
+    assert ours < (4 if entropy else 3) * 4 * tile + 2 * gradients
+    assert ours <= plain / 6
+
+
+REFUSED = {
+    "targets=torch.zeros(3)": (
+        "log-probabilities: targets are a vector of int64, not torch.float32 of shape (3,)"
+    ),
+    "hidden=torch.zeros(3, 5)": (
+        "log-probabilities of 3 targets: hidden has shape (3, 5), not (3, 4)"
+    ),
+    "hidden=torch.zeros(2, 4)": (
+        "log-probabilities of 3 targets: hidden has shape (2, 4), not (3, 4)"
+    ),
+    "bias=torch.zeros(8)": "log-probabilities of 3 targets: bias has shape (8,), not (7,)",
+    "hidden=torch.zeros(3, 4).bfloat16()": (
+        "log-probabilities: hidden is torch.bfloat16 on cpu, the output matrix torch.float32 and"
+        " the targets on cpu"
+    ),
+    'hidden=torch.zeros(3, 4, device="meta")': (
+        "log-probabilities: hidden is torch.float32 on meta, the output matrix torch.float32 and"
+        " the targets on cpu"
+    ),
+}
+PROGRAM = """
+import torch
+from pipeline.kernels.logprobs.dispatch import linear_logprobs
+def attempt(**changed):
+    given = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(7, 4), "bias": None}
+    given |= {"targets": torch.zeros(3, dtype=torch.int64)} | changed
+    try:
+        linear_logprobs(**given)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_what_does_not_fit_together_is_refused_in_a_sentence() -> None:
+    # In a process of its own, where no annotation is checked, as users run it.
+    program = PROGRAM + "\n".join(f"attempt({arguments})" for arguments in REFUSED)
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    assert done.stdout.splitlines() == list(REFUSED.values())
