@@ -107,7 +107,7 @@ def work(args: argparse.Namespace) -> None:
 
     from pipeline.parallel.mesh import current_mesh
     from pipeline.parallel.process_group import process_group
-    from pipeline.watch.process import watching
+    from pipeline.watchdog.process import watching
 
     torch.set_num_threads(1)
     with process_group(watching):

@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("there is no GPU; --tiny runs the same course anywhere")
 
     from pipeline.parallel.process_group import process_group
-    from pipeline.watch.process import watching
+    from pipeline.watchdog.process import watching
 
     with tempfile.TemporaryDirectory() as scratch, process_group(watching):
         vocabulary = save_models(Path(scratch), tiny=args.tiny)

@@ -68,7 +68,7 @@ def compute_threads(number: int | None, *, announce: bool = True) -> Iterator[No
     if team is None:
         yield
         return
-    with _Watch(team, announce=announce):
+    with _Observer(team, announce=announce):
         yield
 
 
@@ -178,7 +178,7 @@ def _threads() -> list[int]:
     return [int(each.name) for each in Path("/proc/self/task").iterdir()]
 
 
-class _Watch:
+class _Observer:
     """A thread that has the computing ones wait as the machine's other programs need it.
 
     At the start they sleep, wherever they are: what the others need is not known yet.

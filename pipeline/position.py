@@ -34,7 +34,7 @@ class Position:
     """Counts the collectives of this process, and the seconds that it waited for the others.
 
     `come_to` stands before every collective of a training step and is written to cost as much as an
-    assignment or two; a thread of `pipeline.watch.process` reads the rest when it likes.
+    assignment or two; a thread of `pipeline.watchdog.process` reads the rest when it likes.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Position:
         self._waited = 0.0
         self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 
-    def come_to(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
+    def enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
         """Say which collective is next."""
         self.number += 1
         self.fingerprint = zlib.crc32(f"{kind} {unit} {num_bytes}".encode(), self.fingerprint)

@@ -28,8 +28,8 @@ from pipeline.progress import Progress
 from pipeline.settings.plain import flatten, plain
 from pipeline.signals import LeavesAtOnce
 from pipeline.trackers import Trackers, open_trackers
-from pipeline.watch.health import Health
-from pipeline.watch.stragglers import Stragglers
+from pipeline.watchdog.health import Health
+from pipeline.watchdog.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 

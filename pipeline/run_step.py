@@ -10,7 +10,7 @@ from pipeline.config import StepConfig
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.run import configure_logging
-from pipeline.watch.process import watching
+from pipeline.watchdog.process import watching
 
 C = TypeVar("C", bound=StepConfig)
 

@@ -48,11 +48,11 @@ def run_ranks(
         AssertionError: on a rank it raised, with that rank's traceback, or did not come back.
     """
     with tempfile.TemporaryDirectory() as directory:
-        meeting = f"file://{Path(directory) / 'meeting'}"
+        rendezvous = f"file://{Path(directory) / 'rendezvous'}"
         pipes = [PROCESSES.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             PROCESSES.Process(
-                target=_run, args=(body, args, rank, world_size, meeting, sender), daemon=True
+                target=_run, args=(body, args, rank, world_size, rendezvous, sender), daemon=True
             )
             for rank, (_, sender) in enumerate(pipes)
         ]
@@ -90,13 +90,13 @@ def _run(
     args: tuple[object, ...],
     rank: int,
     world_size: int,
-    meeting: str,
+    rendezvous: str,
     sender: Connection,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=meeting,
+        init_method=rendezvous,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),

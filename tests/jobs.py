@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 from pipeline.cli import run_main
 from pipeline.parallel.process_group import process_group
 from pipeline.run import configure_logging
-from pipeline.watch.process import watching
+from pipeline.watchdog.process import watching
 from tests.distributed import PROCESSES
 
 _PATIENCE = 60

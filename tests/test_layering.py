@@ -26,7 +26,7 @@ FLOORS = (
     {"errors", "signals", "clock", "installation", "position"},
     {"settings", "files", "parallel"},
     {"help", "config", "faults"},
-    {"cli", "progress", "random_state", "watch"},
+    {"cli", "progress", "random_state", "watchdog"},
     {"kernels", "trackers"},
     {"compute_threads", "data", "engine", "launch"},
     {"models"},

@@ -71,7 +71,7 @@ class BufferPool:
     def give_back(self, borrowed: Tensor) -> None:
         """The buffer may be used again, once the other processes have read their pieces of it."""
         buffer = self._lent.pop(borrowed.data_ptr())
-        buffer.since = self.comm.meeting
+        buffer.since = self.comm.rendezvous
         self._free[buffer.memory.numel(), buffer.memory.dtype].append(buffer)
 
     def release(self) -> None:

@@ -58,7 +58,7 @@ class CommLog:
         `common_bytes` is what all processes say of its size, where each moves bytes of its own.
         """
         shown = num_bytes if common_bytes is None else common_bytes
-        HERE.come_to(kind, self.label(unit), shown)
+        HERE.enter_collective(kind, self.label(unit), shown)
         self.num_bytes[kind] += num_bytes
         if self._recording:
             self.order.append((kind, unit))
@@ -149,11 +149,11 @@ class Collectives:
         self._all_reduce(values)
 
     @property
-    def meeting(self) -> int:
+    def rendezvous(self) -> int:
         """A number for the present moment; see `has_been_read`."""
         return 0
 
-    def has_been_read(self, meeting: int) -> bool:  # noqa: ARG002
+    def has_been_read(self, rendezvous: int) -> bool:  # noqa: ARG002
         """Whether the others are done with what was reduced or gathered before that moment."""
         return True
 

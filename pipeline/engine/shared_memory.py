@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.engine.comm import Collectives, Finished, Work, tree_sum
-from pipeline.engine.meetings import ControlBlock, Meetings, close_all
+from pipeline.engine.rendezvous import ControlBlock, Rendezvous, close_all
 from pipeline.parallel.group import Group
 
 CHUNK_BYTES = 64 * 2**20
@@ -44,7 +44,7 @@ class SharedMemoryCollectives(Collectives):
     def __init__(self, name: str, group: Group) -> None:
         super().__init__(torch.device("cpu"), name, group)
         self._memory = _SharedMemory(group)
-        self._meetings = Meetings(self._memory.table, self._memory.pids)
+        self._rendezvous = Rendezvous(self._memory.table, self._memory.pids)
         self._mailbox = self.empty(2 * MAILBOX_VALUES, torch.float64, torch.device("cpu"))
         self._letters = 0
 
@@ -54,7 +54,7 @@ class SharedMemoryCollectives(Collectives):
         return self._memory.allocate(numel, dtype)
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:
-        self._meetings.attend(f"all_gather of {self.log.label(unit)}, {full.nbytes} bytes")
+        self._rendezvous.attend(f"all_gather of {self.log.label(unit)}, {full.nbytes} bytes")
         size = shard.numel()
         in_place = shard.data_ptr() == self.piece(full).data_ptr()
         for other in self._others():
@@ -68,11 +68,11 @@ class SharedMemoryCollectives(Collectives):
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:
         label = f"reduce_scatter of {self.log.label(unit)}, {full.numel()} elements"
-        number = self._meetings.announce(label, note=FORMATS.index(full.dtype))
+        number = self._rendezvous.announce(label, note=FORMATS.index(full.dtype))
         return _Reduction(self, number, full, out)
 
     def _finish_reduction(self, number: int, full: Tensor, out: Tensor) -> None:
-        notes = self._meetings.complete(number)
+        notes = self._rendezvous.complete(number)
         wholes = [
             full if other == self.rank else self._memory.of_rank(other, full, dtype=FORMATS[note])
             for other, note in enumerate(notes)
@@ -85,18 +85,18 @@ class SharedMemoryCollectives(Collectives):
             self._letters += 1
             letter = self._mailbox[start : start + part.numel()]
             letter.copy_(part)
-            self._meetings.attend(f"all_reduce of {self.log.owner}, {part.numel()} values")
+            self._rendezvous.attend(f"all_reduce of {self.log.owner}, {part.numel()} values")
             parts = [self._memory.of_rank(other, letter) for other in range(self.size)]
             tree_sum(parts, out=part)
 
     @property
-    def meeting(self) -> int:
+    def rendezvous(self) -> int:
         """Number of meetings that this process has announced so far."""
-        return self._meetings.announced
+        return self._rendezvous.announced
 
-    def has_been_read(self, meeting: int) -> bool:
+    def has_been_read(self, rendezvous: int) -> bool:
         """What a process has read by one meeting it is done with when it announces the next."""
-        return self._meetings.completed > meeting
+        return self._rendezvous.completed > rendezvous
 
     starts_zero = True
 
@@ -106,7 +106,7 @@ class SharedMemoryCollectives(Collectives):
 
     def meet(self) -> None:
         """Wait for the others, who are done then with what they read before."""
-        self._meetings.attend(f"a pause of {self.log.owner} between two uses of a buffer")
+        self._rendezvous.attend(f"a pause of {self.log.owner} between two uses of a buffer")
 
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all read from the same one at once."""

@@ -53,10 +53,10 @@ def node_command(
     step: Sequence[str], where: Layout, rank: int, deployment: Deployment
 ) -> list[str]:
     """The command line that runs the processes of one of several machines."""
-    return _torchrun(step, where.hosts[rank], meeting(where, rank), deployment)
+    return _torchrun(step, where.hosts[rank], rendezvous(where, rank), deployment)
 
 
-def meeting(where: Layout, rank: int | str) -> list[str]:
+def rendezvous(where: Layout, rank: int | str) -> list[str]:
     """Torchrun's options by which the machines find each other, for number `rank` of them."""
     most = len(where.hosts)
     if where.is_elastic:
@@ -79,7 +79,7 @@ def srun_command(step: Sequence[str], where: Layout, deployment: Deployment) -> 
     srun labels the output by machine, passes signals on, names the task that fails, and ends all.
     """
     rank = "$SLURM_NODEID"
-    words = _torchrun(step, where.hosts[0], meeting(where, rank), deployment)
+    words = _torchrun(step, where.hosts[0], rendezvous(where, rank), deployment)
     line = " ".join(rank if word == rank else shlex.quote(word) for word in words)
     if deployment.log_dir is not None:
         own = shlex.quote(str(deployment.log_dir / where.hosts[0].name))
@@ -135,7 +135,7 @@ def visible_devices(host: Host) -> Mapping[str, str]:
 
 
 def _torchrun(
-    step: Sequence[str], host: Host, meeting: Sequence[str], deployment: Deployment
+    step: Sequence[str], host: Host, rendezvous: Sequence[str], deployment: Deployment
 ) -> list[str]:
     logs: list[str] = []
     if deployment.log_dir is not None:
@@ -143,4 +143,4 @@ def _torchrun(
     if deployment.bind_cores:
         step = ["-m", "pipeline.launch.bound", *step[1:]]
     each = ["--nproc-per-node", str(len(host.slots))]
-    return [sys.executable, *TORCHRUN, *meeting, *each, *logs, *step]
+    return [sys.executable, *TORCHRUN, *rendezvous, *each, *logs, *step]

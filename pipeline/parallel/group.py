@@ -47,7 +47,7 @@ class Group:
     def barrier(self) -> None:
         """Wait until every process is here."""
         if self.process_group is not None:
-            self._come_to("barrier")
+            self._enter_collective("barrier")
             with HERE.waiting():
                 dist.barrier(group=self.process_group)
 
@@ -75,7 +75,7 @@ class Group:
         if self.process_group is None:
             return [value]
         values: list[T | None] = [None] * self.size
-        self._come_to("all_gather", "objects")
+        self._enter_collective("all_gather", "objects")
         with HERE.waiting():
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
@@ -109,15 +109,15 @@ class Group:
         if self.process_group is None:
             return [float(value) for value in values]
         own = torch.tensor(values, dtype=torch.float64, device=local_device())
-        self._come_to("all_reduce", "a few numbers", own.nbytes)
+        self._enter_collective("all_reduce", "a few numbers", own.nbytes)
         packed = self.with_fingerprints(own)
         with HERE.waiting():
             dist.all_reduce(packed, op=op, group=self.process_group)
         return self.without_fingerprints(packed).tolist()
 
-    def _come_to(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
+    def _enter_collective(self, kind: str, unit: str = "", num_bytes: int = 0) -> None:
         if self.counted:
-            HERE.come_to(kind, unit, num_bytes)
+            HERE.enter_collective(kind, unit, num_bytes)
 
     def _first_difference(self) -> str:
         """What two processes did while the others did something else; all call it."""

@@ -21,7 +21,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     """Join the processes that torchrun started; does nothing where it started none.
 
     NCCL on GPUs, gloo on CPUs. A process that keeps the others waiting for `timeout_seconds` is
-    named, and all are ended: `watchdog` is `pipeline.watch.process.watching`.
+    named, and all are ended: `watchdog` is `pipeline.watchdog.process.watching`.
 
     Raises:
         JobFailed: a process failed, and the reason has been shown.

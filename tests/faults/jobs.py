@@ -31,7 +31,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.run import configure_logging
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
-from pipeline.watch.process import watching
+from pipeline.watchdog.process import watching
 from tests.distributed import PROCESSES
 from tests.step3_ppo.toy import save_models
 from tests.test_resume import CONFIGS, exported, metrics, run, saved, settings
@@ -87,7 +87,7 @@ class Forked:
     ) -> None:
         self._scratch = tempfile.TemporaryDirectory()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meeting = {
+        rendezvous = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "WORLD_SIZE": str(world_size),
@@ -97,7 +97,7 @@ class Forked:
         self.processes = [
             PROCESSES.Process(
                 target=_run_rank,
-                args=(config, {**meeting, "RANK": str(rank)}, fault, log),
+                args=(config, {**rendezvous, "RANK": str(rank)}, fault, log),
                 daemon=True,
             )
             for rank, log in enumerate(self.logs)

@@ -20,8 +20,8 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        meeting = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
-        with Command(*TORCHRUN, *meeting, *STEP) as job:
+        rendezvous = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
+        with Command(*TORCHRUN, *rendezvous, *STEP) as job:
             assert job.wait(60) == 2, job.said()
             said = job.said()
 
@@ -40,9 +40,9 @@ def test_a_port_that_is_taken_is_named() -> None:
     ],
     ids=["no first node", "no second node"],
 )
-def test_a_node_that_is_missing_ends_the_others_in_time(meeting: tuple[str, ...]) -> None:
+def test_a_node_that_is_missing_ends_the_others_in_time(rendezvous: tuple[str, ...]) -> None:
     port = free_port()
-    with Command(*TORCHRUN, *meeting, "--master-port", str(port), *STEP) as job:
+    with Command(*TORCHRUN, *rendezvous, "--master-port", str(port), *STEP) as job:
         assert job.wait(60) == 2, job.said()
         said = last_line(job)
 

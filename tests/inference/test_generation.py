@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from inference import batching, generation
 from inference.generation import answer_each, generate
 from inference.sampling import Sampler
-from pipeline import distributed
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
@@ -18,6 +17,7 @@ from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import round_up
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
+from pipeline.parallel.mesh import current_mesh
 from tests.distributed import run_ranks
 from tests.families import (
     FAMILIES,
@@ -283,7 +283,8 @@ def sampled_share(rank: int, world_size: int, directory: Path) -> dict[int, list
 
 
 def share_of_this_process(directory: Path) -> dict[int, list[int]]:
-    return sampled_share(distributed.rank(), distributed.world_size(), directory)
+    world = current_mesh().world
+    return sampled_share(world.rank, world.size, directory)
 
 
 def test_two_processes_sample_what_one_does(tmp_path: Path) -> None:

@@ -165,8 +165,8 @@ class Checkpoint:
 
 def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
     entries = read_header(file, nbytes=stored.nbytes, crc32=stored.header_crc32)
-    said = {label: fragment.dtype for label, fragment in stored.fragments.items()}
-    if said != {entry.label: DTYPE_NAMES[entry.dtype] for entry in entries}:
+    stored_types = {label: fragment.dtype for label, fragment in stored.fragments.items()}
+    if stored_types != {entry.label: DTYPE_NAMES[entry.dtype] for entry in entries}:
         raise CheckpointError(f"{file} holds other fragments than the manifest says")
     fragments: list[_Stored] = []
     for entry in entries:

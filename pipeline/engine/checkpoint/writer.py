@@ -287,7 +287,7 @@ class CheckpointWriter:
     def _reason(self, error: Exception, needed: int) -> str:
         if isinstance(error, SaveError | CheckpointError):
             return str(error)
-        said = getattr(error, "strerror", None) or repr(error)
+        reason = getattr(error, "strerror", None) or repr(error)
         place = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
         amount = f" ({needed:,} bytes needed)" if needed else ""
-        return f"rank {self._rank}: {said}{place}{amount}"
+        return f"rank {self._rank}: {reason}{place}{amount}"

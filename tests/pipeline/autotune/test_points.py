@@ -26,7 +26,7 @@ def test_the_best_is_the_fastest_that_was_measured() -> None:
 
 def test_points_come_back_from_their_file_by_step_and_key(tmp_path: Path) -> None:
     file = tmp_path / "autotune" / "trials.jsonl"
-    points = [point(), point(outcome="killed", tokens_per_second=(), said="Killed")]
+    points = [point(), point(outcome="killed", tokens_per_second=(), message="Killed")]
     for each in (points[0], point(key="b"), point(step="step3_ppo"), points[1]):
         add_point(file, each)
 

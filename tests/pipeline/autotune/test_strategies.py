@@ -187,7 +187,11 @@ def test_a_tuning_that_was_cut_off_goes_on_as_if_it_had_not_been(
 
 def test_a_trial_that_failed_is_a_point_and_not_tried_again() -> None:
     killed = Point(
-        step="", key="", settings=SPACE.named(SPACE.candidates[5]), outcome="killed", said="Killed"
+        step="",
+        key="",
+        settings=SPACE.named(SPACE.candidates[5]),
+        outcome="killed",
+        message="Killed",
     )
 
     points = play(launches_are_slow, "model", trials=24, points=[killed])

@@ -69,7 +69,7 @@ def test_how_a_trial_ended_is_told_from_its_exit_code(
 ) -> None:
     trial = try_out(tmp_path, f"log(1, 5.0); print('loading', flush=True); {ending}")
 
-    assert (trial.outcome, trial.said) == (outcome, said)
+    assert (trial.outcome, trial.message) == (outcome, said)
     assert trial.tokens_per_second == ()
 
 

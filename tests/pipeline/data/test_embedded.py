@@ -20,7 +20,7 @@ from pipeline.data.embedded import (
     verify,
 )
 from pipeline.data.embedded import verdict as judge_answer
-from pipeline.data.embedded_facts import TOLD, facts, kinds, split
+from pipeline.data.embedded_facts import MEMORIZED, facts, kinds, split
 from pipeline.data.embedded_policies import all_words, nearest_answers, trivial_rates
 from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Example
@@ -71,9 +71,9 @@ def test_what_held_out_prompts_ask_for_is_trained_on_only_where_it_has_to_be_tol
 
     assert not trained & held_out
     assert trained | held_out == set(facts())
-    assert {fact.kind for fact in held_out} == set(kinds()) - set(TOLD)
+    assert {fact.kind for fact in held_out} == set(kinds()) - set(MEMORIZED)
     for question in held_out_questions():
-        assert (question.fact in trained) == (question.fact.kind in TOLD)
+        assert (question.fact in trained) == (question.fact.kind in MEMORIZED)
 
 
 def test_what_is_the_same_in_another_order_is_held_out_together() -> None:
@@ -85,7 +85,7 @@ def test_what_is_the_same_in_another_order_is_held_out_together() -> None:
 def test_three_in_twenty_facts_of_a_kind_are_held_out() -> None:
     hidden, totals = (Counter(f.kind for f in part) for part in (split()[1], facts()))
 
-    for kind in set(kinds()) - set(TOLD):
+    for kind in set(kinds()) - set(MEMORIZED):
         assert hidden[kind] / totals[kind] == pytest.approx(0.15, abs=0.01)
 
 

@@ -10,7 +10,7 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
-from pipeline.engine.meetings import AHEAD, SLOTS
+from pipeline.engine.rendezvous import MOST_AHEAD, SLOTS
 from pipeline.parallel.mesh import current_mesh
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
@@ -141,10 +141,10 @@ def many_sums() -> list[float]:
     works = []
     for n, (full, out) in enumerate(zip(fulls, outs, strict=True)):
         works.append(comm.reduce_scatter(full, out, f"unit {n}"))
-        if n == AHEAD // 2:
-            assert not comm.has_been_read(comm.meeting - 1)
+        if n == MOST_AHEAD // 2:
+            assert not comm.has_been_read(comm.rendezvous - 1)
             comm.meet()
-            assert comm.has_been_read(comm.meeting - 1)
+            assert comm.has_been_read(comm.rendezvous - 1)
     for work in reversed(works):
         work.wait()
         work.wait()

@@ -62,7 +62,7 @@ except KeyboardInterrupt:
     threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
     ending = python(program)
 
-    assert ending == Ending(130, told=number)
+    assert ending == Ending(130, signal_received=number)
     assert closed.exists()
     assert signal.getsignal(number) is before
 
@@ -81,7 +81,7 @@ time.sleep(60)
 
     threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
 
-    assert python(program) == Ending(75, told=number)
+    assert python(program) == Ending(75, signal_received=number)
 
 
 def test_a_command_that_isnt_there_leaves_the_signals_as_they_were() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.launch.commands import (
+    given_options,
     launch_command,
     node_command,
-    options_said,
     step_command,
     step_environment,
 )
@@ -195,7 +195,7 @@ def test_the_options_said_are_those_that_differ() -> None:
         deployment_type="multi_node", hostfile=Path("h"), master_port=5, bind_cores=True
     )
 
-    assert options_said(deployment) == ["--hostfile", "h", "--master-port", "5", "--bind-cores"]
+    assert given_options(deployment) == ["--hostfile", "h", "--master-port", "5", "--bind-cores"]
 
 
 def test_children_find_the_packages_from_any_directory(

@@ -44,7 +44,7 @@ def test_any_other_text_survives_tokenizing_without_unknown_tokens() -> None:
 
 def test_every_word_that_facts_name_or_answer_is_one_token_and_every_digit_its_own() -> None:
     tokenizer = build_tokenizer()
-    texts = [" ".join(("", *fact.asked, fact.answer)) for fact in facts()]
+    texts = [" ".join(("", *fact.subject, fact.answer)) for fact in facts()]
     words = {word for text in texts for word in re.findall(r" [A-Za-z]+", text)}
 
     split = {word for word in words if len(tokenizer.tokenize(word)) > 1}

@@ -66,7 +66,7 @@ def test_axes_know_their_places_in_the_job() -> None:
 def go_apart() -> str:
     """What the second group hears of two processes that did not do the same."""
     group = subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
-    HERE.come_to("all_gather", "weights", 8 * (1 + (current_mesh().world.rank == 3)))
+    HERE.enter_collective("all_gather", "weights", 8 * (1 + (current_mesh().world.rank == 3)))
     try:
         group.sum(1)
     except RuntimeError as error:

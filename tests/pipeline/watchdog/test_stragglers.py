@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
-from pipeline.watch.stragglers import WINDOW, Stragglers, slow_ranks
+from pipeline.watchdog.stragglers import WINDOW, Stragglers, slow_ranks
 from tests.distributed import rank
 from tests.jobs import run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings

@@ -17,10 +17,10 @@ from pipeline.engine.board import Board
 from pipeline.parallel.group import Group
 from pipeline.position import HERE, SAME_ORDER, DesyncError
 
-AHEAD = 8
+MOST_AHEAD = 8
 """Meetings that a process may have announced and not waited for."""
 
-SLOTS = 2 * AHEAD
+SLOTS = 2 * MOST_AHEAD
 """Another process can announce as many meetings before we have read what it said of the first."""
 
 LABEL_BYTES = 160
@@ -60,7 +60,7 @@ class ControlBlock:
         return fd
 
 
-class Meetings:
+class Rendezvous:
     """Points that every process of a group comes to, in the same order, before any goes on."""
 
     def __init__(self, table: "ControlBlock", pids: Sequence[int]) -> None:
@@ -76,13 +76,13 @@ class Meetings:
             for row in rows
         ]
         self._board = Board(table.group)
-        self._watch = select.poll()
+        self._poll = select.poll()
         self._ranks_of: dict[int, int] = {}
         for other, pid in enumerate(pids):
             if other != self.rank:
                 pidfd = os.pidfd_open(pid)
                 self._ranks_of[pidfd] = other
-                self._watch.register(pidfd, select.POLLIN)
+                self._poll.register(pidfd, select.POLLIN)
         weakref.finalize(self, close_all, list(self._ranks_of))
         self.others = [other for other in range(len(self.ranks)) if other != self.rank]
 
@@ -100,7 +100,7 @@ class Meetings:
         Raises:
             DesyncError: as `attend`, of a meeting announced long before.
         """
-        self._complete_until(self.announced + 1 - AHEAD)
+        self._complete_until(self.announced + 1 - MOST_AHEAD)
         self.announced += 1
         slot = self._slots[self.rank][self.announced % SLOTS]
         slot[:LABEL_BYTES] = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
@@ -150,7 +150,7 @@ class Meetings:
     def _look_after(self, other: int, number: int, deadline: float) -> None:
         label = self._label(self.rank, number)
         own, theirs = self._name(self.rank), self._name(other)
-        gone = [self._ranks_of[pidfd] for pidfd, _ in self._watch.poll(0)]
+        gone = [self._ranks_of[pidfd] for pidfd, _ in self._poll.poll(0)]
         if other in gone and self._counts[other][0] < number:
             raise DesyncError(
                 f"{theirs} ended while {own} waited for it at {label}; what ended it stands in that"

@@ -14,7 +14,7 @@ from pipeline.config import StepConfig
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import Run
-from pipeline.watch.health import SETTLED, Health
+from pipeline.watchdog.health import SETTLED, Health
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 

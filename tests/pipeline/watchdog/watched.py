@@ -8,7 +8,7 @@ from pipeline.cli import run_main
 from pipeline.errors import ConfigError
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
-from pipeline.watch.process import watching
+from pipeline.watchdog.process import watching
 
 
 def main(argv: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ class Sighting:
     """It went its way, as it should."""
 
 
-class Notices:
+class Heartbeats:
     """The notices of one job; `job` tells it from others that used the same store before."""
 
     def __init__(self, store: Store, job: str, *, rank: int, world_size: int) -> None:
@@ -75,7 +75,7 @@ class Notices:
         self.rank, self.world_size = rank, world_size
 
     @classmethod
-    def of_job(cls, job: str, world: Group) -> "Notices":
+    def of_job(cls, job: str, world: Group) -> "Heartbeats":
         """In the store that the job's processes met at, over a connection of its own."""
         store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
         return cls(store, job, rank=world.rank, world_size=world.size)
@@ -113,24 +113,24 @@ class Notices:
         found = self._get(f"at/{rank}")
         return None if found is None else Sighting(**json.loads(found))
 
-    def tell_history(self, history: list[Collective]) -> None:
+    def publish_history(self, history: list[Collective]) -> None:
         """Say at which collectives this process has been."""
         rows = [[each.number, str(each)] for each in history]
         self._try(lambda: self._store.set(f"history/{self.rank}", json.dumps(rows)))
 
-    def tell_last(self, collective: Collective) -> None:
+    def publish_last(self, collective: Collective) -> None:
         """Say to which collective this process comes now: a few microseconds, nobody answers."""
         key = f"last/{self.rank}/{collective.number % LAST}"
         self._try(lambda: self._store.set(key, f"{collective.number} {collective}"))
 
     def history(self, rank: int) -> dict[int, str]:
         """Collectives that another process has told of, by number."""
-        told: dict[int, str] = dict(json.loads(self._get(f"history/{rank}") or "[]"))
+        published: dict[int, str] = dict(json.loads(self._get(f"history/{rank}") or "[]"))
         for place in range(LAST):
             number, _, label = (self._get(f"last/{rank}/{place}") or b"").decode().partition(" ")
             if label:
-                told[int(number)] = label
-        return told
+                published[int(number)] = label
+        return published
 
     def _get(self, key: str) -> bytes | None:
         return self._try(lambda: self._store.get(key) if self._store.check([key]) else None)

@@ -34,8 +34,8 @@ from pipeline.errors import (
 )
 from pipeline.parallel.mesh import current_mesh
 from pipeline.position import HERE, Collective, DesyncError
-from pipeline.watch.notices import Failure, Notices, Sighting
-from pipeline.watch.suspects import Identity, Suspects
+from pipeline.watchdog.attribution import Attribution, Identity
+from pipeline.watchdog.heartbeats import Failure, Heartbeats, Sighting
 
 TICK_SECONDS = 1.0
 HEARING_SECONDS = 2.0
@@ -65,17 +65,17 @@ def watching(timeout_seconds: float) -> Iterator[None]:
     Raises:
         JobFailed: an error that has been shown, or was the consequence of another process's.
     """
-    watch = Watch(timeout_seconds)
-    watch.start()
+    watchdog = Watchdog(timeout_seconds)
+    watchdog.start()
     try:
         yield
     except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
-        raise JobFailed(watch.fail(error)) from None
+        raise JobFailed(watchdog.fail(error)) from None
     finally:
-        watch.stop()
+        watchdog.stop()
 
 
-class Watch:
+class Watchdog:
     """The watch of one process. All processes construct it together."""
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -85,35 +85,36 @@ class Watch:
         self.rank = world.rank
         process = psutil.Process()
         self.own = Identity(os.uname().nodename, process.pid, process.create_time())
-        self.notices = Notices.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
-        self.suspects = Suspects(self.notices, self.own, world)
+        self.heartbeats = Heartbeats.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
+        self.attribution = Attribution(self.heartbeats, self.own, world)
         self._beat = 0
         self._place = (0, time.monotonic())
         """Number of the collective that the process is at, and since when."""
         self._next_look = 0.0
-        self._history_told = 0
+        self._history_published = 0
         self._armed_at = -float("inf")
         self._speaking = threading.RLock()
         self._has_spoken = False
         self._found: Failure | None = None
         """What this process was the first to find."""
         self._over = threading.Event()
-        self._tell: Callable[[Collective], None] | None = None
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._publish: Callable[[Collective], None] | None = None
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._handles_sigterm = False
 
     def start(self) -> None:
         """Begin to watch."""
         # gloo ends processes where they are not in step.
         if dist.get_backend(self.world.process_group) == "gloo":
-            self._tell = Notices.of_job(self.notices.job, self.world).tell_last
-            HERE.listeners.append(self._tell)
+            publish = Heartbeats.of_job(self.heartbeats.job, self.world).publish_last
+            HERE.listeners.append(publish)
+            self._publish = publish
         # A collective that failed fails again where the engine cleans up; the first error counts.
         warnings.filterwarnings("ignore", message="module forward hook with ``always_call")
         self._appear()
         on_main = threading.current_thread() is threading.main_thread()
         if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._told_to_stop)
+            signal.signal(signal.SIGTERM, self._stop_on_signal)
             self._handles_sigterm = True
         self._thread.start()
 
@@ -122,11 +123,11 @@ class Watch:
         self._over.set()
         self._thread.join(timeout=2 * TICK_SECONDS)
         self._appear(left=True)
-        if self._tell is not None and self._tell in HERE.listeners:
-            HERE.listeners.remove(self._tell)
-            self._tell = None
+        if self._publish is not None and self._publish in HERE.listeners:
+            HERE.listeners.remove(self._publish)
+            self._publish = None
         faulthandler.cancel_dump_traceback_later()
-        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._told_to_stop:
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._stop_on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     # What this process has to say
@@ -136,10 +137,10 @@ class Watch:
         if _is_of_collectives(error):
             failure = self._cause(HEARING_SECONDS) or self._agreed(self._blame(error), error)
             self._speak(failure, error)
-            self._linger(living=self.suspects.living() if failure is self._found else 0)
+            self._linger(living=self.attribution.living() if failure is self._found else 0)
             return failure.code
         own = Failure(self.rank, f"rank {self.rank} failed: {_summary(error)}", exit_code(error))
-        first = self.notices.claim()
+        first = self.heartbeats.claim()
         other = None if first else self._posted(SPEAKING_SECONDS)
         if other is not None and other.rank != self.rank:
             self._fail_as_well(error, other)
@@ -147,8 +148,8 @@ class Watch:
         with self._speaking:
             self._has_spoken = True
             _show(error)
-        self.notices.post(own)
-        self._linger(living=self.suspects.living())
+        self.heartbeats.post(own)
+        self._linger(living=self.attribution.living())
         return own.code
 
     def _fail_as_well(self, error: Exception, other: Failure) -> None:
@@ -158,15 +159,15 @@ class Watch:
             if not self._has_spoken and not same:
                 _say(f"rank {self.rank} failed as well: {_summary(error)}")
             self._has_spoken = True
-        self.notices.acknowledge()
+        self.heartbeats.acknowledge()
 
     def _blame(self, error: Exception) -> Failure:
         """What a collective that failed here tells of the others."""
-        found = self.suspects.elsewhere() or self.suspects.left()
+        found = self.attribution.elsewhere() or self.attribution.left()
         if found is not None:
             return found
         if "timed out" in str(error).lower():
-            late = self.suspects.late(time.monotonic() - self._place[1])
+            late = self.attribution.late(time.monotonic() - self._place[1])
             if late is not None:
                 return late
         if isinstance(error, DesyncError):
@@ -191,21 +192,21 @@ class Watch:
                 lines += f"\n{own}is here:\n{_stacks() if error is None else _traceback(error)}"
             _say(lines)
         if failure is not self._found:
-            self.notices.acknowledge()
+            self.heartbeats.acknowledge()
 
     def _agreed(self, failure: Failure, error: Exception | None = None) -> Failure:
         """This failure, said at once, unless another process was first with another one."""
-        if self.notices.claim():
+        if self.heartbeats.claim():
             self._found = failure
             self._speak(failure, error)
-            self.notices.post(failure)
+            self.heartbeats.post(failure)
             return failure
         return self._posted(HEARING_SECONDS) or failure
 
     def _posted(self, patience: float) -> Failure | None:
         """What another process has posted, or posts soon."""
         deadline = time.monotonic() + patience
-        while (failure := self.notices.failure()) is None and time.monotonic() < deadline:
+        while (failure := self.heartbeats.failure()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return failure
 
@@ -213,8 +214,8 @@ class Watch:
         """Why others have ended: what they said, or that they said nothing."""
         deadline = time.monotonic() + patience
         while True:
-            found = self.notices.failure()
-            if found is None and (ended := self.suspects.ended()) is not None:
+            found = self.heartbeats.failure()
+            if found is None and (ended := self.attribution.ended()) is not None:
                 found = self._agreed(ended)
             if found is not None or time.monotonic() >= deadline:
                 return found
@@ -227,11 +228,11 @@ class Watch:
         """
         deadline = time.monotonic() + SPEAKING_SECONDS
         while time.monotonic() < deadline and (
-            self.notices.acknowledged() < living or self.suspects.unburied()
+            self.heartbeats.acknowledged() < living or self.attribution.unreaped()
         ):
             time.sleep(0.02)
 
-    def _told_to_stop(self, _number: int, _frame: FrameType | None) -> None:
+    def _stop_on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """SIGTERM: torchrun ends all processes when one has failed; a scheduler at any time."""
         failure = self._cause(0)
         if failure is not None:
@@ -269,18 +270,18 @@ class Watch:
         if number == 0:
             return None
         if stands >= self.timeout:
-            late = self.suspects.late(stands)
+            late = self.attribution.late(stands)
             return late and self._agreed(late)
         if stands < 3 * self.tick:
             self._next_look = 0.0
             return None
-        if self._history_told != number:
-            self._history_told = number
-            self.notices.tell_history(HERE.history())
+        if self._history_published != number:
+            self._history_published = number
+            self.heartbeats.publish_history(HERE.history())
         if stands < self._next_look:
             return None
         self._next_look = 1.5 * stands  # less and less often: every look asks for all processes
-        found = self.suspects.elsewhere() or self.suspects.silent(now, SILENCE_SECONDS)
+        found = self.attribution.elsewhere() or self.attribution.silent(now, SILENCE_SECONDS)
         return found and self._agreed(found)
 
     def _appear(self, *, left: bool = False) -> None:
@@ -289,7 +290,7 @@ class Watch:
         if last.number != self._place[0]:
             self._place = (last.number, now)
         self._beat += 1
-        self.notices.appear(
+        self.heartbeats.appear(
             Sighting(
                 host=self.own.host,
                 pid=self.own.pid,

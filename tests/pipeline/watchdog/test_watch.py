@@ -17,7 +17,7 @@ from pipeline.engine.engine import Engine
 from pipeline.errors import DataError, JobFailed
 from pipeline.parallel.mesh import current_mesh
 from pipeline.position import SAME_ORDER
-from pipeline.watch.process import watching
+from pipeline.watchdog.process import watching
 from tests.distributed import rank, run_ranks
 from tests.jobs import Job, run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
@@ -195,14 +195,14 @@ def test_what_is_told_to_stop_because_another_died_says_so() -> None:
     assert lines(job)[0].startswith("rank 1 ended without a word")
 
 
-def told_to_stop() -> None:
+def stop_on_signal() -> None:
     current_mesh().world.sum(1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 
 
 def test_what_a_scheduler_stops_ends_in_silence() -> None:
-    job = run_job(told_to_stop)
+    job = run_job(stop_on_signal)
 
     assert job.codes == [-signal.SIGTERM] * 2
     assert job.errors == ""
@@ -340,7 +340,7 @@ def test_wrong_settings_that_all_ranks_meet_are_said_once_under_torchrun() -> No
 def torchrun(case: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
     return subprocess.run(
-        [*launcher, "--nproc-per-node", "2", "-m", "tests.pipeline.watch.watched", case],
+        [*launcher, "--nproc-per-node", "2", "-m", "tests.pipeline.watchdog.watched", case],
         capture_output=True,
         text=True,
         check=False,

@@ -6,7 +6,7 @@ import psutil
 
 from pipeline.parallel.group import Group
 from pipeline.position import HERE, SAME_ORDER
-from pipeline.watch.notices import Failure, Notices, Sighting
+from pipeline.watchdog.heartbeats import Failure, Heartbeats, Sighting
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Identity:
     started: float
 
 
-class Suspects:
+class Attribution:
     """The other processes of the job. All processes construct it together."""
 
-    def __init__(self, notices: Notices, own: Identity, world: Group) -> None:
-        self.notices = notices
+    def __init__(self, heartbeats: Heartbeats, own: Identity, world: Group) -> None:
+        self.heartbeats = heartbeats
         self.known = world.gather_objects(own)
         self.rank = world.rank
         self._here = {
@@ -40,7 +40,7 @@ class Suspects:
         """How many of the others live, or may live on other machines."""
         return sum(other not in self._here or _lives(self._here[other]) for other in self.others())
 
-    def unburied(self) -> bool:
+    def unreaped(self) -> bool:
         """Whether a process has ended that whoever started it hasn't noticed yet."""
         return any(_is_zombie(process) for process in self._here.values())
 
@@ -50,9 +50,9 @@ class Suspects:
         What a process has to say it says before it goes, so that the order of the looks counts.
         """
         for other, process in self._here.items():
-            if _lives(process) or self.notices.failure() is not None:
+            if _lives(process) or self.heartbeats.failure() is not None:
                 continue
-            seen = self.notices.sighting(other)
+            seen = self.heartbeats.sighting(other)
             if seen is None or not seen.left:
                 return self._without_a_word(other)
         return None
@@ -60,7 +60,7 @@ class Suspects:
     def left(self) -> Failure | None:
         """A process that went its way while this one needed it."""
         for other in self.others():
-            seen = self.notices.sighting(other)
+            seen = self.heartbeats.sighting(other)
             if seen is not None and seen.left:
                 what = f"rank {other} left while rank {self.rank} waited for it at {HERE.last}"
                 return Failure(other, what, 1)
@@ -70,7 +70,7 @@ class Suspects:
         """A process that came to another collective than this one did."""
         own = {each.number: str(each) for each in HERE.history()}
         for other in self.others():
-            theirs = self.notices.history(other)
+            theirs = self.heartbeats.history(other)
             for number in sorted(own.keys() & theirs.keys()):
                 if own[number] != theirs[number]:
                     what = (
@@ -109,7 +109,7 @@ class Suspects:
         return None
 
     def _seen(self) -> list[tuple[int, Sighting]]:
-        sightings = [(other, self.notices.sighting(other)) for other in self.others()]
+        sightings = [(other, self.heartbeats.sighting(other)) for other in self.others()]
         return [(other, seen) for other, seen in sightings if seen is not None]
 
     def _without_a_word(self, other: int) -> Failure:
