@@ -35,14 +35,11 @@ from benchmarks.kernel_gates import report
 from benchmarks.kernels_gpu_bench import Bench
 from benchmarks.kernels_gpu_decode import Decoding, run_decode
 from benchmarks.kernels_gpu_small import run_small
-from pipeline.kernels.adamw import cases as adamw_cases
 from pipeline.kernels.adamw import cuda as adamw
 from pipeline.kernels.adamw.definition import AdamW, Weights
-from pipeline.kernels.cache_append import cases as append_cases
 from pipeline.kernels.decode_attention import cases as attention_cases
 from pipeline.kernels.emulator.emulated import Emulator
 from pipeline.kernels.operators import cases_of, operators
-from pipeline.kernels.sampling import cases as sampling_cases
 from pipeline.kernels.toolchain.gpu import HEADERS, OPERATORS, OPTIONS, gpu_of
 from pipeline.kernels.toolchain.nvrtc import Nvrtc, find_nvrtc
 
@@ -98,24 +95,14 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
 
 def run_correct(bench: Bench, args: argparse.Namespace) -> None:
     """The operators' cases: against float64, or the bits of the definition."""
-    kinds = [adamw_cases.Kind(split=True), *adamw_cases.KINDS]
-    for kind in bench.in_time("correct", kinds[:1] if bench.tiny else kinds[1:]):
-        with bench.memory():
-            right = adamw_cases.is_right(kind, bench.gpu)
-        bench.tell("correct", operator=f"AdamW {kind}", right=right)
-    for case in bench.in_time("correct", append_cases.CASES):
-        stored = append_cases.inputs_of(case, bench.gpu.device)
-        with bench.memory():
-            bench.tell(
-                "correct", operator=f"cache {case}", right=append_cases.is_right(stored, bench.gpu)
-            )
-    draws = sampling_cases.QUICK[:2] if bench.tiny else sampling_cases.GRID
-    for case in bench.in_time("correct", draws):
-        drawn = sampling_cases.inputs_of(case, bench.gpu.device)
-        with bench.memory():
-            out = sampling_cases.run(case, drawn, bench.gpu)
-        right = sampling_cases.is_right(case, drawn, out)
-        bench.tell("correct", operator=f"sampler {case}", right=right)
+    for name, few in {"adamw": 1, "cache_append": 4, "sampling": 2}.items():
+        cases = cases_of(name)
+        for case in bench.in_time("correct", cases.QUICK[:few] if bench.tiny else cases.GRID):
+            inputs = [cases.inputs_of(case, bench.gpu.device) for _ in range(2)]
+            with bench.memory():
+                out = cases.run(case, inputs[0], bench.gpu)
+            right = cases.is_right(case, inputs[1], out)
+            bench.tell("correct", operator=f"{name} {case}", right=right)
     cases = attention_cases.GRID[:: max(1, len(attention_cases.GRID) // args.cases)]
     for case in bench.in_time("correct", cases[: args.cases]):
         inputs = attention_cases.inputs_of(case, bench.gpu.device)

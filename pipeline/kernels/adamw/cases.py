@@ -1,6 +1,7 @@
 """Cases of AdamW: what is timed, and on a GPU what is compiled and what is right."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from pipeline.kernels.timing import Sizes, Timed, describe, name_of
 from pipeline.kernels.toolchain.gpu import Gpu, Macros
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+CPU = torch.device("cpu")
 
 SIZES = (1, 3, CHUNK + 4, 1000, 5, 0, 2 * CHUNK - 1)
 """Of shards: less than a vector load, more than a block, with a tail and without, and nothing."""
@@ -23,32 +25,53 @@ STEP = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, mul
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What of AdamW a specialisation of the kernel does."""
+class Case:
+    """What of AdamW a specialisation of the kernel does, and how."""
 
     gradient: torch.dtype = F32
     moments: torch.dtype = F32
     copy: torch.dtype | None = None
     split: bool = False
+    shift: int = 0
+    """Elements after which the vectors begin in their memory."""
+
+    schedule: int = 0
 
     def __str__(self) -> str:
         parts = [str(self.gradient), *["bf16 moments"] * (self.moments == BF16)]
         parts += [f"{self.copy} copy"] * (self.copy is not None)
-        parts += ["split"] * self.split
+        parts += ["split"] * self.split + [f"shift {self.shift}"] * (self.shift > 0)
         return ", ".join(parts).replace("torch.", "")
 
 
-KINDS = [
-    Kind(),
-    Kind(BF16, copy=BF16),
-    Kind(F16, copy=F16),
-    Kind(F32, BF16, BF16),
-    Kind(BF16, BF16, BF16),
-    Kind(split=True),
-    Kind(BF16, split=True),
-    Kind(BF16, BF16, split=True),
-    Kind(F32, copy=BF16),
+@dataclass(frozen=True)
+class Inputs:
+    """Shards of one kind."""
+
+    shards: list[Shard]
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        vectors = [each.weights.tensors().values() for each in self.shards]
+        return [*itertools.chain(*vectors), *(each.gradient for each in self.shards)]
+
+
+QUICK = [
+    dataclasses.replace(case, shift=shift, schedule=shift)
+    for shift in (0, 1)
+    for case in [
+        Case(),
+        Case(BF16, copy=BF16),
+        Case(F16, copy=F16),
+        Case(F32, BF16, BF16),
+        Case(BF16, BF16, BF16),
+        Case(split=True),
+        Case(BF16, split=True),
+        Case(BF16, BF16, split=True),
+        Case(F32, copy=BF16),
+    ]
 ]
+GRID = QUICK
 
 SPECIALISATIONS: list[Macros] = [
     cuda.specialisation((gradient, moments, copy, split))
@@ -94,34 +117,34 @@ def _timed(device: torch.device, copy: torch.dtype | None, elements: int) -> Tim
     )
 
 
-def shard_of(kind: Kind, size: int, *, shift: int, seed: int) -> Shard:
-    """Random vectors that begin `shift` elements into their memory, between others' numbers."""
+def shard_of(case: Case, size: int, *, seed: int, device: torch.device = CPU) -> Shard:
+    """Random vectors, between others' numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def vector(dtype: torch.dtype, scale: float, *, positive: bool = False) -> Tensor:
-        values = torch.randn(size + shift + 5, generator=generator) * scale
+        values = torch.randn(size + case.shift + 5, generator=generator) * scale
         values = values.abs() if positive else values
-        return values.to(dtype)[shift : shift + size]
+        return values.to(device, dtype)[case.shift : case.shift + size]
 
     master, low_bits = vector(F32, 1.0), None
-    if kind.split:
-        whole = vector(F32, 1.0).clone()
-        master, low_bits = definition.split_master(whole)
+    if case.split:
+        master, low_bits = definition.split_master(vector(F32, 1.0).clone())
     weights = Weights(
         master=master,
-        exp_avg=vector(kind.moments, 1e-2),
-        exp_avg_sq=vector(kind.moments, 1e-3, positive=True),
-        copy=None if kind.copy is None else vector(kind.copy, 1.0),
+        exp_avg=vector(case.moments, 1e-2),
+        exp_avg_sq=vector(case.moments, 1e-3, positive=True),
+        copy=None if case.copy is None else vector(case.copy, 1.0),
         low_bits=low_bits,
     )
-    gradient = vector(kind.gradient, 1.0)
-    decay = 0.1 * (seed % 2)
-    return Shard(weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=decay)
+    gradient = vector(case.gradient, 1.0)
+    return Shard(weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=0.1 * (seed % 2))
 
 
-def shards_of(kind: Kind, *, shift: int = 0, sizes: Sequence[int] = SIZES) -> list[Shard]:
+def shards_of(
+    case: Case, sizes: Sequence[int] = SIZES, *, device: torch.device = CPU
+) -> list[Shard]:
     """One of each size."""
-    return [shard_of(kind, size, shift=shift, seed=seed) for seed, size in enumerate(sizes)]
+    return [shard_of(case, size, seed=seed, device=device) for seed, size in enumerate(sizes)]
 
 
 def copied(shard: Shard) -> Shard:
@@ -130,29 +153,29 @@ def copied(shard: Shard) -> Shard:
     return dataclasses.replace(shard, weights=Weights(**tensors))
 
 
-def by_reference(shard: Shard, step: AdamW) -> None:
-    """A step of a shard by the definition."""
+def by_definition(shard: Shard, step: AdamW) -> None:
+    """A step of a shard."""
     own = dataclasses.replace(step, lr=step.lr * shard.lr, weight_decay=shard.weight_decay)
     definition.adamw_(shard.weights, shard.gradient, own)
 
 
-def moved(shard: Shard, device: torch.device) -> Shard:
-    """The same numbers on another device."""
-    tensors = {name: each.to(device) for name, each in shard.weights.tensors().items()}
-    gradient = shard.gradient.to(device)
-    return dataclasses.replace(shard, weights=Weights(**tensors), gradient=gradient)
+def inputs_of(case: Case, device: torch.device) -> Inputs:
+    """Shards of all sizes."""
+    return Inputs(shards_of(case, device=device))
 
 
-def is_right(kind: Kind, gpu: Gpu) -> bool:
-    """Whether the kernel has the bits of the definition on a CPU."""
-    expected = shards_of(kind)
-    ours = [moved(copied(shard), gpu.device) for shard in expected]
-    for shard in expected:
-        by_reference(shard, STEP)
+def run(case: Case, inputs: Inputs, gpu: Gpu) -> list[Tensor]:
+    """What the kernel makes of the weights, in place."""
+    del case
     scalars = scalars_of(STEP, gpu.device)
-    cuda.adamw_(ShardTable(ours, gpu), scalars, betas=STEP.betas, eps=STEP.eps)
-    return all(
-        torch.equal(one.weights.tensors()[name].cpu(), tensor)
-        for one, other in zip(ours, expected, strict=True)
-        for name, tensor in other.weights.tensors().items()
-    )
+    cuda.adamw_(ShardTable(inputs.shards, gpu), scalars, betas=STEP.betas, eps=STEP.eps)
+    return inputs.tensors()
+
+
+def is_right(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
+    """The bits of the definition on a CPU."""
+    del inputs
+    expected = Inputs(shards_of(case))
+    for shard in expected.shards:
+        by_definition(shard, STEP)
+    return all(map(torch.equal, (each.cpu() for each in out), expected.tensors()))

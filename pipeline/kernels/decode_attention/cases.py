@@ -87,8 +87,8 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
 
 def relative_error(inputs: Inputs, out: Tensor) -> float:
     """Of the norm, against the definition in float64; infinite where a number is NaN."""
-    wide = (each.double() for each in (inputs.query, inputs.key, inputs.value))
-    expected = definition.decode_attention(*wide, inputs.scores)
+    query, key, value = (each.double() for each in (inputs.query, inputs.key, inputs.value))
+    expected = definition.decode_attention(query, key, value, inputs.scores)
     error = ((out.double() - expected).norm() / expected.norm()).item()
     return error if math.isfinite(error) else math.inf
 
@@ -130,9 +130,9 @@ OPTIONS: list[dict[str, int]] = [
     {"num_splits": 3, "schedule": 7, "window": 40},
 ]
 GRID = [
-    Case(dtype, *shape, lengths=RAGGED, **options)
+    Case(dtype, size, heads, kv_heads, RAGGED, **options)
     for dtype in (BF16, F16, F32)
-    for shape in SHAPES
+    for size, heads, kv_heads in SHAPES
     for options in OPTIONS
 ]
 """Every dtype, head size and kind of sharing, under every option."""

@@ -1,11 +1,8 @@
-"""The emulated GPU, built once, and faults planted in its kernels."""
-
-from pathlib import Path
+"""The emulated GPU, built once."""
 
 import pytest
 
 from pipeline.kernels.emulator.emulated import Emulator, compiler_found
-from tests.pipeline.kernels.planted import plant
 
 
 @pytest.fixture(scope="session")
@@ -13,12 +10,3 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     if not compiler_found():
         pytest.skip("the emulator is built by g++")
     return Emulator(tmp_path_factory.mktemp("emulator"))
-
-
-@pytest.fixture
-def planted(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault that the test names: an operator, and what is changed of its source."""
-    operator, fault = request.param
-    plant(operator, fault, tmp_path, monkeypatch)

@@ -38,9 +38,10 @@ def test_a_folder_has_what_others_ask_it_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", operators(on_gpu=True))
 def test_an_operator_with_a_kernel_for_gpus_can_be_tested_and_measured(name: str) -> None:
-    faults = import_module(f"tests.pipeline.kernels.{name}.test_faults")
+    faults = import_module(f"tests.pipeline.kernels.{name}.faults")
+    needed = ("SPECIALISATIONS", "QUICK", "GRID", "inputs_of", "run", "is_right")
 
-    assert not lacks(cases_of(name), "SPECIALISATIONS")
+    assert not lacks(cases_of(name), *needed)
     assert not lacks(import_module(f"pipeline.kernels.{name}.cuda"), "self_test")
-    assert not lacks(faults, "FAULTS", "SEEN_BY_SELF_TEST")
+    assert not lacks(faults, "FAULTS", "CASES", "SEEN_BY_SELF_TEST")
     assert f" {name}(" in (HERE / name / "cuda.cu").read_text()

@@ -20,7 +20,7 @@ from pipeline.kernels.operators import cases_of, operators
 from pipeline.kernels.toolchain.cubins import CubinCache
 from pipeline.kernels.toolchain.driver import Driver, LaunchError
 from pipeline.kernels.toolchain.gpu import Gpu, Macros
-from tests.pipeline.kernels.planted import plant
+from tests.pipeline.kernels.emulation import plant
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_what_was_asked_once_has_nothing_left_to_load(
 def test_a_kernel_that_computes_something_else_is_not_used(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fault = import_module(f"tests.pipeline.kernels.{name}.test_faults").SEEN_BY_SELF_TEST
+    fault = import_module(f"tests.pipeline.kernels.{name}.faults").SEEN_BY_SELF_TEST
     plant(name, fault, tmp_path / "operators", monkeypatch)
 
     with caplog.at_level(logging.INFO):

@@ -13,17 +13,17 @@ from pipeline.kernels.adamw.cases import (
     BF16,
     F16,
     F32,
-    KINDS,
     STEP,
-    Kind,
-    by_reference,
+    Case,
+    Inputs,
+    by_definition,
     copied,
     shard_of,
     shards_of,
 )
 from pipeline.kernels.adamw.cuda import Shard, ShardTable, adamw_, scalars_of
 from pipeline.kernels.adamw.definition import AdamW, Weights
-from pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
+from pipeline.kernels.emulator.emulated import Emulator
 
 CPU = torch.device("cpu")
 
@@ -31,8 +31,7 @@ CPU = torch.device("cpu")
 def by_kernel(
     shards: Sequence[Shard], step: AdamW, emulator: Emulator, *, schedule: int = 0
 ) -> None:
-    tensors = [each for shard in shards for each in shard.weights.tensors().values()]
-    with emulator.memory(*tensors, *(shard.gradient for shard in shards), schedule=schedule):
+    with emulator.memory(*Inputs(list(shards)).tensors(), schedule=schedule):
         adamw_(
             ShardTable(shards, emulator.gpu()),
             scalars_of(step, CPU),
@@ -48,30 +47,11 @@ def assert_equal(ours: Sequence[Shard], theirs: Sequence[Shard]) -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_many_shards_in_one_launch_get_the_bits_of_the_reference(
-    kind: Kind, shift: int, emulator: Emulator
-) -> None:
-    check_bits(kind, emulator, shift=shift, schedule=SCHEDULES[shift])
-
-
-def check_bits(kind: Kind, emulator: Emulator, *, shift: int, schedule: int) -> None:
-    ours = shards_of(kind, shift=shift)
-    theirs = [copied(shard) for shard in ours]
-
-    for shard in theirs:
-        by_reference(shard, STEP)
-    by_kernel(ours, STEP, emulator, schedule=schedule)
-
-    assert_equal(ours, theirs)
-
-
 @pytest.mark.parametrize("gradient", [F32, BF16, F16], ids=str)
 def test_a_step_is_that_of_the_formula_in_float64(
     gradient: torch.dtype, emulator: Emulator
 ) -> None:
-    shard = shard_of(Kind(gradient), 1000, shift=0, seed=1)
+    shard = shard_of(Case(gradient), 1000, seed=1)
     weights = {name: each.double() for name, each in shard.weights.tensors().items()}
     grad = 0.25 * shard.gradient.double()
 
@@ -94,17 +74,17 @@ def test_bias_is_corrected_with_the_bits_of_the_reference_at_any_step(
 ) -> None:
     # Multiplied by squares, 0.999999^11585 is a number whose correction has other bits in fp32.
     numbers = dataclasses.replace(STEP, step=step, betas=betas, lr=1.0)
-    ours = shards_of(Kind(), sizes=(400,))
+    ours = shards_of(Case(), sizes=(400,))
     theirs = [copied(shard) for shard in ours]
 
-    by_reference(theirs[0], numbers)
+    by_definition(theirs[0], numbers)
     by_kernel(ours, numbers, emulator)
 
     assert_equal(ours, theirs)
 
 
 def test_what_is_not_finite_stays_so(emulator: Emulator) -> None:
-    ours = shards_of(Kind(F32, copy=BF16), sizes=(64,))
+    ours = shards_of(Case(F32, copy=BF16), sizes=(64,))
     ours[0].gradient[3] = math.inf
     ours[0].weights.master[5] = -math.inf
 
@@ -117,14 +97,14 @@ def test_what_is_not_finite_stays_so(emulator: Emulator) -> None:
     assert copy.isfinite().sum() == 62
 
 
-@pytest.mark.parametrize("kind", [Kind(copy=BF16), Kind(split=True)], ids=str)
+@pytest.mark.parametrize("kind", [Case(copy=BF16), Case(split=True)], ids=str)
 def test_a_weight_half_way_between_two_is_rounded_away_from_zero(
-    kind: Kind, emulator: Emulator
+    kind: Case, emulator: Emulator
 ) -> None:
     check_ties(kind, emulator)
 
 
-def check_ties(kind: Kind, emulator: Emulator) -> None:
+def check_ties(kind: Case, emulator: Emulator) -> None:
     masters = torch.tensor([0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x7FC00000]).int()
     master, copy, low_bits = masters.view(F32), torch.zeros(5, dtype=BF16), None
     if kind.split:
@@ -142,7 +122,7 @@ def check_ties(kind: Kind, emulator: Emulator) -> None:
 
 
 def test_shards_of_one_launch_are_of_one_kind(emulator: Emulator) -> None:
-    shards = [*shards_of(Kind(), sizes=(4,)), *shards_of(Kind(BF16), sizes=(4,))]
+    shards = [*shards_of(Case(), sizes=(4,)), *shards_of(Case(BF16), sizes=(4,))]
 
     with pytest.raises(ValueError, match="same dtypes"):
         ShardTable(shards, emulator.gpu())
@@ -160,7 +140,7 @@ BAD: dict[str, tuple[dict[str, Tensor], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_shard_that_the_kernel_can_not_take_is_named(what: str, emulator: Emulator) -> None:
     changes, message = BAD[what]
-    good, bad = shards_of(Kind(), sizes=(4, 4))
+    good, bad = shards_of(Case(), sizes=(4, 4))
     tensors = bad.weights.tensors() | {"gradient": bad.gradient} | changes
     gradient = tensors.pop("gradient")
     bad = dataclasses.replace(bad, weights=Weights(**tensors), gradient=gradient)
@@ -170,7 +150,7 @@ def test_a_shard_that_the_kernel_can_not_take_is_named(what: str, emulator: Emul
 
 
 def test_a_shard_between_two_places_of_memory_is_named(emulator: Emulator) -> None:
-    (shard,) = shards_of(Kind(), sizes=(4,))
+    (shard,) = shards_of(Case(), sizes=(4,))
     odd = torch.frombuffer(bytearray(18), dtype=F32, count=4, offset=1)
 
     with pytest.raises(ValueError, match="shard 0: gradient begins between"):
@@ -178,7 +158,7 @@ def test_a_shard_between_two_places_of_memory_is_named(emulator: Emulator) -> No
 
 
 def test_a_shard_on_another_device_than_the_kernel_is_named(emulator: Emulator) -> None:
-    (shard,) = shards_of(Kind(), sizes=(4,))
+    (shard,) = shards_of(Case(), sizes=(4,))
     tensors = {name: each.to("meta") for name, each in shard.weights.tensors().items()}
     there = dataclasses.replace(
         shard, weights=Weights(**tensors), gradient=shard.gradient.to("meta")
@@ -192,4 +172,4 @@ def test_no_shard_is_no_launch(emulator: Emulator) -> None:
     with pytest.raises(ValueError, match="a shard"):
         ShardTable([], emulator.gpu())
 
-    by_kernel(shards_of(Kind(), sizes=(0,)), STEP, emulator)
+    by_kernel(shards_of(Case(), sizes=(0,)), STEP, emulator)
