@@ -87,16 +87,15 @@ def answer_with_transformers(
 
 def answer_with_ours(model: PreTrainedModel, prompts: Answers, lengths: Sequence[int]) -> Answers:
     """Greedy answers of the engine, which gives a slot back when its answer ends."""
-    requests = answer_each(
+    finished = answer_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=max(lengths),
-        stop_ids=(),
         batch_size=SPREAD,
         stop_when=lambda index, ids: len(ids) == lengths[index],
     )
-    answers = {request.index: request.response.ids for request in requests}
+    answers = {each.index: each.response.ids for each in finished}
     return [answers[row] for row in range(len(prompts))]
 
 

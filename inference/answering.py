@@ -99,7 +99,6 @@ class Answerer:
             [prompt for prompt in prompts for _ in range(count)],
             sampler_of(self.sampling, self.stop_ids),
             max_new_tokens=self.sampling.max_new_tokens,
-            stop_ids=self.stop_ids,
             keys=[
                 sample_key(first_row + row, sample)
                 for row in range(len(prompts))

@@ -5,18 +5,18 @@ training uses; a long one in pieces. Decoding takes one token of all running seq
 Dimension names: B running sequences, N tokens of one forward pass, V vocabulary.
 """
 
-from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from inference.decoding import Decoder
-from inference.requests import Recorder, Request
-from inference.sampling import Sampler
+from inference.requests import Ticket
 from inference.slots import Continuation, NextToken, SlotCache
 from inference.tp_group import tp_group_of
+from inference.waiting import Waiting
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import Layout, Ragged, round_up
@@ -24,33 +24,6 @@ from pipeline.models.forward import base_model
 
 PREFILL = 2048
 """Prompt tokens of one forward pass: more make it no faster, and cost memory."""
-
-
-def answer_in_slots(
-    model: nn.Module,
-    requests: Sequence[Request],
-    sampler: Sampler,
-    recorder: Recorder,
-    *,
-    num_slots: int,
-) -> Iterator[Request]:
-    """Answer the requests, `num_slots` at a time; each comes as it ends."""
-    waiting = deque(requests)
-    slots = Slots(model, requests, num_slots=num_slots)
-    while waiting or slots.running:
-        fill = [waiting.popleft() for _ in range(min(len(waiting), slots.num_free))]
-        started, logits = slots.start(fill) if fill else slots.step()
-        keys = [request.key for request in started]
-        positions = [len(request.response.ids) for request in started]
-        histories = [request.tokens for request in started] if sampler.needs_history else ()
-        tokens, logprobs = sampler(logits, keys, positions, histories)
-        ended = [
-            request
-            for request, token, logprob in zip(started, tokens, logprobs, strict=True)
-            if not recorder.add(request, token, logprob)
-        ]
-        yield from ended
-        slots.free(ended)
 
 
 class Modules:
@@ -94,12 +67,11 @@ class Modules:
 class Slots:
     """The running sequences of a model, at most `num_slots`, and what their slots hold."""
 
-    def __init__(self, model: nn.Module, requests: Sequence[Request], *, num_slots: int) -> None:
+    def __init__(self, model: nn.Module, *, num_slots: int, capacity: int) -> None:
         self.device = next(model.parameters()).device
-        self.occupants: list[Request | None] = [None] * num_slots
+        self.occupants: list[Ticket | None] = [None] * num_slots
         self.held: list[tuple[int, ...] | None] = [None] * num_slots
         """The prompt whose keys and values are still at the beginning of each slot."""
-        capacity = max((len(each.prompt) + each.room for each in requests), default=0)
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
@@ -114,37 +86,51 @@ class Slots:
             device=self.device,
             repeats=tp_group_of(plain).size == 1 and not has_hooks(model),
         )
-        self._asked = Counter(request.prompt for request in requests)
         self._after: dict[tuple[int, ...], Float[Tensor, " V"]] = {}
         """Logits after prompts that more samples are still to come of."""
 
     @property
-    def num_free(self) -> int:
-        """Slots without a running sequence."""
-        return self.occupants.count(None)
-
-    @property
-    def running(self) -> list[Request]:
+    def running(self) -> list[Ticket]:
         """The sequences that go on, in the order of their slots."""
-        return [each for each in self.occupants if each is not None]
+        return [each for each in self.occupants if each is not None and each.response.ids]
 
-    def free(self, ended: Sequence[Request]) -> None:
+    def free(self, tickets: Sequence[Ticket]) -> None:
         """Give back the slots of sequences that ended."""
-        for request in ended:
-            self.occupants[self._slot_of(request)] = None
+        for ticket in tickets:
+            slot = next(slot for slot, each in enumerate(self.occupants) if each is ticket)
+            self.occupants[slot] = None
+            if not is_running(ticket):
+                self.held[slot] = None  # perhaps not all of its prompt was read
 
-    def _slot_of(self, request: Request) -> int:
-        return next(slot for slot, each in enumerate(self.occupants) if each is request)
+    def take(self, waiting: Waiting, *, interleaved: bool) -> list[Ticket]:
+        """As many of the waiting as there are free slots, oldest first.
 
-    @torch.inference_mode()
-    def start(self, requests: Sequence[Request]) -> tuple[Sequence[Request], Float[Tensor, "B V"]]:
-        """Read the prompts into free slots, equal ones once; the logits of their first tokens."""
+        With `interleaved` only as many as one pass reads, or one alone whose prompt is longer.
+        """
+        tickets = waiting.oldest(self.occupants.count(None))
+        if interleaved and tickets:
+            # While others go on, slots that are read into stay behind theirs.
+            self._close_gaps()
+            ends = accumulate(len(ticket.request.prompt) for ticket in tickets)
+            fitting = sum(end <= PREFILL for end in ends)
+            tickets = tickets[: max(1, fitting)]
+        for ticket in tickets:
+            waiting.remove(ticket)
+        return tickets
+
+    def start(
+        self, tickets: Sequence[Ticket], waiting: Waiting
+    ) -> Iterator[Float[Tensor, "B V"] | None]:
+        """Read the prompts into free slots, equal ones once.
+
+        Yields None between two passes, at last the logits of the first tokens.
+        """
         unread: dict[tuple[int, ...], int] = {}
         copies: list[tuple[int, int]] = []
         # Neighbours of similar length share attention calls.
-        by_length = sorted(requests, key=lambda request: len(request.prompt))
-        for request in sorted(by_length, key=lambda request: not self._in_free_slot(request)):
-            prompt = request.prompt
+        by_length = sorted(tickets, key=lambda ticket: len(ticket.request.prompt))
+        for ticket in sorted(by_length, key=lambda ticket: not self._in_free_slot(ticket)):
+            prompt = ticket.request.prompt
             slot = self._free_slot(prompt)
             if prompt in unread:
                 copies.append((unread[prompt], slot))
@@ -152,38 +138,41 @@ class Slots:
                 unread[prompt] = slot
             elif self.held[slot] != prompt:
                 copies.append((self.held.index(prompt), slot))
-            self.occupants[slot] = request
+            self.occupants[slot] = ticket
             self.held[slot] = prompt
-        self._after.update(self._read(unread))
+        yield from self._read(unread)
         for source, target in copies:
             self.cache.copy(source, target, len(self.held[target] or ()))
-        logits = torch.stack([self._after[request.prompt] for request in requests])
-        self._asked.subtract(request.prompt for request in requests)
-        self._after = {prompt: row for prompt, row in self._after.items() if self._asked[prompt]}
-        return requests, logits
+        logits = torch.stack([self._after[ticket.request.prompt] for ticket in tickets])
+        self._after = {
+            prompt: row for prompt, row in self._after.items() if waiting.has_prompt(prompt)
+        }
+        yield logits
 
-    def _in_free_slot(self, request: Request) -> bool:
+    def _in_free_slot(self, ticket: Ticket) -> bool:
         places = zip(self.held, self.occupants, strict=True)
-        return any(held == request.prompt and each is None for held, each in places)
+        return any(held == ticket.request.prompt and each is None for held, each in places)
 
     def _free_slot(self, prompt: tuple[int, ...]) -> int:
         """A free slot, one that holds the prompt if there is one."""
         free = [slot for slot, each in enumerate(self.occupants) if each is None]
         return next((slot for slot in free if self.held[slot] == prompt), free[0])
 
-    def _read(
-        self, prompts: dict[tuple[int, ...], int]
-    ) -> Iterator[tuple[tuple[int, ...], Float[Tensor, " V"]]]:
-        """Store prompts in their slots; the logits after each."""
-        for part in packed(list(prompts)):
+    def _read(self, prompts: dict[tuple[int, ...], int]) -> Iterator[None]:
+        """Store prompts in their slots and keep the logits after each; pauses between passes."""
+        for number, part in enumerate(packed(list(prompts))):
             slots = [prompts[prompt] for prompt in part]
+            if number:
+                yield
             # Only a prompt that is alone can be longer than one pass.
             *beginnings, last = range(0, len(part[0]), PREFILL)
             for first in beginnings:
                 self._read_pieces([part[0][first : first + PREFILL]], slots, first=first)
+                yield
             logits = self._read_pieces([prompt[last:] for prompt in part], slots, first=last)
-            yield from zip(part, logits, strict=True)
+            self._after.update(zip(part, logits, strict=True))
 
+    @torch.inference_mode()
     def _read_pieces(
         self, pieces: Sequence[tuple[int, ...]], slots: Sequence[int], *, first: int
     ) -> Float[Tensor, "B V"]:
@@ -220,13 +209,13 @@ class Slots:
         return logits[: len(lengths)]
 
     @torch.inference_mode()
-    def step(self) -> tuple[Sequence[Request], Float[Tensor, "B V"]]:
+    def step(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
         """Read the newest token of every sequence; the logits of the next ones."""
         self._close_gaps()
         running = self.running
-        lengths = [len(each.prompt) + len(each.response.ids) for each in running]
+        lengths = [len(each.request.prompt) + len(each.response.ids) for each in running]
         columns = [
-            (each.response.ids[-1], length - 1, slot * self.cache.width + length - 1)
+            (each.newest, length - 1, slot * self.cache.width + length - 1)
             for slot, (each, length) in enumerate(zip(running, lengths, strict=True))
         ]
         return running, self._decode(columns, NextToken(lengths, self.device), spare=self._spare)
@@ -235,13 +224,21 @@ class Slots:
         """Move the last sequences into slots that stayed free, so that the first slots are live."""
         count = len(self.running)
         gaps = [slot for slot in range(count) if self.occupants[slot] is None]
-        late = [slot for slot, each in enumerate(self.occupants) if each and slot >= count]
+        late = [
+            slot for slot, each in enumerate(self.occupants) if slot >= count and is_running(each)
+        ]
         for target, source in zip(gaps, late, strict=True):
-            request = self.occupants[source]
-            assert request is not None
-            self.cache.copy(source, target, len(request.prompt) + len(request.response.ids) - 1)
-            self.occupants[target], self.occupants[source] = request, None
-            self.held[target] = request.prompt
+            ticket = self.occupants[source]
+            assert ticket is not None
+            prompt = ticket.request.prompt
+            self.cache.copy(source, target, len(prompt) + len(ticket.response.ids) - 1)
+            self.occupants[target], self.occupants[source] = ticket, None
+            self.held[target] = prompt
+
+
+def is_running(ticket: Ticket | None) -> bool:
+    """Whether its prompt is read and its first token chosen."""
+    return ticket is not None and len(ticket.response.ids) > 0
 
 
 def has_hooks(model: nn.Module) -> bool:

@@ -88,7 +88,6 @@ class Conversation:
                     [token_ids],
                     sampler_of(sampling, self.chat_format.stop_ids),
                     max_new_tokens=self.sampling.max_new_tokens,
-                    stop_ids=self.chat_format.stop_ids,
                     on_token=on_token,
                 )
             )

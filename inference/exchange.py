@@ -1,14 +1,12 @@
-"""What the processes of a group ask of the model they share: each answers everyone's prompts."""
+"""What the processes of a group ask of the model they share: each generates all responses."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from inference.requests import Request, StopWhen
+from inference.requests import Event, Finished, OnToken, StopWhen, Ticket, Token
 from pipeline.parallel.group import Group
-
-OnToken = Callable[[int, int], None]
-"""Told of each token: index of the prompt, token."""
 
 
 class PeersDisagreeError(RuntimeError):
@@ -21,8 +19,8 @@ class Exchange:
 
     tp_group: Group
 
-    asked: list[tuple[tuple[int, ...], int]]
-    """Token ids and key of each prompt."""
+    prompts: list[tuple[tuple[int, ...], int]]
+    """Token ids and key of each."""
 
     places: list[int]
     """Index of each among the prompts of its own process."""
@@ -41,9 +39,9 @@ class Exchange:
         everyones = tp_group.gather_objects(own)
         return cls(
             tp_group=tp_group,
-            asked=[each for asked in everyones for each in asked],
-            places=[place for asked in everyones for place in range(len(asked))],
-            first=sum(len(asked) for asked in everyones[: tp_group.rank]),
+            prompts=[prompt for theirs in everyones for prompt in theirs],
+            places=[place for theirs in everyones for place in range(len(theirs))],
+            first=sum(len(theirs) for theirs in everyones[: tp_group.rank]),
             count=len(own),
         )
 
@@ -55,39 +53,104 @@ class Exchange:
         """The smallest number of all peers."""
         return min(self.tp_group.gather_objects(number))
 
-    def on_token(self, tell: OnToken | None) -> OnToken | None:
-        """Tells of this process's tokens alone, by its own indices."""
-        if tell is None or self.tp_group.size == 1:
-            return tell
+    def on_token(self, on_token: OnToken | None) -> OnToken | None:
+        """Called for this process's tokens alone, with its own indices."""
+        if on_token is None or self.tp_group.size == 1:
+            return on_token
 
         def own(index: int, token: int) -> None:
             if self.is_own(index):
-                tell(self.places[index], token)
+                on_token(self.places[index], token)
 
         return own
 
     def stop_when(self, stop_when: StopWhen | None) -> StopWhen | None:
-        """Asks by the indices of each prompt's own process; all processes must answer alike."""
+        """Called with the indices of each prompt's own process; must return the same on all."""
         if stop_when is None or self.tp_group.size == 1:
             return stop_when
         return lambda index, ids: stop_when(self.places[index], ids)
 
-    def own(self, requests: Iterator[Request]) -> Iterator[Request]:
-        """This process's requests as they end; the others' are answered on the way.
+    def own(self, finished: Iterator[Finished]) -> Iterator[Finished]:
+        """This process's responses as they end; the others' are generated on the way.
 
         Raises:
             PeersDisagreeError: the peers did not choose the same tokens.
         """
         if self.tp_group.size == 1:
-            yield from requests
+            yield from finished
             return
         chosen = 0
-        for request in requests:
-            chosen = zlib.crc32(repr((request.index, request.response.ids)).encode(), chosen)
-            if self.is_own(request.index):
-                yield replace(request, index=self.places[request.index])
-        if len(set(self.tp_group.gather_objects(chosen))) > 1:
-            raise PeersDisagreeError(
-                "the processes that generate together chose different tokens: they run different"
-                " versions, or on different devices"
-            )
+        for each in finished:
+            chosen = zlib.crc32(repr((each.index, each.response.ids)).encode(), chosen)
+            if self.is_own(each.index):
+                yield replace(each, index=self.places[each.index])
+        require_equal(self.tp_group.gather_objects(chosen))
+
+
+class SharedTickets:
+    """The tickets of all peers: each process runs the others' requests beside its own."""
+
+    def __init__(self, tp_group: Group) -> None:
+        self._tp_group = tp_group
+        self._counts: Counter[int] = Counter()
+        self._tickets: dict[tuple[int, int], Ticket] = {}
+        """By the rank that submitted them and the number among its own."""
+        self._names: dict[Ticket, tuple[int, int]] = {}
+        self._chosen = 0
+
+    def agree(
+        self, submitted: Sequence[Ticket], cancelled: Sequence[Ticket]
+    ) -> tuple[list[Ticket], list[Ticket]]:
+        """What all of the peers submitted and cancelled, in rank order; they call it in step.
+
+        Raises:
+            PeersDisagreeError: the peers did not choose the same tokens until now.
+        """
+        own = self._tp_group.rank
+        for ticket in submitted:
+            self._add(own, ticket)
+        names = [self._names[ticket] for ticket in cancelled if ticket in self._names]
+        requests = [ticket.request for ticket in submitted]
+        everyones = self._tp_group.gather_objects((requests, names, self._chosen))
+        require_equal([chosen for _, _, chosen in everyones])
+        tickets: list[Ticket] = []
+        for rank, (theirs, _, _) in enumerate(everyones):
+            if rank == own:
+                tickets += submitted
+            else:
+                tickets += [self._add(rank, Ticket(request)) for request in theirs]
+        gone = [name for _, theirs, _ in everyones for name in theirs]
+        return tickets, [self._tickets[name] for name in gone]
+
+    def _add(self, rank: int, ticket: Ticket) -> Ticket:
+        name = rank, self._counts[rank]
+        self._counts[rank] += 1
+        self._tickets[name] = ticket
+        self._names[ticket] = name
+        return ticket
+
+    def own(self, events: Iterable[Event]) -> list[Event]:
+        """This process's events; the others' are forgotten."""
+        mine: list[Event] = []
+        for event in events:
+            rank, number = self._names.get(event.ticket, (self._tp_group.rank, -1))
+            if rank == self._tp_group.rank:
+                mine.append(event)
+            if isinstance(event, Token):
+                self._chosen = zlib.crc32(repr((rank, number, event.id)).encode(), self._chosen)
+            elif event.ticket in self._names:
+                del self._tickets[self._names.pop(event.ticket)]
+        return mine
+
+
+def require_equal(chosen: Sequence[int]) -> None:
+    """Compare what stands for the tokens that each process chose.
+
+    Raises:
+        PeersDisagreeError: they are not the same.
+    """
+    if len(set(chosen)) > 1:
+        raise PeersDisagreeError(
+            "the processes that generate together chose different tokens: they run different"
+            " versions, or on different devices"
+        )

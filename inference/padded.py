@@ -12,61 +12,75 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from inference.requests import Recorder, Request
-from inference.sampling import Sampler
+from inference.requests import Ticket
+from inference.waiting import Waiting
 from pipeline.models.forward import base_model
 
 SORTED = 8
 """Batches whose requests are sorted by length together; more pad less, and keep more waiting."""
 
 
-def answer_in_batches(
-    model: nn.Module,
-    requests: Sequence[Request],
-    sampler: Sampler,
-    recorder: Recorder,
-    *,
-    batch_size: int,
-) -> Iterator[Request]:
-    """Answer `batch_size` requests at a time; those of a batch come when all of them have ended."""
-    for asked in batches_of(requests, batch_size):
-        batch = PaddedBatch(model, asked)
-        ended: set[int] = set()
-        while len(ended) < len(asked):
-            logits = batch.forward()
-            rows = batch.requests
-            # Rows that ended and are still in the batch choose tokens that go nowhere.
-            positions = [len(row.response.ids) for row in rows]
-            tokens, logprobs = sampler(
-                logits, [row.key for row in rows], positions, [row.tokens for row in rows]
-            )
-            for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-                if row.index not in ended and not recorder.add(row, token, logprob):
-                    ended.add(row.index)
-            if len(ended) < len(asked):
-                batch.append(tokens, [row.index not in ended for row in rows])
-        yield from asked
+class PaddedRows:
+    """The running sequences of a model, `batch_size` at a time; the next wait for all to end."""
 
+    def __init__(self, model: nn.Module, *, batch_size: int) -> None:
+        self._model = model
+        self._batch_size = batch_size
+        self._batch: PaddedBatch | None = None
+        self._among = 0
+        """How many of the waiting are sorted together."""
 
-def batches_of(requests: Sequence[Request], batch_size: int) -> Iterator[list[Request]]:
-    """Batches of prompts of similar length, from among SORTED batches at a time."""
-    for start in range(0, len(requests), SORTED * batch_size):
-        among = requests[start : start + SORTED * batch_size]
-        by_length = sorted(among, key=lambda request: len(request.prompt))
-        for first in range(0, len(among), batch_size):
-            yield by_length[first : first + batch_size]
+    @property
+    def running(self) -> Sequence[Ticket]:
+        """Those of the batch that have not ended."""
+        tickets = [] if self._batch is None else self._batch.tickets
+        return [ticket for ticket in tickets if not ticket.ended]
+
+    def free(self, tickets: Sequence[Ticket]) -> None:
+        """Nothing: their rows leave the batch, or it ends."""
+
+    def take(self, waiting: Waiting, *, interleaved: bool) -> list[Ticket]:
+        """The shortest of the oldest, if no batch runs."""
+        del interleaved  # a batch reads its prompts at once
+        if self.running:
+            return []
+        self._among = min(self._among or SORTED * self._batch_size, len(waiting))
+        among = waiting.oldest(self._among)
+        tickets = sorted(among, key=lambda ticket: len(ticket.request.prompt))[: self._batch_size]
+        self._among -= len(tickets)
+        for ticket in tickets:
+            waiting.remove(ticket)
+        return tickets
+
+    def start(
+        self,
+        tickets: Sequence[Ticket],
+        waiting: Waiting,  # noqa: ARG002
+    ) -> Iterator[Float[Tensor, "B V"]]:
+        """Read the prompts; the logits of the first tokens."""
+        self._batch = PaddedBatch(self._model, tickets)
+        yield self._batch.forward()
+
+    def step(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
+        """Read the newest tokens; the logits of the next ones.
+
+        Sequences that ended and are still in the batch are among them: their tokens go nowhere.
+        """
+        assert self._batch is not None
+        self._batch.append()
+        return self._batch.tickets, self._batch.forward()
 
 
 class PaddedBatch:
     """A batch in the middle of generation: its rows, its cache, its masks."""
 
-    def __init__(self, model: nn.Module, requests: Sequence[Request]) -> None:
+    def __init__(self, model: nn.Module, tickets: Sequence[Ticket]) -> None:
         self.model = model
-        self.requests = list(requests)
-        """Which request each row of the tensors belongs to."""
+        self.tickets = list(tickets)
+        """Which response each row of the tensors belongs to."""
         self.cache = DynamicCache(config=base_model(model).config)
         device = next(model.parameters()).device
-        prompts = [request.prompt for request in requests]
+        prompts = [ticket.request.prompt for ticket in tickets]
         width = max(len(prompt) for prompt in prompts)
         gaps = [width - len(prompt) for prompt in prompts]
         self.mask: Int[Tensor, "B P"] = torch.tensor(
@@ -91,8 +105,10 @@ class PaddedBatch:
         )
         return output.logits[:, -1]
 
-    def append(self, tokens: Sequence[int], running: Sequence[bool]) -> None:
-        """Feed the chosen tokens next; drop ended rows once they fill half the batch."""
+    def append(self) -> None:
+        """Feed the newest tokens next; drop ended rows once they fill half the batch."""
+        tokens = [ticket.newest for ticket in self.tickets]
+        running = [not ticket.ended for ticket in self.tickets]
         self.inputs = torch.tensor(tokens, device=self.mask.device)[:, None]
         # The tokens of ended rows stay out of sight, so that their positions never grow past the
         # model's context while other rows go on.
@@ -101,6 +117,6 @@ class PaddedBatch:
             return
         kept = [row for row, runs in enumerate(running) if runs]
         index = torch.tensor(kept, device=self.mask.device)
-        self.requests = [self.requests[row] for row in kept]
+        self.tickets = [self.tickets[row] for row in kept]
         self.inputs, self.mask = self.inputs[index], self.mask[index]
         self.cache.batch_select_indices(index)

@@ -1,10 +1,19 @@
 """What is asked of generation and what comes back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-StopWhen = Callable[[int, Sequence[int]], bool]
+from inference.sampling import Sampler, without_seed
+
+OnToken = Callable[[int, int], None]
+"""Called with a prompt's index and each token of its response."""
+
+StopWhen = Callable[[int, list[int]], bool]
 """Whether a response ends here: called with its prompt's index and its tokens so far."""
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+"""Why a response ended: at a stop token, at its longest, or as its caller or an error had it."""
 
 
 @dataclass
@@ -23,46 +32,67 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt in the middle of being answered."""
+class Finished:
+    """A response that has ended."""
 
     index: int
-    """Place of the prompt among those given."""
+    """Place of its prompt among those given."""
+
+    prompt: tuple[int, ...]
+    response: Response
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that is asked for."""
 
     prompt: tuple[int, ...]
 
+    sampler: Sampler
+    """Settings of its own; its stop tokens end the response."""
+
     key: int
-    """Chooses the sample, with the seed."""
+    """Chooses the sample, with the sampler's seed."""
 
-    room: int
-    """Longest response, in tokens: as asked for, or what the model's context leaves."""
+    max_new_tokens: int
+    """Longest response, its stop token included."""
 
-    response: Response = field(default_factory=Response)
+
+class Ticket:
+    """A request that was submitted, with its response so far.
+
+    The response grows in `OpenBatch.step`, so other threads follow it by the events.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.response = Response()
+        self.ended = False
+        self.newest = 0
+        """The token that is read next."""
+        self.sampler, self.key = without_seed(request.sampler, request.key)
+        """The same choices by a sampler that requests of other seeds share."""
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and response so far."""
-        return [*self.prompt, *self.response.ids]
+        return [*self.request.prompt, *self.response.ids]
 
 
-@dataclass(frozen=True)
-class Recorder:
-    """Writes chosen tokens into responses, and says which of them go on."""
+class Token(NamedTuple):
+    """A response has one more token."""
 
-    stop_ids: frozenset[int]
-    stop_when: StopWhen | None
-    on_token: Callable[[int, int], None] | None
+    ticket: Ticket
+    id: int
+    logprob: float
 
-    def add(self, request: Request, token: int, logprob: float) -> bool:
-        """Append a token; whether the response goes on after it."""
-        response = request.response
-        response.ids.append(token)
-        response.logprobs.append(logprob)
-        response.stopped = token in self.stop_ids
-        if self.on_token is not None:
-            self.on_token(request.index, token)
-        return not (
-            response.stopped
-            or len(response.ids) == request.room
-            or (self.stop_when is not None and self.stop_when(request.index, response.ids))
-        )
+
+class Ended(NamedTuple):
+    """A response has ended; no other event of its ticket follows."""
+
+    ticket: Ticket
+    reason: Reason
+    error: Exception | None = None
+
+
+Event = Token | Ended

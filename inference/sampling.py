@@ -4,7 +4,7 @@ Dimension names: B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -37,10 +37,14 @@ def uniforms(
     Nothing is drawn from a stream, so a row's numbers do not depend on the rows beside it.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
-        state = _mix(np.asarray([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+        state = _mixed_seed(seed)
         state = _mix((state ^ np.asarray(keys, dtype=np.uint64)) + _GOLDEN)
         state = _mix((state ^ np.asarray(positions, dtype=np.uint64)) + _GOLDEN)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed_seed(seed: int) -> np.ndarray:
+    return _mix(np.asarray([seed % 2**64], dtype=np.uint64) + _GOLDEN)
 
 
 def words_of(
@@ -66,7 +70,7 @@ class Sampler:
 
     min_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
-    """Tokens that a response can't have before it has `min_new_tokens`."""
+    """Tokens that end a response, which can't have them before it has `min_new_tokens`."""
 
     @property
     def needs_history(self) -> bool:
@@ -188,6 +192,16 @@ def sampler_of(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
     settings = asdict(sampling)
     del settings["max_new_tokens"]
     return Sampler(**settings, stop_ids=tuple(stop_ids))
+
+
+def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
+    """A sampler of seed 0 and a key that it makes the same choices with.
+
+    So rows of different seeds share a call: a seed changes nothing but the word that keys meet.
+    """
+    with np.errstate(over="ignore"):
+        word = int((_mixed_seed(sampler.seed) ^ _mixed_seed(0))[0])
+    return replace(sampler, seed=0, stop_ids=tuple(sampler.stop_ids)), key ^ word
 
 
 def penalized(

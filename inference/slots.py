@@ -90,6 +90,7 @@ class SlotCache(Cache):
             size = stored.shape[-1]
             stored.view(-1, size).index_copy_(0, rows, states.transpose(0, 1).reshape(-1, size))
 
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the first `length` tokens of slot `source`."""
         for stored in (*self.keys, *self.values):

@@ -175,7 +175,6 @@ def test_a_proved_tape_serves_the_sequences_that_are_left(
             (PROMPTS * 6)[:32],
             Sampler(temperature=1.0, seed=3),
             max_new_tokens=40,
-            stop_ids=[],
             stop_when=lambda index, ids: len(ids) == 8 + index,
         )
         return [each.response.ids for each in sorted(ended, key=lambda each: each.index)]

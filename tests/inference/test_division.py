@@ -197,17 +197,16 @@ def listen() -> dict[str, Any]:
     """What callbacks hear on each process, and what its answers are."""
     model = divided(prepared("llama", {}), 2)
     heard: list[tuple[int, int]] = []
-    requests = answer_each(
+    finished = answer_each(
         model,
         PROMPTS[rank()],
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=9,
-        stop_ids=(),
         on_token=lambda index, token: heard.append((index, token)),
         stop_when=lambda index, ids: len(ids) == 3 + index,
         cache_bytes=10**4 * (rank() + 1),
     )
-    answers = {request.index: request.response.ids for request in requests}
+    answers = {each.index: each.response.ids for each in finished}
     return {"heard": heard, "answers": answers, "kv_heads": kv_heads_here(model)}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from inference import batching, generation
+from inference import batching, open_batch
 from inference.generation import answer_each, generate
 from inference.sampling import Sampler
 from pipeline import distributed
@@ -336,16 +336,15 @@ def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
     lengths = [12, 4, 9, 15, 6, 10, 3]
     counts = count_tokens(model)
 
-    requests = answer_each(
+    finished = answer_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=15,
-        stop_ids=[],
         batch_size=3,
         stop_when=lambda index, ids: len(ids) == lengths[index],
     )
-    responses = {request.index: request.response for request in requests}
+    responses = {each.index: each.response for each in finished}
 
     assert [len(responses[row].ids) for row in range(7)] == lengths
     assert not any(response.stopped for response in responses.values())
@@ -379,15 +378,14 @@ def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     needed = 2 * 2 * 2 * 8 * 4 * 20
 
     def answer(cache_bytes: int) -> list[int]:
-        requests = answer_each(
+        finished = answer_each(
             model,
             PROMPTS,
             Sampler(temperature=0.0, seed=0),
             max_new_tokens=8,
-            stop_ids=[],
             cache_bytes=cache_bytes,
         )
-        return [request.index for request in requests]
+        return [each.index for each in finished]
 
     assert sorted(answer(needed)) == [0, 1, 2, 3, 4, 5]
     assert set(counts[1:]) <= {1, *map(padded, range(1, 13))}
@@ -397,9 +395,9 @@ def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
 
 
 def test_a_model_with_attention_of_its_own_says_once_that_it_is_slower(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(generation, "_told", set())
+    open_batch._log_padded.cache_clear()
     caplog.set_level("INFO")
     model = loaded("bloom", tmp_path)
 
