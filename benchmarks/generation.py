@@ -31,8 +31,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.llama import VOCABULARY, save_llama
+from inference.engine.sampling import Sampler
 from inference.generation import answer_each
-from inference.sampling import Sampler
 from pipeline.config import FrozenModelConfig
 from pipeline.models.load import load_causal_lm
 

@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> None:
     require(all(options.stop), "--stop needs a text that is not empty")
     sampling = sampling_of(options, seed=options.seed)
 
-    from inference.answering import Answerer, answer_file
-    from inference.prompts import read_prompts
+    from inference.files.prompts import read_prompts
+    from inference.files.responses import Answerer, answer_file
     from pipeline.models.load import load_for_inference
     from pipeline.run import configure_logging
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference.exchange import Exchange
-from inference.open_batch import OpenBatch
-from inference.requests import Finished, OnToken, Request, Response, StopWhen, Token
-from inference.sampling import Sampler
-from inference.slots import bytes_per_token
+from inference.engine.batch import OpenBatch
+from inference.engine.cache import bytes_per_token
+from inference.engine.exchange import Exchange
+from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
+from inference.engine.sampling import Sampler
 from inference.tp_group import tp_group_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length

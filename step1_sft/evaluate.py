@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
-    from inference.prompts import Prompt
+    from inference.files.prompts import Prompt
 
 DEFAULT_PROMPTS = (
     "Tell me about the city of Lisbon in a few sentences.",
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     if options.out is not None and options.out.suffix not in {".html", ".json"}:
         raise ConfigError(f"--out {options.out}: the name must end in .html or .json")
 
-    from inference.prompts import Prompt, read_prompts
+    from inference.files.prompts import Prompt, read_prompts
     from pipeline.data.examples import Message
     from pipeline.run import configure_logging
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
 
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
     """What the model at `path` answers to each prompt."""
-    from inference.answering import Answerer
+    from inference.files.responses import Answerer
     from pipeline.models.load import load_for_inference
 
     answerer = Answerer(*load_for_inference(path), sampling)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from inference import batching, open_batch
+from inference.engine import batch, slots
+from inference.engine.sampling import Sampler
 from inference.generation import answer_each, generate
-from inference.sampling import Sampler
 from pipeline import distributed
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
@@ -362,7 +362,7 @@ def test_a_long_prompt_is_read_in_pieces(
 ) -> None:
     model = loaded(family, tmp_path)
     whole = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
-    monkeypatch.setattr(batching, "PREFILL", 5)
+    monkeypatch.setattr(slots, "PREFILL", 5)
     counts = count_tokens(model)
 
     pieces = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
@@ -397,7 +397,7 @@ def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
 def test_a_model_with_attention_of_its_own_says_once_that_it_is_slower(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    open_batch._log_padded.cache_clear()
+    batch._log_padded.cache_clear()
     caplog.set_level("INFO")
     model = loaded("bloom", tmp_path)
 

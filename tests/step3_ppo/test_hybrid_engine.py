@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.generation import generate
-from inference.weights_hash import bits_sum, weights_hash
+from inference.weights.hash import bits_sum, weights_hash
 from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,
