@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.llama import VOCABULARY, save_llama
 from inference.engine.sampling import Sampler
-from inference.generation import answer_each
+from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.models.load import load_causal_lm
 
@@ -87,7 +87,7 @@ def answer_with_transformers(
 
 def answer_with_ours(model: PreTrainedModel, prompts: Answers, lengths: Sequence[int]) -> Answers:
     """Greedy answers of the engine, which gives a slot back when its answer ends."""
-    finished = answer_each(
+    finished = generate_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length
 from pipeline.parallel.mesh import current_mesh
 
-__all__ = ["Response", "answer_each", "generate"]
+__all__ = ["Response", "generate", "generate_each"]
 
 
 def generate(
@@ -57,7 +57,7 @@ def generate(
     Raises:
         DataError: a prompt is empty or leaves no room in the model's context.
     """
-    finished = answer_each(
+    finished = generate_each(
         model,
         prompts,
         Sampler(temperature=temperature, top_p=top_p, seed=seed, stop_ids=tuple(stop_ids)),
@@ -70,7 +70,7 @@ def generate(
     return [responses[index] for index in range(len(prompts))]
 
 
-def answer_each(
+def generate_each(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,

@@ -67,12 +67,12 @@ def main(argv: Sequence[str]) -> None:
 
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
     """What the model at `path` answers to each prompt."""
-    from inference.files.responses import Answerer
+    from inference.files.responses import Responder
     from pipeline.models.load import load_for_inference
 
-    answerer = Answerer(*load_for_inference(path), sampling)
-    encoded = [answerer.encode(prompt) for prompt in prompts]
-    return [row[0].text for row in answerer.answers(encoded, first_row=0, batch_size=32)]
+    responder = Responder(*load_for_inference(path), sampling)
+    encoded = [responder.encode(prompt) for prompt in prompts]
+    return [row[0].text for row in responder.responses(encoded, first_row=0, batch_size=32)]
 
 
 def as_text(prompts: "Sequence[Prompt]", answers: Mapping[str, Sequence[str]]) -> str:

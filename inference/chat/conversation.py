@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.chat.context import fit_turns
 from inference.engine.sampling import sampler_of
-from inference.generation import answer_each
+from inference.generation import generate_each
 from inference.settings import Sampling
 from inference.streaming import TextStream
 from pipeline.data.chat_format import ChatFormat
@@ -16,7 +16,7 @@ from pipeline.models.forward import context_length
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """How an answer came about; its text is the last of the messages."""
 
     text: str
@@ -55,8 +55,8 @@ class Conversation:
         has_system = self.messages and self.messages[0].role == "system"
         return self.messages[0].content if has_system else None
 
-    def answer(self, text: str, write: Callable[[str], None]) -> Answer:
-        """Answer the user's `text`, handing pieces of the answer to `write` as they come.
+    def answer(self, text: str, write: Callable[[str], None]) -> Reply:
+        """Reply the user's `text`, handing pieces of the answer to `write` as they come.
 
         KeyboardInterrupt ends the answer; what was said until then stays in the dialogue.
 
@@ -83,7 +83,7 @@ class Conversation:
             token_ids, num_left_out = self._encode(asked)
             sampling = replace(self.sampling, seed=self.sampling.seed + self._num_answers)
             list(
-                answer_each(
+                generate_each(
                     self.model,
                     [token_ids],
                     sampler_of(sampling, self.chat_format.stop_ids),
@@ -97,7 +97,7 @@ class Conversation:
         self._num_answers += 1
         answer = "".join(pieces).strip()
         self.messages = [*asked, Message("assistant", answer)]
-        return Answer(answer, num_left_out, interrupted)
+        return Reply(answer, num_left_out, interrupted)
 
     def leave_unanswered(self, text: str) -> None:
         """Keep the user's `text` in the dialogue with an empty answer."""

@@ -1,6 +1,6 @@
 """Decoding passes: through the model's modules, and soon from what was kept of what they do.
 
-A pass has more rows than it needs, so that few tapes or graphs serve all batches; what a row says
+A pass has more rows than it needs, so that few traces or graphs serve all batches; what a row says
 does not depend on the others.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from inference.engine.cache import NextToken
 from inference.engine.graphs import Capture, CudaCapture, GraphedRows
-from inference.engine.replay import Column, Pass, Repeated, RepeatError, Stage
-from inference.engine.traced import TapedRows
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError, Stage
+from inference.engine.traced import TracedRows
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.dispatch import is_built
 from pipeline.kernels.linear.rows import fewest_rows
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 MANY = 64
 """Up to so many rows there are passes of powers of two; beyond it more padding would cost more than
-more tapes or graphs."""
+more traces or graphs."""
 
 STEP = 32
 """Passes of more rows are multiples of this."""
 
 WIDER = 4
-"""Passes of up to so many times as many rows serve fewer once they are proved: rows that nobody
+"""Passes of up to so many times as many rows serve fewer once they are verified: rows that nobody
 asks for cost less than the modules' Python does three more times."""
 
 SHORT = 256
@@ -46,9 +46,9 @@ class Decoder:
         modules: a pass through the model.
         dtype: of the model.
         device: of the model.
-        repeats: whether passes may be repeated without the modules: those whose Python does more
+        replays: whether passes may be repeated without the modules: those whose Python does more
             than compute, with other processes or for somebody who watches, must run each time.
-        capture: what keeps passes; None is CUDA graphs on a GPU, tapes on a CPU.
+        capture: what keeps passes; None is CUDA graphs on a GPU, traces on a CPU.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Decoder:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        repeats: bool,
+        replays: bool,
         capture: Capture | None = None,
     ) -> None:
         self._modules = modules
         self._dtype = dtype
         self._device = device
-        self._repeats = repeats
-        if capture is None and repeats and device.type == "cuda":
+        self._replays = replays
+        if capture is None and replays and device.type == "cuda":
             capture = CudaCapture(device)
         self._capture = capture
-        self._kept: dict[tuple[int, int], Repeated] = {}
+        self._kept: dict[tuple[int, int], ReplayedRows] = {}
 
     def __call__(
         self, columns: Sequence[Column], layout: NextToken, *, spare: int
@@ -82,19 +82,19 @@ class Decoder:
         count = len(columns)
         # Padding is a token at the beginning of its own, which nobody reads.
         padding = (columns[-1][0], 0, spare)
-        if self._repeats:
+        if self._replays:
             rows = self._rows(count, max(layout.lengths))
             try:
                 return rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
-            except RepeatError as reason:
-                _say_once(str(reason))
-                self._repeats = False
+            except ReplayError as reason:
+                _log_once(str(reason))
+                self._replays = False
                 self._kept.clear()
         padded = [*columns, *[padding] * (self._num_rows(count) - count)]
         inputs = torch.tensor(padded).T.contiguous()
         return self._modules(inputs.to(self._device), layout)[:count]
 
-    def _rows(self, count: int, longest: int) -> Repeated:
+    def _rows(self, count: int, longest: int) -> ReplayedRows:
         """The passes for so many sequences, the longest of so many tokens."""
         num_rows = self._num_rows(count)
         longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
@@ -105,8 +105,8 @@ class Decoder:
             rows = self._kept[num_rows, longest] = self._new_rows(num_rows, longest)
         return rows
 
-    def _wider(self, num_rows: int, longest: int) -> Repeated | None:
-        """Passes of not too many more rows that are proved already, the fewest."""
+    def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
+        """Passes of not too many more rows that are verified already, the fewest."""
         if self._device.type == "cpu" and not self._few_rows_are_equal():
             return None  # all rows are multiplied
         found = [
@@ -114,13 +114,13 @@ class Decoder:
             for (wide, length), rows in self._kept.items()
             if num_rows < wide <= WIDER * num_rows
             and length == longest
-            and rows.stage is Stage.REPEAT
+            and rows.stage is Stage.REPLAY
         ]
         return min(found, key=lambda rows: rows.num_rows, default=None)
 
-    def _new_rows(self, num_rows: int, longest: int) -> Repeated:
+    def _new_rows(self, num_rows: int, longest: int) -> ReplayedRows:
         if self._capture is None:
-            return TapedRows(self._modules, num_rows)
+            return TracedRows(self._modules, num_rows)
         return GraphedRows(
             self._modules,
             num_rows,
@@ -130,13 +130,13 @@ class Decoder:
         )
 
     def _num_rows(self, count: int) -> int:
-        if self._repeats:
+        if self._replays:
             rows = power_of_two(count) if count <= MANY else round_up(count, STEP)
         else:
             rows = count
         if self._device.type != "cpu":
             return rows
-        if count == 1 and (not self._repeats or not self._few_rows_are_equal()):
+        if count == 1 and (not self._replays or not self._few_rows_are_equal()):
             return 1
         # Products of fewer are rounded otherwise than those of training, which have many; where a
         # kernel of ours has the same bits, it computes no more rows than are asked for.
@@ -148,7 +148,7 @@ class Decoder:
 
 
 @cache
-def _say_once(reason: str) -> None:
+def _log_once(reason: str) -> None:
     logger.info("decoding goes through the model's modules each time: %s", reason)
 
 

@@ -1,7 +1,7 @@
 """Decoding passes on a GPU from CUDA graphs: one launch instead of a model's hundreds.
 
 A graph reads tokens, their places and the lengths of the sequences from memory of the GPU, which
-one copy fills before each replay. Like a tape it is proved before it is trusted.
+one copy fills before each replay. Like a trace it is verified before it is trusted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.engine.cache import NextToken, attend_by_kernel
-from inference.engine.replay import Column, Pass, Repeated, RepeatError
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
 from pipeline.kernels.decode_attention.dispatch import kernel_for
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
@@ -44,12 +44,12 @@ class LiveKeys:
         """Attention of each token to the live keys of its own slot.
 
         Raises:
-            RepeatError: there is no kernel for it on this GPU.
+            ReplayError: there is no kernel for it on this GPU.
         """
         del dropout  # generation has none
         rows = query[0].transpose(0, 1)
         if query.is_cuda and kernel_for(rows, key, value) is None:
-            raise RepeatError("no kernel of attention takes it")
+            raise ReplayError("no kernel of attention takes it")
         return attend_by_kernel(
             rows,
             key,
@@ -61,7 +61,7 @@ class LiveKeys:
         )[None]
 
 
-class GraphedRows(Repeated):
+class GraphedRows(ReplayedRows):
     """Passes of one number of rows, of sequences up to `longest`, from a graph."""
 
     def __init__(
@@ -76,38 +76,38 @@ class GraphedRows(Repeated):
         super().__init__(num_rows)
         self._modules = modules
         # Of each row token, position, place in the cache and length of the sequence.
-        self._said: Int[Tensor, "4 N"] = torch.zeros(
+        self._staged: Int[Tensor, "4 N"] = torch.zeros(
             4, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
         )
-        self._numbers = self._said.to(device, copy=True)
+        self._numbers = self._staged.to(device, copy=True)
         self._layout = LiveKeys(num_rows, longest, device)
         self._capture = capture
-        self._replay: Callable[[], Tensor] | None = None
+        self._graph: Callable[[], Tensor] | None = None
 
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
         # Whoever asked for the pass before has its tokens: the copy from this memory is over.
-        self._said[:3] = torch.tensor(columns).T
-        self._said[3] = torch.tensor([*layout.lengths, *padding])
-        self._numbers.copy_(self._said, non_blocking=True)
+        self._staged[:3] = torch.tensor(columns).T
+        self._staged[3] = torch.tensor([*layout.lengths, *padding])
+        self._numbers.copy_(self._staged, non_blocking=True)
 
     def _by_modules(self) -> Float[Tensor, "N V"]:
         self._layout.ends.copy_(self._numbers[3])
         return self._modules(self._numbers[:3], self._layout)
 
-    def _write(self) -> Float[Tensor, "N V"]:
-        self._replay = self._capture(self._by_modules, self._numbers)
-        return self._replay()
+    def _record(self) -> Float[Tensor, "N V"]:
+        self._graph = self._capture(self._by_modules, self._numbers)
+        return self._graph()
 
-    def _prove(self) -> Float[Tensor, "N V"]:
+    def _verify(self) -> Float[Tensor, "N V"]:
         expected = self._by_modules()
-        if not torch.equal(self._repeat(), expected):
-            raise RepeatError("its modules do not do the same in each pass")
+        if not torch.equal(self._replay(), expected):
+            raise ReplayError("its modules do not do the same in each pass")
         return expected
 
-    def _repeat(self) -> Float[Tensor, "N V"]:
-        assert self._replay is not None
-        return self._replay()
+    def _replay(self) -> Float[Tensor, "N V"]:
+        assert self._graph is not None
+        return self._graph()
 
 
 class CudaCapture:
@@ -128,7 +128,7 @@ class CudaCapture:
         """As `Capture` has it.
 
         Raises:
-            RepeatError: the modules do what a graph can't hold, such as waiting for a number.
+            ReplayError: the modules do what a graph can't hold, such as waiting for a number.
         """
         graph = torch.cuda.CUDAGraph()
         current, beside = torch.cuda.current_stream(self._device), capture_stream(self._device)
@@ -164,7 +164,7 @@ def waiting_forbidden() -> Iterator[None]:
     """Inside it, an operator that has the host wait for the GPU raises.
 
     Raises:
-        RepeatError: one did.
+        ReplayError: one did.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -172,6 +172,6 @@ def waiting_forbidden() -> Iterator[None]:
         yield
     except RuntimeError as error:
         sentence = str(error).strip().partition("\n")[0]
-        raise RepeatError(f"it can't be captured into a CUDA graph: {sentence}") from error
+        raise ReplayError(f"it can't be captured into a CUDA graph: {sentence}") from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

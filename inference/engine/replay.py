@@ -17,7 +17,7 @@ Column = tuple[int, int, int]
 """A token, its position and its place in the cache."""
 
 
-class RepeatError(Exception):
+class ReplayError(Exception):
     """A pass can't be repeated without its modules; the message is a clause that says why."""
 
 
@@ -27,13 +27,13 @@ class Stage(Enum):
     MODULES = auto()
     """Whoever decodes a token or two has no use for more."""
 
-    WRITE = auto()
-    PROVE = auto()
-    REPEAT = auto()
+    RECORD = auto()
+    VERIFY = auto()
+    REPLAY = auto()
 
 
-class Repeated(ABC):
-    """Passes of one number of rows: what the modules do is written down, proved, and repeated."""
+class ReplayedRows(ABC):
+    """Passes of one number of rows: what the modules do is recorded, verified, and replayed."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -47,25 +47,25 @@ class Repeated(ABC):
             layout: what each sequence sees.
 
         Raises:
-            RepeatError: the modules do what can't be repeated.
+            ReplayError: the modules do what can't be repeated.
         """
         self._take(columns, layout)
         if self.stage is Stage.MODULES:
-            self.stage = Stage.WRITE
+            self.stage = Stage.RECORD
             return self._by_modules()
-        if self.stage is Stage.REPEAT:
-            return self._repeat()
+        if self.stage is Stage.REPLAY:
+            return self._replay()
         try:
-            if self.stage is Stage.WRITE:
-                self.stage = Stage.PROVE
-                return self._write()
-            self.stage = Stage.REPEAT
-            return self._prove()
-        except RepeatError:
+            if self.stage is Stage.RECORD:
+                self.stage = Stage.VERIFY
+                return self._record()
+            self.stage = Stage.REPLAY
+            return self._verify()
+        except ReplayError:
             raise
         except Exception as error:  # whatever it is, the modules may still do
             sentence = str(error).strip().partition("\n")[0]
-            raise RepeatError(f"{type(error).__name__}: {sentence}") from error
+            raise ReplayError(f"{type(error).__name__}: {sentence}") from error
 
     @abstractmethod
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
@@ -76,13 +76,13 @@ class Repeated(ABC):
         """The pass by the modules."""
 
     @abstractmethod
-    def _write(self) -> Float[Tensor, "N V"]:
+    def _record(self) -> Float[Tensor, "N V"]:
         """The pass, and how to repeat it."""
 
     @abstractmethod
-    def _prove(self) -> Float[Tensor, "N V"]:
+    def _verify(self) -> Float[Tensor, "N V"]:
         """The pass both ways, which must agree to the bit."""
 
     @abstractmethod
-    def _repeat(self) -> Float[Tensor, "N V"]:
+    def _replay(self) -> Float[Tensor, "N V"]:
         """The pass without the modules."""

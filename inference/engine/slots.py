@@ -84,7 +84,7 @@ class Slots:
             self._modules,
             dtype=plain.dtype,
             device=self.device,
-            repeats=tp_group_of(plain).size == 1 and not has_hooks(model),
+            replays=tp_group_of(plain).size == 1 and not has_hooks(model),
         )
         self._after: dict[tuple[int, ...], Float[Tensor, " V"]] = {}
         """Logits after prompts that more samples are still to come of."""

@@ -1,4 +1,4 @@
-"""A computation written down once as calls into fixed memory, and repeated without what made it.
+"""A computation recorded once as calls into fixed memory, and repeated without what made it.
 
 What a CUDA graph is to a GPU: the Python of a model's modules, most of a small model's step, runs
 once; then its operators run alone, each into the memory that it had the first time. Views are made
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.engine.replay import RepeatError
+from inference.engine.replay import ReplayError
 
-Repeat = Callable[[], object]
+Replay = Callable[[], object]
 """Does a call again, on what its memory holds now."""
 
 COPIES = {"_to_copy", "clone", "contiguous", "to"}
@@ -27,7 +27,7 @@ COPIES = {"_to_copy", "clone", "contiguous", "to"}
 TO_PYTHON = {"tolist", "numpy", "__array__"}
 """Methods of tensors that hand numbers to Python beside the dispatcher, which sees `item`."""
 
-UNREPEATABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
+UNREPLAYABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Call:
     made: tuple[Tensor, ...]
     """Its results, in the memory that they keep."""
 
-    repeat: Repeat | None = None
+    repeat: Replay | None = None
     """How to do it again, of what was computed outside."""
 
     @property
@@ -69,7 +69,7 @@ class Call:
                 yield from tensors_in((value,))
 
 
-Substitute = Callable[[Call], Repeat | None]
+Substitute = Callable[[Call], Replay | None]
 """Another way to do a call, or None."""
 
 
@@ -85,12 +85,12 @@ class NoNumbers(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         """Called by PyTorch for each function and method of tensors."""
         if func.__name__ in TO_PYTHON:
-            raise RepeatError(f"{func.__name__} hands numbers to Python")
+            raise ReplayError(f"{func.__name__} hands numbers to Python")
         return func(*args, **(kwargs or {}))
 
 
-class Writer(TorchDispatchMode):
-    """Inside it, operators are computed as always, and written down.
+class TraceRecorder(TorchDispatchMode):
+    """Inside it, operators are computed as always, and recorded.
 
     Everything they make is kept, so that no two results share memory.
     """
@@ -101,7 +101,7 @@ class Writer(TorchDispatchMode):
         self._outside = False
         self._no_numbers = NoNumbers()
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "TraceRecorder":
         super().__enter__()
         self._no_numbers.__enter__()
         return self
@@ -122,12 +122,12 @@ class Writer(TorchDispatchMode):
         if not self._outside:
             made = tuple(tensors_in((result,)))
             call = Call(func, args, kwargs or {}, made)
-            require_repeatable(call, result)
+            require_replayable(call, result)
             self.calls.append(call)
         return result
 
     def outside(self, compute: Callable[[Tensor | None], Tensor], read: Sequence[Tensor]) -> Tensor:
-        """What `compute` returns, written down as one call.
+        """What `compute` returns, recorded as one call.
 
         Args:
             compute: is given the memory for the result when it is repeated, None the first time.
@@ -143,26 +143,26 @@ class Writer(TorchDispatchMode):
         return result
 
 
-def require_repeatable(call: Call, result: object) -> None:
+def require_replayable(call: Call, result: object) -> None:
     """Refuse a call whose repetition would not do what the modules' Python does.
 
     Raises:
-        RepeatError: it draws random numbers, or Python or a shape depends on the numbers it read.
+        ReplayError: it draws random numbers, or Python or a shape depends on the numbers it read.
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
-        raise RepeatError(f"{call.name} hands a number to Python")
-    if any(tag in call.operator.tags for tag in UNREPEATABLE) and not is_view(call):
-        raise RepeatError(
+        raise ReplayError(f"{call.name} hands a number to Python")
+    if any(tag in call.operator.tags for tag in UNREPLAYABLE) and not is_view(call):
+        raise ReplayError(
             f"{call.name} gives what can't be repeated"
         )  # but dropout that drops nothing
     if torch.Tag.dynamic_output_shape in call.operator.tags and (
         call.name != "index" or any(index.dtype == torch.bool for index in call.read())
     ):
-        raise RepeatError(f"the size of what {call.name} gives depends on numbers")
+        raise ReplayError(f"the size of what {call.name} gives depends on numbers")
 
 
-class Tape:
-    """What a `Writer` wrote down, ready to be repeated.
+class OperatorTrace:
+    """What a `TraceRecorder` wrote down, ready to be repeated.
 
     Args:
         calls: the computation.
@@ -175,21 +175,21 @@ class Tape:
         self.result: Shaped[Tensor, "..."] = result
         # Each call leads to memory that it holds.
         self._kept = needed(varying(calls, inputs), result)
-        self._repeats = [repeat_of(call) for call in self._kept]
+        self._replays = [replay_of(call) for call in self._kept]
 
     def __len__(self) -> int:
         """Calls that a repetition makes."""
-        return len(self._repeats)
+        return len(self._replays)
 
     def substitute(self, other: Substitute) -> None:
         """Have calls done in other ways, where there are."""
-        self._repeats = [
-            other(call) or repeat for call, repeat in zip(self._kept, self._repeats, strict=True)
+        self._replays = [
+            other(call) or repeat for call, repeat in zip(self._kept, self._replays, strict=True)
         ]
 
     def replay(self) -> Tensor:
         """Compute again, from what the inputs hold; the result lies where it always does."""
-        for repeat in self._repeats:
+        for repeat in self._replays:
             repeat()
         return self.result
 
@@ -230,7 +230,7 @@ def needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
     return kept[::-1]
 
 
-def repeat_of(call: Call) -> Repeat:
+def replay_of(call: Call) -> Replay:
     """A way to do a call again that gives the same bits, the leanest there is."""
     if call.repeat is not None:
         return call.repeat

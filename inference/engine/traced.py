@@ -1,7 +1,7 @@
-"""Decoding passes on the CPU, from tapes of what the modules do.
+"""Decoding passes on the CPU, from traces of what the modules do.
 
-A tape is proved before it is trusted: it has to repeat the modules' next pass to the bit. Then
-kernels take over products of few rows, whose rounding may be another, and are proved by the same
+A trace is verified before it is trusted: it has to repeat the modules' next pass to the bit. Then
+kernels take over products of few rows, whose rounding may be another, and are verified by the same
 pass.
 """
 
@@ -13,19 +13,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.engine.cache import NextToken, prepare_attention
-from inference.engine.replay import Column, Pass, Repeated, RepeatError
-from inference.engine.trace import Call, Repeat, Tape, Writer
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
+from inference.engine.trace import Call, OperatorTrace, Replay, TraceRecorder
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.cpu import Linear
 from pipeline.kernels.linear.dispatch import prepare
 
 
-class Asked:
-    """The layout that modules are given: asks the one of the pass at hand, on and off a tape."""
+class CurrentLayout:
+    """The layout that modules are given: asks the one of the pass at hand, on and off a trace."""
 
     def __init__(self) -> None:
         self.layout: NextToken | None = None
-        self.writer: Writer | None = None
+        self.recorder: TraceRecorder | None = None
 
     def attend(
         self,
@@ -63,67 +63,67 @@ class Asked:
             again(self.layout)
             return out
 
-        if self.writer is None:
+        if self.recorder is None:
             return compute(None)
-        return self.writer.outside(compute, [query, key, value])
+        return self.recorder.outside(compute, [query, key, value])
 
 
-class TapedRows(Repeated):
-    """Passes of one number of rows from a tape, products of few rows by a kernel of ours."""
+class TracedRows(ReplayedRows):
+    """Passes of one number of rows from a trace, products of few rows by a kernel of ours."""
 
     def __init__(self, modules: Pass, num_rows: int) -> None:
         super().__init__(num_rows)
         self._modules = modules
         self._inputs: Int[Tensor, "3 N"] = torch.zeros(3, num_rows, dtype=torch.long)
-        self._asked = Asked()
+        self._layout = CurrentLayout()
         self._calls: list[Call] = []
         self._result: Float[Tensor, "N V"] | None = None
         self._products: list[Linear] = []
-        self._tape: Tape | None = None
+        self._trace: OperatorTrace | None = None
 
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
         self._inputs.copy_(torch.tensor(columns).T)
-        self._asked.layout = layout
+        self._layout.layout = layout
 
     def _by_modules(self) -> Float[Tensor, "N V"]:
-        return self._modules(self._inputs, self._asked)
+        return self._modules(self._inputs, self._layout)
 
-    def _write(self) -> Float[Tensor, "N V"]:
-        writer = self._asked.writer = Writer()
+    def _record(self) -> Float[Tensor, "N V"]:
+        recorder = self._layout.recorder = TraceRecorder()
         try:
-            with writer:
+            with recorder:
                 self._result = self._by_modules()
         finally:
-            self._asked.writer = None
-        self._calls = writer.calls
+            self._layout.recorder = None
+        self._calls = recorder.calls
         return self._result.clone()  # what comes next makes use of its memory
 
-    def _prove(self) -> Float[Tensor, "N V"]:
-        """Repeat by the modules' own operators, then give products to the kernel."""
+    def _verify(self) -> Float[Tensor, "N V"]:
+        """Replay by the modules' own operators, then give products to the kernel."""
         assert self._result is not None
         expected = self._by_modules()
-        self._tape = Tape(self._calls, [self._inputs], self._result)
+        self._trace = OperatorTrace(self._calls, [self._inputs], self._result)
         self._calls = []
-        if not torch.equal(self._tape.replay(), expected):
-            raise RepeatError("its modules do not do the same in each pass")
-        self._tape.substitute(self._product)
+        if not torch.equal(self._trace.replay(), expected):
+            raise ReplayError("its modules do not do the same in each pass")
+        self._trace.substitute(self._product)
         live = slice(self._num_live)
-        if not nearly_equal(self._repeat()[live], expected[live]):
-            raise RepeatError("a kernel's products are not those of its modules")
+        if not nearly_equal(self._replay()[live], expected[live]):
+            raise ReplayError("a kernel's products are not those of its modules")
         return expected
 
     @property
     def _num_live(self) -> int:
-        assert self._asked.layout is not None
-        return len(self._asked.layout.lengths)
+        assert self._layout.layout is not None
+        return len(self._layout.layout.lengths)
 
-    def _repeat(self) -> Float[Tensor, "N V"]:
-        assert self._tape is not None
+    def _replay(self) -> Float[Tensor, "N V"]:
+        assert self._trace is not None
         for product in self._products:
             product.take(self._num_live)
-        return self._tape.replay()
+        return self._trace.replay()
 
-    def _product(self, call: Call) -> Repeat | None:
+    def _product(self, call: Call) -> Replay | None:
         """A product of few rows by the kernel, if it has the bits that products of many have."""
         if kernel_mode() == "off" or len(call.made) != 1 or call.kwargs:
             return None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.sampling import sampler_of
 from inference.files.prompts import Prompt
-from inference.generation import Response, answer_each
+from inference.generation import Response, generate_each
 from inference.settings import Sampling
 from inference.streaming import continuation, plain_text
 from pipeline.data.resolve_format import resolve_format
@@ -22,7 +22,7 @@ from pipeline.progress import Progress
 
 
 @dataclass(frozen=True)
-class Answer:
+class TextResponse:
     """One answer, cut where it ends."""
 
     text: str
@@ -33,7 +33,7 @@ class Answer:
     """Why it ended: eos, length or stop_string."""
 
 
-class Answerer:
+class Responder:
     """A model with all that decides what it answers."""
 
     def __init__(
@@ -85,16 +85,16 @@ class Answerer:
             )
         return token_ids
 
-    def answers(
+    def responses(
         self, prompts: Sequence[Sequence[int]], *, first_row: int, batch_size: int
-    ) -> Iterator[list[Answer]]:
+    ) -> Iterator[list[TextResponse]]:
         """`num_samples` answers to each prompt, prompt after prompt as they are ready.
 
         An answer depends on its prompt, its row in the file, the number of the sample and the
         settings, not on what is answered beside it: `first_row` is the row of the first prompt.
         """
         count = self.num_samples
-        requests = answer_each(
+        finished = generate_each(
             self.model,
             [prompt for prompt in prompts for _ in range(count)],
             sampler_of(self.sampling, self.stop_ids),
@@ -108,10 +108,10 @@ class Answerer:
             cache_bytes=self.cache_bytes,
             stop_when=self._says_stop if self.stop_strings else None,
         )
-        ready: dict[int, Answer] = {}
+        ready: dict[int, TextResponse] = {}
         row = 0
-        for request in requests:
-            ready[request.index] = self.finish(request.prompt, request.response)
+        for each in finished:
+            ready[each.index] = self.finish(each.prompt, each.response)
             while row < len(prompts) and all(row * count + i in ready for i in range(count)):
                 yield [ready.pop(row * count + sample) for sample in range(count)]
                 row += 1
@@ -126,7 +126,7 @@ class Answerer:
             stop in plain_text(self.tokenizer, list(token_ids)) for stop in self.stop_strings
         )
 
-    def finish(self, prompt: Sequence[int], response: Response) -> Answer:
+    def finish(self, prompt: Sequence[int], response: Response) -> TextResponse:
         """The answer in a response to `prompt`: its text, cut before the first stop string."""
 
         def read(token_ids: list[int]) -> str:
@@ -137,7 +137,7 @@ class Answerer:
         found = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         if not found:
             stop = "eos" if response.stopped else "length"
-            return Answer(self._trim(text), response.ids, response.logprobs, stop)
+            return TextResponse(self._trim(text), response.ids, response.logprobs, stop)
         # The shortest run of tokens whose text has a stop string.
         needed = next(
             number
@@ -145,7 +145,7 @@ class Answerer:
             if any(stop in read(response.ids[:number]) for stop in self.stop_strings)
         )
         ids, logprobs = response.ids[:needed], response.logprobs[:needed]
-        return Answer(self._trim(text[: min(found)]), ids, logprobs, "stop_string")
+        return TextResponse(self._trim(text[: min(found)]), ids, logprobs, "stop_string")
 
     def _trim(self, text: str) -> str:
         """An answer without the space around it; a text that goes on keeps it."""
@@ -164,8 +164,8 @@ class Answerer:
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
 
 
-def answer_file(
-    answerer: Answerer, prompts: Sequence[Prompt], out: Path, *, model_path: str, batch_size: int
+def write_responses(
+    responder: Responder, prompts: Sequence[Prompt], out: Path, *, model_path: str, batch_size: int
 ) -> None:
     """Write a line of answers for each prompt to `out`, which appears when all are there.
 
@@ -175,8 +175,8 @@ def answer_file(
         DataError: a prompt can't be encoded, before anything is generated; or `out` can't be
             written.
     """
-    encoded = [answerer.encode(prompt) for prompt in prompts]
-    partial = out.with_name(f"{out.name}.{answerer.fingerprint(prompts, model_path)}.partial")
+    encoded = [responder.encode(prompt) for prompt in prompts]
+    partial = out.with_name(f"{out.name}.{responder.fingerprint(prompts, model_path)}.partial")
     progress = Progress("generate", len(prompts))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def answer_file(
         with partial.open("ab", buffering=0) as file:
             progress.start()
             started, num_tokens = time.perf_counter(), 0
-            rows = answerer.answers(encoded[done:], first_row=done, batch_size=batch_size)
+            rows = responder.responses(encoded[done:], first_row=done, batch_size=batch_size)
             for row, answers in enumerate(rows, start=done):
                 file.write(as_line(prompts[row], answers))
                 num_tokens += sum(len(answer.token_ids) for answer in answers)
@@ -198,7 +198,7 @@ def answer_file(
         progress.stop()
 
 
-def as_line(prompt: Prompt, answers: Sequence[Answer]) -> bytes:
+def as_line(prompt: Prompt, answers: Sequence[TextResponse]) -> bytes:
     """One line of the output."""
     row = {
         "prompt": prompt.given,

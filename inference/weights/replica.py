@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from inference.tp_group import sum_
 from inference.weights.hash import bits_sum, hash_of_sums
-from inference.weights.sharding import Cut, Division
+from inference.weights.sharding import Sharding, ShardSpec
 from pipeline.models.attention import round_up
 from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
@@ -41,7 +41,7 @@ class Slot:
 
     source: nn.Parameter
     adapter: LoraLayer | None
-    cut: Cut | None
+    spec: ShardSpec | None
     """Which part of the source this process has; None is all of it."""
 
     shape: torch.Size
@@ -66,7 +66,7 @@ class Slot:
         whole = self.source.detach()
         if self.adapter is not None:
             whole = merged(whole, self.adapter)
-        return whole if self.cut is None else self.cut.of(whole)
+        return whole if self.spec is None else self.spec.of(whole)
 
 
 class Replica:
@@ -88,9 +88,9 @@ class Replica:
         settings = copy.deepcopy(plain.config)
         self.model = meta_model(lambda: _same_class(plain, settings))
         self.model.eval().requires_grad_(False)
-        division = Division(self.model, tp_group)
-        self.slots = list(self._lay_out(division, shares=shares))
-        division.apply()
+        sharding = Sharding(self.model, tp_group)
+        self.slots = list(self._lay_out(sharding, shares=shares))
+        sharding.apply()
         self._by_source: dict[nn.Parameter, list[Slot]] = {}
         for slot in self.slots:
             self._by_source.setdefault(slot.source, []).append(slot)
@@ -101,20 +101,20 @@ class Replica:
         self._share_buffers()
         self.release()
 
-    def _lay_out(self, division: Division, *, shares: bool) -> Iterator[Slot]:
+    def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[Slot]:
         """The weights, each under all of its places."""
-        slots: dict[tuple[int, int, Cut | None], Slot] = {}
+        slots: dict[tuple[int, int, ShardSpec | None], Slot] = {}
         end = 0
         for name, module, leaf, _ in places(self.model):
             owner = name.rpartition(".")[0]
             source, adapter = _source(self._plain, owner, leaf)
-            cut = division.cut(owner, leaf, source.shape)
-            key = id(source), id(adapter), cut
+            spec = sharding.spec(owner, leaf, source.shape)
+            key = id(source), id(adapter), spec
             if key not in slots:
-                shape = source.shape if cut is None else cut.shape(source.shape)
-                in_place = shares and adapter is None and cut is None
+                shape = source.shape if spec is None else spec.shape(source.shape)
+                in_place = shares and adapter is None and spec is None
                 start = None if in_place else round_up(end, ALIGNMENT)
-                slot = slots[key] = Slot(name, source, adapter, cut, shape, start)
+                slot = slots[key] = Slot(name, source, adapter, spec, shape, start)
                 end = end if in_place else _end(slot)
                 yield slot
             slots[key].places.append((module, leaf))
@@ -177,8 +177,8 @@ class Replica:
 
     def _sum(self, slot: Slot, weight: Tensor) -> Int64[Tensor, ""]:
         """Of the bits that no peer before this one has."""
-        if slot.cut is not None:
-            parts = slot.cut.first_held(weight)
+        if slot.spec is not None:
+            parts = slot.spec.first_held(weight)
         else:
             parts = [(weight, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=weight.device)

@@ -20,7 +20,7 @@ from pipeline.parallel.group import Group
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Elements of a dimension, from `start` to before `stop`."""
 
     start: int
@@ -31,11 +31,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The part of a weight that a process has: some pieces of one dimension."""
+class ShardSpec:
+    """The part of a weight that a process has: some shards of one dimension."""
 
     dim: int
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
 
     zero: bool = False
     """The process has zeros in place of it."""
@@ -44,7 +44,7 @@ class Cut:
         """The part of the whole weight."""
         if self.zero:
             return torch.zeros_like(whole)
-        parts = [whole.narrow(self.dim, p.start, p.stop - p.start) for p in self.pieces]
+        parts = [whole.narrow(self.dim, p.start, p.stop - p.start) for p in self.shards]
         return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0]
 
     def shape(self, whole: torch.Size) -> torch.Size:
@@ -55,15 +55,15 @@ class Cut:
 
     def first_held(self, part: Tensor) -> list[tuple[Tensor, int]]:
         """What no peer of lower rank has, of the part, and where its rows begin in the whole."""
-        pieces = zip(part.split(self._sizes(), dim=self.dim), self.pieces, strict=True)
+        shards = zip(part.split(self._sizes(), dim=self.dim), self.shards, strict=True)
         in_rows = self.dim == part.ndim - 1
-        return [(each, in_rows * piece.start) for each, piece in pieces if piece.counts]
+        return [(each, in_rows * shard.start) for each, shard in shards if shard.counts]
 
     def _sizes(self) -> list[int]:
-        return [piece.stop - piece.start for piece in self.pieces]
+        return [shard.stop - shard.start for shard in self.shards]
 
 
-class Division(DividedLayers):
+class Sharding(DividedLayers):
     """What each process of a group has of a model's layers.
 
     Args:
@@ -84,7 +84,7 @@ class Division(DividedLayers):
         share = self.kv_heads // self.tp_group.size if self.divides_keys else self.kv_heads
         return max(1, share)
 
-    def cut(self, owner: str, leaf: str, shape: torch.Size) -> Cut | None:
+    def spec(self, owner: str, leaf: str, shape: torch.Size) -> ShardSpec | None:
         """The part of a weight of this whole shape that this process has; None is all of it."""
         name = self.styles.get(owner)
         if name is None:
@@ -93,29 +93,29 @@ class Division(DividedLayers):
         transposed = isinstance(self.model.get_submodule(owner), Conv1D)
         if leaf == "weight":
             dim = int(style.by_outputs == transposed)
-            return Cut(dim, tuple(self._pieces(owner, name, shape[dim])))
+            return ShardSpec(dim, tuple(self._shards(owner, name, shape[dim])))
         if style.by_outputs:
-            return Cut(0, tuple(self._pieces(owner, name, shape[0])))
+            return ShardSpec(0, tuple(self._shards(owner, name, shape[0])))
         # The bias is added once.
-        whole = (Piece(0, shape[0], counts=False),)
-        return Cut(0, whole, zero=True) if self.tp_group.rank > 0 else None
+        whole = (Shard(0, shape[0], counts=False),)
+        return ShardSpec(0, whole, zero=True) if self.tp_group.rank > 0 else None
 
-    def _pieces(self, owner: str, style: str, total: int) -> Iterator[Piece]:
+    def _shards(self, owner: str, style: str, total: int) -> Iterator[Shard]:
         rank, size = self.tp_group.rank, self.tp_group.size
         if owner.endswith(OF_KEYS) and not STYLES[style].joins and self.kv_heads < size:
             width, copies = total // self.kv_heads, size // self.kv_heads
             head = rank // copies
-            yield Piece(head * width, (head + 1) * width, counts=rank % copies == 0)
+            yield Shard(head * width, (head + 1) * width, counts=rank % copies == 0)
         elif style == "colwise_one_key_head":
             width = total // (self.num_heads + 2)
             yield from self._even(owner, 0, self.num_heads * width)
-            yield Piece(self.num_heads * width, total, counts=rank == 0)
+            yield Shard(self.num_heads * width, total, counts=rank == 0)
         else:
             parts = STYLES[style].parts
             for part in range(parts):
                 yield from self._even(owner, part * (total // parts), total // parts)
 
-    def _even(self, owner: str, first: int, total: int) -> Iterator[Piece]:
+    def _even(self, owner: str, first: int, total: int) -> Iterator[Shard]:
         """This process's equal share of `total` elements from `first` on."""
         size = self.tp_group.size
         require(
@@ -125,7 +125,7 @@ class Division(DividedLayers):
         )
         share = total // size
         start = first + self.tp_group.rank * share
-        yield Piece(start, start + share)
+        yield Shard(start, start + share)
 
     def apply(self) -> None:
         """Have the modules compute their parts, and join what the peers find."""
@@ -153,9 +153,9 @@ class Division(DividedLayers):
     def _tell_width(self, name: str, module: nn.Module) -> None:
         """A module's own idea of its width, which Conv1D computes with."""
         weight = module.get_parameter("weight")
-        cut = self.cut(name, "weight", weight.shape)
-        assert cut is not None
-        rows, columns = cut.shape(weight.shape)
+        spec = self.spec(name, "weight", weight.shape)
+        assert spec is not None
+        rows, columns = spec.shape(weight.shape)
         if isinstance(module, Conv1D):
             module.nx, module.nf = rows, columns
         elif isinstance(module, nn.Linear):

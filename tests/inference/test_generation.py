@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from inference.engine import batch, slots
 from inference.engine.sampling import Sampler
-from inference.generation import answer_each, generate
+from inference.generation import generate, generate_each
 from pipeline import distributed
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
@@ -336,7 +336,7 @@ def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
     lengths = [12, 4, 9, 15, 6, 10, 3]
     counts = count_tokens(model)
 
-    finished = answer_each(
+    finished = generate_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),
@@ -378,7 +378,7 @@ def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     needed = 2 * 2 * 2 * 8 * 4 * 20
 
     def answer(cache_bytes: int) -> list[int]:
-        finished = answer_each(
+        finished = generate_each(
             model,
             PROMPTS,
             Sampler(temperature=0.0, seed=0),

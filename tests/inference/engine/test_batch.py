@@ -15,7 +15,7 @@ from inference.engine import slots
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
-from inference.generation import answer_each
+from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.errors import DataError
 from pipeline.kernels.decode_attention.cpu import kernel
@@ -170,7 +170,7 @@ def test_rows_that_differ_in_their_seed_alone_share_a_call(
 
 def test_an_open_batch_answers_what_a_closed_one_does(llama: PreTrainedModel) -> None:
     keys = range(len(PROMPTS))
-    closed = answer_each(llama, PROMPTS, WARM, max_new_tokens=9, keys=keys, batch_size=3)
+    closed = generate_each(llama, PROMPTS, WARM, max_new_tokens=9, keys=keys, batch_size=3)
     expected = {each.index: each.response.ids for each in closed}
     batch = opened(llama)
     tickets = [batch.submit(Request(PROMPTS[key], WARM, key, 9)) for key in keys]
@@ -389,7 +389,7 @@ def test_a_pass_that_fails_ends_all_that_run_and_the_batch_goes_on(llama: PreTra
 
 def test_a_closed_batch_hands_on_what_went_wrong(llama: PreTrainedModel) -> None:
     with pytest.raises(OverflowError):
-        list(answer_each(llama, [[5], [6]], WARM, max_new_tokens=3, keys=[0, -(2**70)]))
+        list(generate_each(llama, [[5], [6]], WARM, max_new_tokens=3, keys=[0, -(2**70)]))
 
 
 def run_divided() -> dict[str, object]:
@@ -438,7 +438,7 @@ def count_talk() -> int:
         return gather(self, value)
 
     Group.gather_objects = count  # pyright: ignore[reportAttributeAccessIssue]  # of this process
-    list(answer_each(model, PROMPTS, WARM, max_new_tokens=9, cache_bytes=10**6))
+    list(generate_each(model, PROMPTS, WARM, max_new_tokens=9, cache_bytes=10**6))
     return len(counted)
 
 

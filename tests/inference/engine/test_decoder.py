@@ -1,4 +1,4 @@
-"""Decoding from tapes: the bits of the modules' passes and of training, or the modules' passes."""
+"""Decoding from traces: the bits of the modules' passes and of training, or the modules' passes."""
 
 import logging
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from inference.engine import decoder
 from inference.engine.replay import Pass
 from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
-from inference.engine.trace import Tape
-from inference.generation import answer_each, generate
+from inference.engine.trace import OperatorTrace
+from inference.generation import generate, generate_each
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import TokenBatch
 from pipeline.kernels.choice import SWITCH
@@ -70,15 +70,15 @@ def answered(model: PreTrainedModel, slots: int = 4, new_tokens: int = 12) -> li
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with each pass that comes from a tape."""
+    """Grows with each pass that comes from a trace."""
     counted: list[int] = []
-    replay = Tape.replay
+    replay = OperatorTrace.replay
 
-    def count(self: Tape) -> torch.Tensor:
+    def count(self: OperatorTrace) -> torch.Tensor:
         counted.append(1)
         return replay(self)
 
-    monkeypatch.setattr(Tape, "replay", count)
+    monkeypatch.setattr(OperatorTrace, "replay", count)
     return counted
 
 
@@ -95,7 +95,7 @@ def test_tapes_say_what_the_modules_say_to_the_bit(
     monkeypatch.setenv(SWITCH, "off")
     model = loaded(family, tmp_path)
     from_tapes = answered(model, len(PROMPTS))
-    # The first token is the prompt's, two passes are the modules', the next proves two tapes.
+    # The first token is the prompt's, two passes are the modules', the next proves two traces.
     assert len(replays) == 12 - 3 + 1
     replays.clear()
     watched(model)
@@ -162,7 +162,7 @@ def test_a_proved_tape_serves_the_sequences_that_are_left(
         pytest.skip("there are no kernels that leave rows without a sequence alone")
     made: list[int] = []
 
-    class Counted(decoder.TapedRows):
+    class Counted(decoder.TracedRows):
         def __init__(self, modules: Pass, num_rows: int) -> None:
             made.append(num_rows)
             super().__init__(modules, num_rows)
@@ -170,7 +170,7 @@ def test_a_proved_tape_serves_the_sequences_that_are_left(
     def lengths(served: bool) -> list[list[int]]:
         monkeypatch.setattr(decoder, "WIDER", 4 if served else 1)
         made.clear()
-        ended = answer_each(
+        ended = generate_each(
             model,
             (PROMPTS * 6)[:32],
             Sampler(temperature=1.0, seed=3),
@@ -179,7 +179,7 @@ def test_a_proved_tape_serves_the_sequences_that_are_left(
         )
         return [each.response.ids for each in sorted(ended, key=lambda each: each.index)]
 
-    monkeypatch.setattr(decoder, "TapedRows", Counted)
+    monkeypatch.setattr(decoder, "TracedRows", Counted)
     sizes = [size for size in (32, 16, 8, 4) if size >= fewest_rows(torch.float32)]
     ours = lengths(served=True)
     assert made == [size for size in sizes if size == 32 or 4 * size < 32]

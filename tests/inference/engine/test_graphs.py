@@ -1,6 +1,6 @@
 """Decoding from graphs: every pass is the same launches, and what differs is read on the device.
 
-Without a GPU a tape stands in for a CUDA graph: both repeat operators on the memory that they had.
+Without a GPU a trace stands in for a CUDA graph: both repeat operators on the memory that they had.
 """
 
 import logging
@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from inference.engine import slots
 from inference.engine.decoder import SHORT, Decoder
-from inference.engine.replay import RepeatError
+from inference.engine.replay import ReplayError
 from inference.engine.requests import Response
-from inference.engine.trace import Tape, Writer
+from inference.engine.trace import OperatorTrace, TraceRecorder
 from inference.generation import generate
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels.choice import SWITCH
@@ -57,22 +57,22 @@ def agree(ours: list[Response], expected: list[Response], *, within: float) -> b
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has passes kept by tapes as they are by graphs; grows with each that is repeated."""
+    """Has passes kept by traces as they are by graphs; grows with each that is repeated."""
     counted: list[int] = []
 
     def capture(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
-        with Writer() as writer:
+        with TraceRecorder() as recorder:
             result = compute()
-        tape = Tape(writer.calls, [inputs], result)
+        trace = OperatorTrace(recorder.calls, [inputs], result)
 
         def replay() -> Tensor:
             counted.append(1)
-            return tape.replay()
+            return trace.replay()
 
         return replay
 
     monkeypatch.setattr(slots, "Decoder", partial(Decoder, capture=capture))
-    monkeypatch.setenv(SWITCH, "off")  # a kernel of the CPU is no operator that a tape has
+    monkeypatch.setenv(SWITCH, "off")  # a kernel of the CPU is no operator that a trace has
     return counted
 
 
@@ -114,7 +114,7 @@ def test_modules_that_can_not_be_captured_run_each_time(
 ) -> None:
     def refuse(compute: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
         del compute, inputs
-        raise RepeatError("it waits for a number")
+        raise ReplayError("it waits for a number")
 
     monkeypatch.setattr(slots, "Decoder", partial(Decoder, capture=refuse))
     path = saved(tiny_causal_lm("llama"), tmp_path)

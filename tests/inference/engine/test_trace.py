@@ -1,4 +1,4 @@
-"""What a tape repeats, leaves out and refuses."""
+"""What a trace replays, leaves out and refuses."""
 
 from collections.abc import Callable
 
@@ -6,19 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inference.engine.replay import RepeatError
-from inference.engine.trace import Tape, Writer
+from inference.engine.replay import ReplayError
+from inference.engine.trace import OperatorTrace, TraceRecorder
 
 
-def written(compute: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> Tape:
-    with torch.inference_mode(), Writer() as writer:
+def written(compute: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> OperatorTrace:
+    with torch.inference_mode(), TraceRecorder() as recorder:
         result = compute()
-    return Tape(writer.calls, inputs, result)
+    return OperatorTrace(recorder.calls, inputs, result)
 
 
-def repeated(tape: Tape) -> torch.Tensor:
+def repeated(trace: OperatorTrace) -> torch.Tensor:
     with torch.inference_mode():
-        return tape.replay().clone()
+        return trace.replay().clone()
 
 
 def test_it_computes_again_from_what_the_inputs_hold() -> None:
@@ -29,23 +29,23 @@ def test_it_computes_again_from_what_the_inputs_hold() -> None:
         left, right = hidden[:, :2], hidden[:, 2:4].mul(0.5)
         return torch.cat((left, -right), dim=-1).transpose(0, 1).reshape(-1) + 1
 
-    tape = written(compute, x)
-    first = repeated(tape)
+    trace = written(compute, x)
+    first = repeated(trace)
     x.copy_(torch.randn(3, 4))
 
-    assert torch.equal(repeated(tape), compute())
-    assert not torch.equal(repeated(tape), first)
+    assert torch.equal(repeated(trace), compute())
+    assert not torch.equal(repeated(trace), first)
 
 
 def test_what_depends_on_no_input_is_computed_once() -> None:
     x = torch.randn(3)
     angles = torch.arange(3.0)
-    tape = written(lambda: x * angles.cos(), x)
+    trace = written(lambda: x * angles.cos(), x)
     expected = x * angles.cos()
 
     angles.zero_()
 
-    assert torch.equal(repeated(tape), expected)
+    assert torch.equal(repeated(trace), expected)
 
 
 def test_what_nobody_reads_is_left_out() -> None:
@@ -55,11 +55,11 @@ def test_what_nobody_reads_is_left_out() -> None:
         (x.exp() + x).sum()
         return x * 2
 
-    with torch.inference_mode(), Writer() as writer:
+    with torch.inference_mode(), TraceRecorder() as recorder:
         result = compute()
 
-    assert len(writer.calls) == 4
-    assert len(Tape(writer.calls, [x], result)) == 1
+    assert len(recorder.calls) == 4
+    assert len(OperatorTrace(recorder.calls, [x], result)) == 1
 
 
 def test_memory_from_outside_is_changed_each_time() -> None:
@@ -69,10 +69,10 @@ def test_memory_from_outside_is_changed_each_time() -> None:
         cache.index_copy_(0, places, torch.ones(1))
         return cache.cumsum(0)
 
-    tape = written(compute, places)
+    trace = written(compute, places)
     places.fill_(3)
 
-    assert repeated(tape).tolist() == [0, 1, 1, 2]
+    assert repeated(trace).tolist() == [0, 1, 1, 2]
     assert cache.tolist() == [0, 1, 0, 1]
 
 
@@ -84,10 +84,10 @@ def test_what_is_made_and_then_changed_is_made_again() -> None:
         total += x
         return total
 
-    tape = written(compute, x)
+    trace = written(compute, x)
 
-    assert repeated(tape).tolist() == [1, 2]
-    assert repeated(tape).tolist() == [1, 2]
+    assert repeated(trace).tolist() == [1, 2]
+    assert repeated(trace).tolist() == [1, 2]
 
 
 def test_what_is_computed_outside_is_asked_for_again() -> None:
@@ -97,35 +97,35 @@ def test_what_is_computed_outside_is_asked_for_again() -> None:
         product = x * next(factors)
         return product if out is None else out.copy_(product)
 
-    with torch.inference_mode(), Writer() as writer:
-        result = writer.outside(times, [x]) + 1
-    tape = Tape(writer.calls, [x], result)
+    with torch.inference_mode(), TraceRecorder() as recorder:
+        result = recorder.outside(times, [x]) + 1
+    trace = OperatorTrace(recorder.calls, [x], result)
 
     assert result.tolist() == [7]
-    assert repeated(tape).tolist() == [16]
+    assert repeated(trace).tolist() == [16]
     x.fill_(1)
-    assert repeated(tape).tolist() == [8]
+    assert repeated(trace).tolist() == [8]
 
 
 def test_a_call_may_be_done_another_way() -> None:
     x = torch.tensor([3.0])
 
-    with torch.inference_mode(), Writer() as writer:
+    with torch.inference_mode(), TraceRecorder() as recorder:
         result = (x * 2) + 1
-    made = writer.calls[0].made[0]
-    tape = Tape(writer.calls, [x], result)
-    tape.substitute(lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None)
+    made = recorder.calls[0].made[0]
+    trace = OperatorTrace(recorder.calls, [x], result)
+    trace.substitute(lambda call: (lambda: made.fill_(10)) if call.name == "mul" else None)
 
-    assert repeated(tape).tolist() == [11]
+    assert repeated(trace).tolist() == [11]
 
 
 def test_results_are_written_where_the_modules_have_them_written() -> None:
     x, into = torch.tensor([3.0]), torch.zeros(1)
 
-    tape = written(lambda: torch.add(x, 1, out=into) * 2, x)
+    trace = written(lambda: torch.add(x, 1, out=into) * 2, x)
 
     x.fill_(5)
-    assert repeated(tape).tolist() == [12]
+    assert repeated(trace).tolist() == [12]
     assert into.tolist() == [6]
 
 
@@ -147,5 +147,5 @@ def test_what_can_not_be_repeated_is_refused(
 ) -> None:
     x = torch.ones(3)
 
-    with pytest.raises(RepeatError, match=reason):
+    with pytest.raises(ReplayError, match=reason):
         written(lambda: compute(x), x)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inference.files.prompts import Prompt, read_prompts
-from inference.files.responses import Answer, Answerer, answer_file
+from inference.files.responses import Responder, TextResponse, write_responses
 from inference.generate import main
 from inference.generation import Response
 from inference.settings import Sampling
@@ -26,12 +26,12 @@ def read(path: Path) -> list[dict[str, list]]:
 
 
 @pytest.fixture
-def answerer(embedded: tuple) -> Callable[..., Answerer]:
-    """Makes an answerer with the embedded model."""
+def responder(embedded: tuple) -> Callable[..., Responder]:
+    """Makes an responder with the embedded model."""
 
-    def make(*, temperature: float = 0.0, **settings: object) -> Answerer:
+    def make(*, temperature: float = 0.0, **settings: object) -> Responder:
         sampling = Sampling(max_new_tokens=10, temperature=temperature)
-        return Answerer(*embedded, sampling, **settings)
+        return Responder(*embedded, sampling, **settings)
 
     return make
 
@@ -65,13 +65,13 @@ def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
 
 
 def test_answers_do_not_depend_on_the_batch_size(
-    tmp_path: Path, answerer: Callable[..., Answerer], prompts: list[Prompt]
+    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
-    sampler = answerer(temperature=1.0, num_samples=3)
+    sampler = responder(temperature=1.0, num_samples=3)
 
     for size in (1, 4, 32):
         out = tmp_path / f"{size}.jsonl"
-        answer_file(sampler, prompts, out, model_path="embedded", batch_size=size)
+        write_responses(sampler, prompts, out, model_path="embedded", batch_size=size)
 
     texts = [[row["token_ids"] for row in read(tmp_path / f"{size}.jsonl")] for size in (1, 4, 32)]
     assert texts[0] == texts[1] == texts[2]
@@ -79,17 +79,17 @@ def test_answers_do_not_depend_on_the_batch_size(
 
 
 def test_a_killed_run_goes_on_from_its_last_whole_line(
-    tmp_path: Path, answerer: Callable[..., Answerer], prompts: list[Prompt]
+    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
-    sampler = answerer(temperature=1.0)
+    sampler = responder(temperature=1.0)
     whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
-    answer_file(sampler, prompts, whole, model_path="embedded", batch_size=2)
+    write_responses(sampler, prompts, whole, model_path="embedded", batch_size=2)
     first, second, third, *_ = whole.read_bytes().splitlines(keepends=True)
     marked = first.replace(b'"prompt"', b'"kept": true, "prompt"')
     partial = tmp_path / f"resumed.jsonl.{sampler.fingerprint(prompts, 'embedded')}.partial"
     partial.write_bytes(marked + second + third[:20])
 
-    answer_file(sampler, prompts, resumed, model_path="embedded", batch_size=2)
+    write_responses(sampler, prompts, resumed, model_path="embedded", batch_size=2)
 
     expected, got = read(whole), read(resumed)
     assert got[0].pop("kept")
@@ -101,7 +101,7 @@ def test_a_killed_run_goes_on_from_its_last_whole_line(
 
 
 def test_other_settings_do_not_go_on_from_the_lines_of_these(
-    answerer: Callable[..., Answerer], prompts: list[Prompt]
+    responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
     settings = [
         {},
@@ -110,34 +110,34 @@ def test_other_settings_do_not_go_on_from_the_lines_of_these(
         {"num_samples": 2},
         {"stop_strings": ["x"]},
     ]
-    marks = {answerer(**each).fingerprint(prompts, "embedded") for each in settings}
+    marks = {responder(**each).fingerprint(prompts, "embedded") for each in settings}
 
     assert len(marks) == len(settings)
-    assert answerer().fingerprint(prompts[:-1], "embedded") not in marks
+    assert responder().fingerprint(prompts[:-1], "embedded") not in marks
 
 
 def test_raw_prompts_are_tokenized_as_they_are_and_go_on_with_their_space(
-    answerer: Callable[..., Answerer], prompts: list[Prompt]
+    responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
-    raw = answerer(raw=True)
+    raw = responder(raw=True)
 
     token_ids = raw.encode(prompts[0])
 
     assert token_ids == raw.tokenizer("What is 3 plus 4?")["input_ids"]
-    ((answer,),) = raw.answers([token_ids], first_row=0, batch_size=1)
+    ((answer,),) = raw.responses([token_ids], first_row=0, batch_size=1)
     whole = raw.tokenizer.decode(token_ids + answer.token_ids, skip_special_tokens=True)
     assert whole == "What is 3 plus 4?" + answer.text
 
 
 def test_an_answer_ends_before_the_first_stop_string(
-    answerer: Callable[..., Answerer], prompts: list[Prompt]
+    responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
-    plain = answerer()
+    plain = responder()
     token_ids = plain.encode(prompts[0])
-    ((uncut,),) = plain.answers([token_ids], first_row=0, batch_size=1)
+    ((uncut,),) = plain.responses([token_ids], first_row=0, batch_size=1)
     stop = uncut.text[2:4]
 
-    ((cut,),) = answerer(stop_strings=["\x00", stop]).answers(
+    ((cut,),) = responder(stop_strings=["\x00", stop]).responses(
         [token_ids], first_row=0, batch_size=1
     )
 
@@ -150,42 +150,42 @@ def test_an_answer_ends_before_the_first_stop_string(
 
 
 def test_generation_ends_at_a_stop_string(
-    answerer: Callable[..., Answerer], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    responder: Callable[..., Responder], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = answerer()
+    plain = responder()
     token_ids = plain.encode(prompts[0])
-    ((uncut,),) = plain.answers([token_ids], first_row=0, batch_size=1)
-    stopping = answerer(stop_strings=[uncut.text[2:4]])
+    ((uncut,),) = plain.responses([token_ids], first_row=0, batch_size=1)
+    stopping = responder(stop_strings=[uncut.text[2:4]])
     lengths: list[int] = []
     finish = stopping.finish
 
-    def note(prompt: list[int], response: Response) -> Answer:
+    def note(prompt: list[int], response: Response) -> TextResponse:
         lengths.append(len(response.ids))
         return finish(prompt, response)
 
     monkeypatch.setattr(stopping, "finish", note)
-    ((cut,),) = stopping.answers([token_ids], first_row=0, batch_size=1)
+    ((cut,),) = stopping.responses([token_ids], first_row=0, batch_size=1)
 
     assert lengths == [len(cut.token_ids)]
     assert len(cut.token_ids) < len(uncut.token_ids)
 
 
 def test_the_first_sample_is_the_same_however_many_there_are(
-    answerer: Callable[..., Answerer], prompts: list[Prompt]
+    responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
-    one, three = answerer(temperature=1.0), answerer(temperature=1.0, num_samples=3)
+    one, three = responder(temperature=1.0), responder(temperature=1.0, num_samples=3)
     encoded = [one.encode(prompt) for prompt in prompts]
 
-    alone = [row[0].token_ids for row in one.answers(encoded, first_row=0, batch_size=4)]
-    first = [row[0].token_ids for row in three.answers(encoded, first_row=0, batch_size=4)]
+    alone = [row[0].token_ids for row in one.responses(encoded, first_row=0, batch_size=4)]
+    first = [row[0].token_ids for row in three.responses(encoded, first_row=0, batch_size=4)]
 
     assert alone == first
 
 
 def test_lines_are_written_as_their_answers_are_ready(
-    tmp_path: Path, answerer: Callable[..., Answerer], prompts: list[Prompt]
+    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
-    sampler = answerer(temperature=1.0)
+    sampler = responder(temperature=1.0)
     out = tmp_path / "out.jsonl"
     partial = tmp_path / f"out.jsonl.{sampler.fingerprint(prompts, 'embedded')}.partial"
     seen: list[int] = []
@@ -193,7 +193,7 @@ def test_lines_are_written_as_their_answers_are_ready(
         lambda *_: seen.append(partial.read_bytes().count(b"\n"))
     )
 
-    answer_file(sampler, prompts, out, model_path="embedded", batch_size=1)
+    write_responses(sampler, prompts, out, model_path="embedded", batch_size=1)
 
     hook.remove()
 
@@ -258,26 +258,26 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str | None) 
 
 
 def test_a_prompt_longer_than_the_context_is_named_before_anything_is_generated(
-    tmp_path: Path, answerer: Callable[..., Answerer]
+    tmp_path: Path, responder: Callable[..., Responder]
 ) -> None:
     rows = [{"prompt": "Hi"}, {"prompt": "word " * 400}]
     prompts = read_prompts(write(tmp_path / "in.jsonl", rows))
 
     with pytest.raises(DataError, match=r"in.jsonl line 2: the prompt has \d+ tokens"):
-        answer_file(
-            answerer(), prompts, tmp_path / "out.jsonl", model_path="embedded", batch_size=2
+        write_responses(
+            responder(), prompts, tmp_path / "out.jsonl", model_path="embedded", batch_size=2
         )
 
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_messages_cannot_be_raw(tmp_path: Path, answerer: Callable[..., Answerer]) -> None:
+def test_messages_cannot_be_raw(tmp_path: Path, responder: Callable[..., Responder]) -> None:
     (prompt,) = read_prompts(
         write(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
     )
 
     with pytest.raises(DataError, match=r'line 1 has "messages": --raw continues'):
-        answerer(raw=True).encode(prompt)
+        responder(raw=True).encode(prompt)
 
 
 @pytest.mark.parametrize("wrong", [["--samples", "0"], ["--batch-size", "0"], ["--stop", ""]])

@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inference.engine.exchange import PeersDisagreeError
 from inference.engine.sampling import Sampler
-from inference.generation import answer_each, generate, slots_within
+from inference.generation import generate, generate_each, slots_within
 from inference.tp_group import kv_heads_here, tp_group_of
 from inference.weights.replica import Replica
-from inference.weights.sharding import Cut, Division, Piece
+from inference.weights.sharding import Shard, Sharding, ShardSpec
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.packing import how_to_run
 from pipeline.parallel.group import Group
@@ -112,34 +112,34 @@ def test_bf16_is_summed_between_processes() -> None:
         torch.testing.assert_close(said, logits, rtol=0.05, atol=0.1)
 
 
-def of_rank(of: int, size: int, family: str, **changes: Any) -> Division:
-    return Division(tiny_causal_lm(family, **changes), Group(of, tuple(range(size))))
+def of_rank(of: int, size: int, family: str, **changes: Any) -> Sharding:
+    return Sharding(tiny_causal_lm(family, **changes), Group(of, tuple(range(size))))
 
 
 def test_packed_queries_keys_and_values_are_cut_in_each_of_their_parts() -> None:
-    cut = of_rank(1, 2, "gpt2").cut("transformer.h.0.attn.c_attn", "weight", torch.Size([32, 96]))
+    spec = of_rank(1, 2, "gpt2").spec("transformer.h.0.attn.c_attn", "weight", torch.Size([32, 96]))
 
-    assert cut == Cut(1, (Piece(16, 32), Piece(48, 64), Piece(80, 96)))
+    assert spec == ShardSpec(1, (Shard(16, 32), Shard(48, 64), Shard(80, 96)))
 
 
 def test_a_key_head_for_two_processes_counts_once() -> None:
     shape = torch.Size([16, 32])  # 2 heads of 8
-    pieces = [
-        of_rank(of, 4, "llama").cut("model.layers.0.self_attn.k_proj", "weight", shape)
+    specs = [
+        of_rank(of, 4, "llama").spec("model.layers.0.self_attn.k_proj", "weight", shape)
         for of in range(4)
     ]
 
-    assert pieces == [
-        Cut(0, (Piece(0, 8),)),
-        Cut(0, (Piece(0, 8, counts=False),)),
-        Cut(0, (Piece(8, 16),)),
-        Cut(0, (Piece(8, 16, counts=False),)),
+    assert specs == [
+        ShardSpec(0, (Shard(0, 8),)),
+        ShardSpec(0, (Shard(0, 8, counts=False),)),
+        ShardSpec(0, (Shard(8, 16),)),
+        ShardSpec(0, (Shard(8, 16, counts=False),)),
     ]
 
 
 def test_the_bias_after_a_sum_is_added_once() -> None:
     first, second = (
-        of_rank(of, 2, "opt").cut("model.decoder.layers.0.fc2", "bias", torch.Size([32]))
+        of_rank(of, 2, "opt").spec("model.decoder.layers.0.fc2", "bias", torch.Size([32]))
         for of in range(2)
     )
 
@@ -189,15 +189,15 @@ def test_a_family_without_a_plan_is_named() -> None:
     model = AutoModelForCausalLM.from_config(config)
 
     with pytest.raises(ConfigError, match="no plan to divide codegen; set it to 1"):
-        Division(model, Group(0, (0, 1)))
-    assert Division(model, Group()).styles == {}
+        Sharding(model, Group(0, (0, 1)))
+    assert Sharding(model, Group()).styles == {}
 
 
 def listen() -> dict[str, Any]:
     """What callbacks hear on each process, and what its answers are."""
     model = divided(prepared("llama", {}), 2)
     heard: list[tuple[int, int]] = []
-    finished = answer_each(
+    finished = generate_each(
         model,
         PROMPTS[rank()],
         Sampler(temperature=0.0, seed=0),
@@ -256,7 +256,7 @@ def test_processes_that_choose_different_tokens_are_found_out() -> None:
 
 def test_half_of_the_heads_leave_room_for_twice_the_sequences() -> None:
     whole, half = prepared("llama", {}), prepared("llama", {})
-    Division(half, Group(0, (0, 1))).apply()
+    Sharding(half, Group(0, (0, 1))).apply()
 
     # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes: 256 bytes a token.
     assert slots_within(whole, 256 * 10 * 3, num_tokens=10) == 3
