@@ -31,8 +31,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.llama import VOCABULARY, save_llama
-from inference.generation import answer_each
-from inference.sampling import Sampler
+from inference.engine.sampling import Sampler
+from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
 from pipeline.models.load import load_causal_lm
 
@@ -87,16 +87,15 @@ def answer_with_transformers(
 
 def answer_with_ours(model: PreTrainedModel, prompts: Answers, lengths: Sequence[int]) -> Answers:
     """Greedy answers of the engine, which gives a slot back when its answer ends."""
-    requests = answer_each(
+    finished = generate_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=max(lengths),
-        stop_ids=(),
         batch_size=SPREAD,
         stop_when=lambda index, ids: len(ids) == lengths[index],
     )
-    answers = {request.index: request.response.ids for request in requests}
+    answers = {each.index: each.response.ids for each in finished}
     return [answers[row] for row in range(len(prompts))]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels_gpu_bench import HEADS, Bench
-from inference.sampling import Sampler, inverse_transform
+from inference.engine.sampling import Sampler, inverse_transform
 from pipeline.kernels.cache_append.cuda import append_
 from pipeline.kernels.sampling.cuda import sample
 from pipeline.kernels.sampling.definition import Draw

@@ -33,15 +33,15 @@ def main(argv: Sequence[str]) -> None:
     require(all(options.stop), "--stop needs a text that is not empty")
     sampling = sampling_of(options, seed=options.seed)
 
-    from inference.answering import Answerer, answer_file
-    from inference.prompts import read_prompts
+    from inference.files.prompts import read_prompts
+    from inference.files.responses import Responder, write_responses
     from pipeline.models.load import load_for_inference
     from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
     prompts = read_prompts(options.prompts)
     model, tokenizer = load_for_inference(options.path)
-    answerer = Answerer(
+    responder = Responder(
         model,
         tokenizer,
         sampling,
@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> None:
         stop_strings=options.stop,
         cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
     )
-    answer_file(
-        answerer, prompts, options.out, model_path=options.path, batch_size=options.batch_size
+    write_responses(
+        responder, prompts, options.out, model_path=options.path, batch_size=options.batch_size
     )
     logging.getLogger(__name__).info("%d prompts answered in %s", len(prompts), options.out)
 

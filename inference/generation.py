@@ -1,32 +1,26 @@
-"""Generation: token ids in, token ids and their log-probabilities out.
+"""Generation for a list of prompts: token ids in, token ids and their log-probabilities out.
 
 One engine for training, evaluation and chat, on the modules and the attention that training uses.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference.batching import answer_in_slots
-from inference.exchange import Exchange
-from inference.padded import answer_in_batches
-from inference.requests import Recorder, Request, Response, StopWhen
-from inference.sampling import Sampler
-from inference.slots import bytes_per_token
+from inference.engine.batch import OpenBatch
+from inference.engine.cache import bytes_per_token
+from inference.engine.exchange import Exchange
+from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
+from inference.engine.sampling import Sampler
 from inference.tp_group import tp_group_of
 from pipeline.errors import ConfigError, DataError
-from pipeline.models.forward import base_model, context_length, is_ragged
+from pipeline.models.forward import base_model, context_length
 from pipeline.parallel.mesh import current_mesh
 
-__all__ = ["Response", "answer_each", "generate"]
-
-logger = logging.getLogger(__name__)
-
-_told: set[str] = set()
+__all__ = ["Response", "generate", "generate_each"]
 
 
 def generate(
@@ -40,7 +34,7 @@ def generate(
     top_p: float = 1.0,
     keys: Sequence[int] | None = None,
     batch_size: int = 64,
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: OnToken | None = None,
 ) -> list[Response]:
     """Answer each prompt; responses come in the order of the prompts.
 
@@ -63,42 +57,39 @@ def generate(
     Raises:
         DataError: a prompt is empty or leaves no room in the model's context.
     """
-    sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
-    requests = answer_each(
+    finished = generate_each(
         model,
         prompts,
-        sampler,
+        Sampler(temperature=temperature, top_p=top_p, seed=seed, stop_ids=tuple(stop_ids)),
         max_new_tokens=max_new_tokens,
-        stop_ids=stop_ids,
         keys=keys,
         batch_size=batch_size,
         on_token=on_token,
     )
-    responses = {request.index: request.response for request in requests}
+    responses = {each.index: each.response for each in finished}
     return [responses[index] for index in range(len(prompts))]
 
 
-def answer_each(
+def generate_each(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,
     *,
     max_new_tokens: int,
-    stop_ids: Sequence[int],
     keys: Sequence[int] | None = None,
     batch_size: int = 64,
     cache_bytes: int | None = None,
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: OnToken | None = None,
     stop_when: StopWhen | None = None,
-) -> Iterator[Request]:
-    """Answer the prompts like `generate`, each request handed out as it ends.
+) -> Iterator[Finished]:
+    """Answer the prompts like `generate`, each response handed out as it ends.
 
     Fewer sequences than `batch_size` are computed at once where the keys and values of so many
-    don't fit `cache_bytes`: by default what is free. `stop_when` ends responses besides stop tokens
-    and length.
+    don't fit `cache_bytes`: by default what is free. `stop_when` ends responses besides the
+    sampler's stop tokens and length.
 
     With a model that is divided among processes all of them call it, each with prompts of its own,
-    and take its requests to the end; settings are the same on each.
+    and take its responses to the end; settings are the same on each.
 
     Raises:
         DataError: a prompt is empty or leaves no room in the model's context.
@@ -108,31 +99,46 @@ def answer_each(
     numbers = range(len(prompts)) if keys is None else keys
     exchange = Exchange.of(prompts, numbers, tp_group_of(plain))
     requests = [
-        Request(index, prompt, key, room=min(max_new_tokens, room_after(plain, len(prompt))))
-        for index, (prompt, key) in enumerate(exchange.asked)
+        Request(prompt, sampler, key, min(max_new_tokens, room_after(plain, len(prompt))))
+        for prompt, key in exchange.prompts
     ]
-    recorder = Recorder(
-        frozenset(stop_ids), exchange.stop_when(stop_when), exchange.on_token(on_token)
-    )
     if not requests:
         return iter(())
     if cache_bytes is None:
         cache_bytes = free_bytes(next(model.parameters()).device)
-    longest = max(len(request.prompt) + request.room for request in requests)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     room = slots_within(plain, exchange.smallest(cache_bytes), num_tokens=longest)
-    num_slots = min(batch_size, room, len(requests))
-    if takes_slots(plain):
-        answered = answer_in_slots(model, requests, sampler, recorder, num_slots=num_slots)
-    else:
-        _tell_padded(plain)
-        answered = answer_in_batches(model, requests, sampler, recorder, batch_size=num_slots)
-    return exchange.own(answered)
+    batch = OpenBatch(model, num_slots=min(batch_size, room, len(requests)), capacity=longest)
+    finished = run_closed(
+        batch, requests, exchange.on_token(on_token), exchange.stop_when(stop_when)
+    )
+    return exchange.own(finished)
 
 
-def takes_slots(model: PreTrainedModel) -> bool:
-    """Whether the model was loaded with ragged attention and each layer keeps keys of its own."""
-    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
-    return is_ragged(model) and not shared
+def run_closed(
+    batch: OpenBatch,
+    requests: Sequence[Request],
+    on_token: OnToken | None,
+    stop_when: StopWhen | None,
+) -> Iterator[Finished]:
+    """Submit all requests at once, and hand out each response as it ends."""
+    indices = {batch.submit(request): index for index, request in enumerate(requests)}
+    batch.close()
+    while batch.busy:
+        for event in batch.step():
+            ticket, index = event.ticket, indices[event.ticket]
+            if not isinstance(event, Token):
+                if event.error is not None:
+                    try:
+                        raise event.error
+                    finally:
+                        del event  # else the error leads to itself, and to the cache
+                yield Finished(index, ticket.request.prompt, ticket.response)
+                continue
+            if on_token is not None:
+                on_token(index, event.id)
+            if stop_when is not None and not ticket.ended and stop_when(index, ticket.response.ids):
+                batch.cancel(ticket)
 
 
 def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
@@ -177,13 +183,3 @@ def room_after(model: PreTrainedModel, num_tokens: int) -> int:
             f"a prompt has {num_tokens} tokens and the model reads {limit}; shorten the prompt"
         )
     return limit - num_tokens
-
-
-def _tell_padded(model: PreTrainedModel) -> None:
-    """Say once for each kind of model that it generates the slow way."""
-    kind = str(model.config.model_type)
-    if kind not in _told:
-        _told.add(kind)
-        logger.info(
-            "%s has attention of its own: it generates in padded batches, without slots", kind
-        )

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.installation import MODULE
 
 if TYPE_CHECKING:
-    from inference.prompts import Prompt
+    from inference.files.prompts import Prompt
 
 DEFAULT_PROMPTS = (
     "Tell me about the city of Lisbon in a few sentences.",
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     if options.out is not None and options.out.suffix not in {".html", ".json"}:
         raise ConfigError(f"--out {options.out}: the name must end in .html or .json")
 
-    from inference.prompts import Prompt, read_prompts
+    from inference.files.prompts import Prompt, read_prompts
     from pipeline.data.examples import Message
     from pipeline.run import configure_logging
 
@@ -67,12 +67,12 @@ def main(argv: Sequence[str]) -> None:
 
 def answer(path: str, prompts: "Sequence[Prompt]", sampling: Sampling) -> list[str]:
     """What the model at `path` answers to each prompt."""
-    from inference.answering import Answerer
+    from inference.files.responses import Responder
     from pipeline.models.load import load_for_inference
 
-    answerer = Answerer(*load_for_inference(path), sampling)
-    encoded = [answerer.encode(prompt) for prompt in prompts]
-    return [row[0].text for row in answerer.answers(encoded, first_row=0, batch_size=32)]
+    responder = Responder(*load_for_inference(path), sampling)
+    encoded = [responder.encode(prompt) for prompt in prompts]
+    return [row[0].text for row in responder.responses(encoded, first_row=0, batch_size=32)]
 
 
 def as_text(prompts: "Sequence[Prompt]", answers: Mapping[str, Sequence[str]]) -> str:

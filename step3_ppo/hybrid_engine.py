@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference.replica import Replica
+from inference.weights.replica import Replica
 from pipeline.engine.engine import Engine
 from pipeline.engine.sleep import KINDS, Kind
 from pipeline.parallel.group import ALONE, Group
@@ -42,7 +42,7 @@ class HybridEngine:
         self.napping = tuple(napping)
         self.replica = Replica(model, shares=not engine.sharded, tp_group=tp_group)
         self.weights_hash = 0
-        """Of the weights that generated last (`inference/weights_hash.py`)."""
+        """Of the weights that generated last (`inference/weights/hash.py`)."""
         self.seconds = 0.0
         """Of the last turn from training to generation."""
         self._updates = -1

@@ -147,9 +147,7 @@ def load_models(
     """
     device = local_device()
     mesh = current_mesh()
-    tp_group = mesh.generation_group(
-        config.inference_tp_size, timeout_seconds=config.timeout_seconds
-    )
+    tp_group = mesh.tp_group(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
     models = config.used_models()
     for model in (models[role] for role in ("critic", "reference") if role in models):
         require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.chat import CHAT_TEMPERATURE
+from inference.chat.command import CHAT_TEMPERATURE
 from pipeline.data.embedded_policies import trivial_rates
 from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Message

@@ -38,7 +38,15 @@ FLOORS = (
 )
 """The rooms of `pipeline`, from the ground up: a room imports rooms of lower floors."""
 
-PROGRAMS = {"pipeline/data/inspect.py", "pipeline/engine/memory.py"}
+INFERENCE_FLOORS = (
+    {"settings", "streaming", "tp_group"},
+    {"engine"},
+    {"weights", "generation"},
+    {"self_test", "files", "chat"},
+)
+"""The same of `inference`."""
+
+PROGRAMS = {"inference/generate.py", "pipeline/data/inspect.py", "pipeline/engine/memory.py"}
 """Run by `python -m`, as every `__main__.py` is: they use any room, and nothing imports them."""
 
 
@@ -60,7 +68,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """The room of a module of `pipeline`."""
+    """The room of a module of a package."""
     return module.split(".")[1]
 
 
@@ -77,18 +85,23 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong
 
 
-def test_rooms_of_the_pipeline_import_lower_rooms_alone() -> None:
+@pytest.mark.parametrize(
+    ("package", "floors"), [("pipeline", FLOORS), ("inference", INFERENCE_FLOORS)]
+)
+def test_rooms_of_a_package_import_lower_rooms_alone(
+    package: str, floors: tuple[set[str], ...]
+) -> None:
     """So that no two rooms need each other, whatever number of others lies between."""
-    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    floor = {name: number for number, names in enumerate(floors) for name in names}
     wrong: set[str] = set()
-    for file in sorted((ROOT / "pipeline").rglob("*.py")):
+    for file in sorted((ROOT / package).rglob("*.py")):
         path = file.relative_to(ROOT)
-        own_version = path == Path("pipeline/__init__.py")
+        own_version = path == Path(package, "__init__.py")
         if file.name == "__main__.py" or str(path) in PROGRAMS or own_version:
             continue
         own = path.parts[1].removesuffix(".py")
         for module in modules(file):
-            if not module.startswith("pipeline.") or room(module) in (own, "__version__"):
+            if not module.startswith(f"{package}.") or room(module) in (own, "__version__"):
                 continue
             if floor[room(module)] >= floor[own]:
                 wrong.add(f"{path} imports {module}")

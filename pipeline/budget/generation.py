@@ -13,10 +13,10 @@ from pipeline.models.forward import context_length
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
 
 PREFILL = 2048
-"""Prompt tokens of a pass, as `inference.batching` reads them."""
+"""Prompt tokens of a pass, as `inference.engine.slots` reads them."""
 
 SLOT_BLOCK = 32
-"""A slot has whole blocks of so many tokens, and one more, as `inference.slots` makes them."""
+"""A slot has whole blocks of so many tokens, and one more: see `inference.engine.cache`."""
 
 SAMPLED = 4 * 4
 """Bytes of each logit while a token is drawn: logits, log-probabilities, probabilities and their

@@ -38,7 +38,7 @@ class Mesh:
         """Number of processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
 
-    def generation_group(self, size: int, *, timeout_seconds: float) -> Group:
+    def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
         """This process's group of `size` neighbours in rank that generate together.
 
         All processes call it. Such groups go their own ways: their collectives are not among the

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from inference import batching, generation
-from inference.generation import answer_each, generate
-from inference.sampling import Sampler
+from inference.engine import batch, slots
+from inference.engine.sampling import Sampler
+from inference.generation import generate, generate_each
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
@@ -337,16 +337,15 @@ def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
     lengths = [12, 4, 9, 15, 6, 10, 3]
     counts = count_tokens(model)
 
-    requests = answer_each(
+    finished = generate_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=15,
-        stop_ids=[],
         batch_size=3,
         stop_when=lambda index, ids: len(ids) == lengths[index],
     )
-    responses = {request.index: request.response for request in requests}
+    responses = {each.index: each.response for each in finished}
 
     assert [len(responses[row].ids) for row in range(7)] == lengths
     assert not any(response.stopped for response in responses.values())
@@ -364,7 +363,7 @@ def test_a_long_prompt_is_read_in_pieces(
 ) -> None:
     model = loaded(family, tmp_path)
     whole = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
-    monkeypatch.setattr(batching, "PREFILL", 5)
+    monkeypatch.setattr(slots, "PREFILL", 5)
     counts = count_tokens(model)
 
     pieces = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
@@ -380,15 +379,14 @@ def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     needed = 2 * 2 * 2 * 8 * 4 * 20
 
     def answer(cache_bytes: int) -> list[int]:
-        requests = answer_each(
+        finished = generate_each(
             model,
             PROMPTS,
             Sampler(temperature=0.0, seed=0),
             max_new_tokens=8,
-            stop_ids=[],
             cache_bytes=cache_bytes,
         )
-        return [request.index for request in requests]
+        return [each.index for each in finished]
 
     assert sorted(answer(needed)) == [0, 1, 2, 3, 4, 5]
     assert set(counts[1:]) <= {1, *map(padded, range(1, 13))}
@@ -398,9 +396,9 @@ def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:
 
 
 def test_a_model_with_attention_of_its_own_says_once_that_it_is_slower(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(generation, "_told", set())
+    batch._log_padded.cache_clear()
     caplog.set_level("INFO")
     model = loaded("bloom", tmp_path)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from inference.engine.cache import SlotCache
 from inference.self_test import GenerationMismatchError, check_generation
-from inference.slots import SlotCache
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.models.load import load_causal_lm
 from tests.families import FAMILIES, random_rows, saved, tiny_causal_lm

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.generation import generate
-from inference.weights_hash import bits_sum, weights_hash
+from inference.weights.hash import bits_sum, weights_hash
 from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,
@@ -52,7 +52,7 @@ class Actor:
         lora = config.lora
         self.model = plain if lora is None else add_lora(plain, lora, task="causal", seed=0)
         self.engine = Engine(Policy(self.model), config, total_steps=100)
-        tp_group = current_mesh().generation_group(tp_size, timeout_seconds=60.0)
+        tp_group = current_mesh().tp_group(tp_size, timeout_seconds=60.0)
         self.hybrid = HybridEngine(self.engine, self.model, tp_group=tp_group, resident=resident)
 
     def learn(self, steps: int = 1) -> None:

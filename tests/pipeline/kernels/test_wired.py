@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inference.engine.cache import attend_by_kernel
 from inference.generation import generate
-from inference.slots import attend_by_kernel
 from pipeline.config import FrozenModelConfig
 from pipeline.kernels import choice
 from pipeline.kernels.adamw import dispatch as adamw

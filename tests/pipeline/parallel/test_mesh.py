@@ -34,9 +34,9 @@ def place() -> dict[str, Any]:
     """What the axes of a process are, and what they add up to."""
     mesh = current_mesh()
     before = HERE.number
-    pair = mesh.generation_group(2, timeout_seconds=60.0)
+    pair = mesh.tp_group(2, timeout_seconds=60.0)
     names = pair.gather_objects(mesh.world.rank)
-    alone = mesh.generation_group(1, timeout_seconds=60.0)
+    alone = mesh.tp_group(1, timeout_seconds=60.0)
     uncounted = HERE.number == before
     every_other = subgroup([(0, 2), (1, 3)], timeout_seconds=60.0)
     return {
@@ -84,7 +84,7 @@ def test_a_group_names_processes_by_their_rank_in_the_job() -> None:
 
 def test_groups_must_divide_the_processes() -> None:
     with pytest.raises(ConfigError, match="inference_tp_size 2 doesn't divide the 1 processes"):
-        current_mesh().generation_group(2, timeout_seconds=60.0)
+        current_mesh().tp_group(2, timeout_seconds=60.0)
 
 
 def meet() -> list[float]:

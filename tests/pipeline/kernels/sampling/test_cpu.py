@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.sampling import Sampler, uniforms, words_of
+from inference.engine.sampling import Sampler, uniforms, words_of
 from pipeline.kernels.choice import SWITCH
 from pipeline.kernels.sampling import cpu
 from pipeline.kernels.toolchain.cpp import Built

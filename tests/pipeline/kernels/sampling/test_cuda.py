@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from inference.sampling import Sampler
+from inference.engine.sampling import Sampler
 from pipeline.kernels.emulator.emulated import SCHEDULES, Emulator
 from pipeline.kernels.sampling import cuda
 from pipeline.kernels.sampling.cases import QUICK, inputs_of, run

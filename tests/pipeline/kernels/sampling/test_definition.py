@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.sampling import Sampler, uniforms
+from inference.engine.sampling import Sampler, uniforms
 from pipeline.errors import KernelError
 from pipeline.kernels import choice
 from pipeline.kernels.sampling import cuda, definition

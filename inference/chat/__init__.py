@@ -1,0 +1,1 @@
+"""A dialogue in the terminal."""

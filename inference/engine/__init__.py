@@ -1,0 +1,1 @@
+"""Generation: batches, the cache, decoding passes, sampling."""

@@ -1,0 +1,254 @@
+"""Generation as requests come: each is submitted, runs beside the others, and may be cancelled.
+
+    batch = OpenBatch(model, num_slots=8, capacity=512)
+    ticket = batch.submit(Request(prompt, sampler, key=0, max_new_tokens=64))
+    for event in batch.step():
+        ...  # Token(ticket, id, logprob), Ended(ticket, reason, error)
+
+Prompts are read apart from decoding, which takes one token of all running sequences at once.
+Dimension names: B sequences, V vocabulary.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache
+from weakref import WeakValueDictionary
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference.engine.exchange import SharedTickets
+from inference.engine.padded import PaddedRows
+from inference.engine.requests import Ended, Event, Reason, Request, Ticket, Token
+from inference.engine.sampling import Sampler
+from inference.engine.slots import Slots
+from inference.engine.waiting import Waiting
+from inference.tp_group import tp_group_of
+from pipeline.errors import DataError
+from pipeline.models.forward import base_model, context_length, is_ragged
+
+logger = logging.getLogger(__name__)
+
+Choice = tuple[int, float] | Exception
+"""A token and its log-probability, or why there is none."""
+
+Rows = Slots | PaddedRows
+"""The running sequences of a model."""
+
+
+class OpenBatch:
+    """A batch that requests join and leave while others run.
+
+    `submit` and `cancel` may be called from any thread, all else from one. Between two decoding
+    steps one pass reads prompts, so that a long prompt doesn't hold up the others; once the batch
+    is closed, all prompts that have a slot are read first, which takes the fewest passes.
+
+    With a model that is divided among processes all of them call `step` equally often, and before
+    each step agree on what was submitted and cancelled; a closed batch goes on without a word, so
+    its requests and what is cancelled in it must be the same on each.
+
+    Args:
+        model: a causal language model, plain or with adapters.
+        num_slots: sequences that run at once.
+        capacity: most tokens of a sequence, prompt and response.
+    """
+
+    def __init__(self, model: nn.Module, *, num_slots: int, capacity: int) -> None:
+        self._model = model
+        self._num_slots = num_slots
+        plain = base_model(model)
+        self.capacity = min(capacity, context_length(plain))
+        self._submitted: deque[Ticket] = deque()
+        self._cancelled: deque[Ticket] = deque()
+        self._waiting = Waiting()
+        self._reading: list[Ticket] = []
+        self._passes: Iterator[Float[Tensor, "B V"] | None] = iter(())
+        self._has_read = False
+        self._closed = False
+        self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
+        tp_group = tp_group_of(plain)
+        self._shared = SharedTickets(tp_group) if tp_group.size > 1 else None
+        self._rows = self._new_rows()
+
+    def _new_rows(self) -> Rows:
+        if takes_slots(base_model(self._model)):
+            return Slots(self._model, num_slots=self._num_slots, capacity=self.capacity)
+        _log_padded(str(base_model(self._model).config.model_type))
+        return PaddedRows(self._model, batch_size=self._num_slots)
+
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request; its events come from the steps that follow.
+
+        Raises:
+            DataError: it can never be answered; one sentence says why.
+        """
+        num_tokens = len(request.prompt)
+        if num_tokens == 0:
+            raise DataError("a prompt has no tokens; give it at least one")
+        if request.max_new_tokens < 1:
+            raise DataError(f"max_new_tokens must be above 0: {request.max_new_tokens}")
+        if num_tokens + request.max_new_tokens > self.capacity:
+            raise DataError(
+                f"a prompt of {num_tokens} tokens and a response of {request.max_new_tokens} don't"
+                f" fit the {self.capacity} tokens of a slot; shorten the prompt or lower"
+                " max_new_tokens"
+            )
+        if self._closed:
+            raise RuntimeError("the batch is closed")
+        ticket = Ticket(request)
+        self._submitted.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a response before its next token; one that has ended stays as it is."""
+        self._cancelled.append(ticket)
+
+    def close(self) -> None:
+        """Nothing more is submitted: only the end of all is waited for."""
+        self._closed = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether a response is still to end."""
+        return bool(self._submitted or self._waiting or self._reading or self._rows.running)
+
+    def step(self) -> list[Event]:
+        """What happens in the next pass over prompts or the next decoding step."""
+        events = [*self._take_changes(), *self._advance()]
+        return events if self._shared is None else self._shared.own(events)
+
+    def _advance(self) -> Iterator[Event]:
+        """One pass, and the tokens that are chosen after it."""
+        try:
+            tickets, logits = self._forward()
+        except Exception as error:  # noqa: BLE001  # what the cache holds is not known any more
+            lost = [*self._reading, *self._rows.running]
+            self._reading, self._passes = [], iter(())
+            self._rows = self._new_rows()
+            for ticket in lost:
+                yield self._end(ticket, "error", error)
+            return
+        if logits is None:
+            return
+        for ticket, choice in zip(tickets, choose_tokens(tickets, logits), strict=True):
+            yield from self._record(ticket, choice)
+        self._rows.free([ticket for ticket in tickets if ticket.ended])
+
+    def _take_changes(self) -> Iterator[Event]:
+        """Queue what was submitted, and end what was cancelled."""
+        # In this order, for what another thread submits and cancels meanwhile.
+        cancelled, submitted = taken(self._cancelled), taken(self._submitted)
+        if self._shared is not None and not self._closed:
+            submitted, cancelled = self._shared.agree(submitted, cancelled)
+        for ticket in submitted:
+            # Rows of equal settings are those with the same sampler.
+            settings = tuple(vars(ticket.sampler).values())
+            ticket.sampler = self._samplers.setdefault(settings, ticket.sampler)
+            self._waiting.add(ticket)
+        for ticket in cancelled:
+            if ticket.ended:
+                continue
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+            else:
+                self._reading = [each for each in self._reading if each is not ticket]
+                self._rows.free([ticket])
+            yield self._end(ticket, "cancelled")
+
+    def _forward(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
+        """One pass over prompts, or over one token of each running sequence: sequences and logits.
+
+        The logits are None where nothing runs or a prompt is still to be read to its end.
+        """
+        running = self._rows.running
+        if self._closed or not self._has_read or not running:
+            if not self._reading:
+                self._reading = self._rows.take(self._waiting, interleaved=not self._closed)
+                self._passes = self._rows.start(self._reading, self._waiting)
+            if self._reading:
+                return self._read()
+        self._has_read = False
+        return self._rows.step() if running else ((), None)
+
+    def _read(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
+        self._has_read = True
+        logits = next(self._passes)
+        while logits is None and self._closed:
+            logits = next(self._passes)
+        tickets = self._reading
+        if logits is not None:
+            self._reading, self._passes = [], iter(())
+        return tickets, logits
+
+    def _record(self, ticket: Ticket, choice: Choice) -> Iterator[Event]:
+        """Append a chosen token to its response."""
+        if isinstance(choice, Exception):
+            if not ticket.ended:
+                yield self._end(ticket, "error", choice)
+            return
+        ticket.newest, logprob = choice
+        if ticket.ended:
+            return  # its row is still in the batch, and its token goes nowhere
+        response = ticket.response
+        response.ids.append(ticket.newest)
+        response.logprobs.append(logprob)
+        response.stopped = ticket.newest in ticket.sampler.stop_ids
+        yield Token(ticket, ticket.newest, logprob)
+        if response.stopped:
+            yield self._end(ticket, "stop")
+        elif len(response.ids) == ticket.request.max_new_tokens:
+            yield self._end(ticket, "length")
+
+    def _end(self, ticket: Ticket, reason: Reason, error: Exception | None = None) -> Ended:
+        ticket.ended = True
+        return Ended(ticket, reason, error)
+
+
+def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
+    """A token for each sequence, by its own settings; those of equal settings in one call."""
+    groups: dict[int, list[int]] = {}
+    for row, ticket in enumerate(tickets):
+        groups.setdefault(id(ticket.sampler), []).append(row)
+    if len(groups) == 1:
+        return _choose_alike(tickets, logits)
+    choices: dict[int, Choice] = {}
+    for rows in groups.values():
+        alike = _choose_alike([tickets[row] for row in rows], logits[rows])
+        choices.update(zip(rows, alike, strict=True))
+    return [choices[row] for row in range(len(tickets))]
+
+
+def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
+    sampler = tickets[0].sampler
+    try:
+        tokens, logprobs = sampler(
+            logits,
+            [ticket.key for ticket in tickets],
+            [len(ticket.response.ids) for ticket in tickets],
+            [ticket.tokens for ticket in tickets] if sampler.needs_history else (),
+        )
+    except Exception as error:  # noqa: BLE001  # whatever it is, it may be one row's alone
+        if len(tickets) == 1:
+            return [error]
+        rows = zip(tickets, logits.split(1), strict=True)
+        return [_choose_alike([ticket], row)[0] for ticket, row in rows]
+    return list(zip(tokens, logprobs, strict=True))
+
+
+def takes_slots(model: PreTrainedModel) -> bool:
+    """Whether the model was loaded with ragged attention and each layer keeps keys of its own."""
+    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
+    return is_ragged(model) and not shared
+
+
+def taken(tickets: deque[Ticket]) -> list[Ticket]:
+    """What a queue holds now, taken out of it; others may go on filling it."""
+    return [tickets.popleft() for _ in range(len(tickets))]
+
+
+@cache
+def _log_padded(kind: str) -> None:
+    """Say once for each kind of model that it generates the slow way."""
+    logger.info("%s has attention of its own: it generates in padded batches, without slots", kind)

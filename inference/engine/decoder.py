@@ -1,0 +1,157 @@
+"""Decoding passes: through the model's modules, and soon from what was kept of what they do.
+
+A pass has more rows than it needs, so that few traces or graphs serve all batches; what a row says
+does not depend on the others.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from inference.engine.cache import NextToken
+from inference.engine.graphs import Capture, CudaCapture, GraphedRows
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError, Stage
+from inference.engine.traced import TracedRows
+from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.linear.dispatch import is_built
+from pipeline.kernels.linear.rows import fewest_rows
+from pipeline.models.attention import round_up
+
+logger = logging.getLogger(__name__)
+
+MANY = 64
+"""Up to so many rows there are passes of powers of two; beyond it more padding would cost more than
+more traces or graphs."""
+
+STEP = 32
+"""Passes of more rows are multiples of this."""
+
+WIDER = 4
+"""Passes of up to so many times as many rows serve fewer once they are verified: rows that nobody
+asks for cost less than the modules' Python does three more times."""
+
+SHORT = 256
+"""Up to so many tokens lengths share a graph; longer ones have graphs by powers of two. Work is
+divided among the processors of a GPU by the longest length that a graph may meet."""
+
+
+class Decoder:
+    """Decodes one token of each running sequence at a time.
+
+    Args:
+        modules: a pass through the model.
+        dtype: of the model.
+        device: of the model.
+        replays: whether passes may be repeated without the modules: those whose Python does more
+            than compute, with other processes or for somebody who watches, must run each time.
+        capture: what keeps passes; None is CUDA graphs on a GPU, traces on a CPU.
+    """
+
+    def __init__(
+        self,
+        modules: Pass,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        replays: bool,
+        capture: Capture | None = None,
+    ) -> None:
+        self._modules = modules
+        self._dtype = dtype
+        self._device = device
+        self._replays = replays
+        if capture is None and replays and device.type == "cuda":
+            capture = CudaCapture(device)
+        self._capture = capture
+        self._kept: dict[tuple[int, int], ReplayedRows] = {}
+
+    def __call__(
+        self, columns: Sequence[Column], layout: NextToken, *, spare: int
+    ) -> Float[Tensor, "B V"]:
+        """The logits after each token.
+
+        Args:
+            columns: of each sequence the token, its position and its place in the cache.
+            layout: what each of them sees.
+            spare: a place in the cache that nobody reads.
+        """
+        count = len(columns)
+        # Padding is a token at the beginning of its own, which nobody reads.
+        padding = (columns[-1][0], 0, spare)
+        if self._replays:
+            rows = self._rows(count, max(layout.lengths))
+            try:
+                return rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
+            except ReplayError as reason:
+                _log_once(str(reason))
+                self._replays = False
+                self._kept.clear()
+        padded = [*columns, *[padding] * (self._num_rows(count) - count)]
+        inputs = torch.tensor(padded).T.contiguous()
+        return self._modules(inputs.to(self._device), layout)[:count]
+
+    def _rows(self, count: int, longest: int) -> ReplayedRows:
+        """The passes for so many sequences, the longest of so many tokens."""
+        num_rows = self._num_rows(count)
+        longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
+        rows = self._kept.get((num_rows, longest))
+        if rows is None:
+            rows = self._wider(num_rows, longest)
+        if rows is None:
+            rows = self._kept[num_rows, longest] = self._new_rows(num_rows, longest)
+        return rows
+
+    def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
+        """Passes of not too many more rows that are verified already, the fewest."""
+        if self._device.type == "cpu" and not self._few_rows_are_equal():
+            return None  # all rows are multiplied
+        found = [
+            rows
+            for (wide, length), rows in self._kept.items()
+            if num_rows < wide <= WIDER * num_rows
+            and length == longest
+            and rows.stage is Stage.REPLAY
+        ]
+        return min(found, key=lambda rows: rows.num_rows, default=None)
+
+    def _new_rows(self, num_rows: int, longest: int) -> ReplayedRows:
+        if self._capture is None:
+            return TracedRows(self._modules, num_rows)
+        return GraphedRows(
+            self._modules,
+            num_rows,
+            longest=longest,
+            device=self._device,
+            capture=self._capture,
+        )
+
+    def _num_rows(self, count: int) -> int:
+        if self._replays:
+            rows = power_of_two(count) if count <= MANY else round_up(count, STEP)
+        else:
+            rows = count
+        if self._device.type != "cpu":
+            return rows
+        if count == 1 and (not self._replays or not self._few_rows_are_equal()):
+            return 1
+        # Products of fewer are rounded otherwise than those of training, which have many; where a
+        # kernel of ours has the same bits, it computes no more rows than are asked for.
+        return round_up(rows, fewest_rows(self._dtype))
+
+    def _few_rows_are_equal(self) -> bool:
+        """Whether a kernel rounds products of one row like those of many."""
+        return kernel_mode() != "off" and is_built(self._dtype)
+
+
+@cache
+def _log_once(reason: str) -> None:
+    logger.info("decoding goes through the model's modules each time: %s", reason)
+
+
+def power_of_two(count: int) -> int:
+    """The first one that is not below."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,156 @@
+"""What the processes of a group ask of the model they share: each generates all responses."""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from inference.engine.requests import Event, Finished, OnToken, StopWhen, Ticket, Token
+from pipeline.parallel.group import Group
+
+
+class PeersDisagreeError(RuntimeError):
+    """Processes that compute each layer together chose different tokens."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Prompts of all peers, in rank order, and which of them are this process's own."""
+
+    tp_group: Group
+
+    prompts: list[tuple[tuple[int, ...], int]]
+    """Token ids and key of each."""
+
+    places: list[int]
+    """Index of each among the prompts of its own process."""
+
+    first: int
+    """Of this process's prompts."""
+
+    count: int
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Sequence[int]], keys: Sequence[int], tp_group: Group
+    ) -> "Exchange":
+        """Exchange prompts, of any number and lengths; the group calls it in step."""
+        own = [(tuple(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
+        everyones = tp_group.gather_objects(own)
+        return cls(
+            tp_group=tp_group,
+            prompts=[prompt for theirs in everyones for prompt in theirs],
+            places=[place for theirs in everyones for place in range(len(theirs))],
+            first=sum(len(theirs) for theirs in everyones[: tp_group.rank]),
+            count=len(own),
+        )
+
+    def is_own(self, index: int) -> bool:
+        """Whether a prompt is this process's."""
+        return self.first <= index < self.first + self.count
+
+    def smallest(self, number: int) -> int:
+        """The smallest number of all peers."""
+        return min(self.tp_group.gather_objects(number))
+
+    def on_token(self, on_token: OnToken | None) -> OnToken | None:
+        """Called for this process's tokens alone, with its own indices."""
+        if on_token is None or self.tp_group.size == 1:
+            return on_token
+
+        def own(index: int, token: int) -> None:
+            if self.is_own(index):
+                on_token(self.places[index], token)
+
+        return own
+
+    def stop_when(self, stop_when: StopWhen | None) -> StopWhen | None:
+        """Called with the indices of each prompt's own process; must return the same on all."""
+        if stop_when is None or self.tp_group.size == 1:
+            return stop_when
+        return lambda index, ids: stop_when(self.places[index], ids)
+
+    def own(self, finished: Iterator[Finished]) -> Iterator[Finished]:
+        """This process's responses as they end; the others' are generated on the way.
+
+        Raises:
+            PeersDisagreeError: the peers did not choose the same tokens.
+        """
+        if self.tp_group.size == 1:
+            yield from finished
+            return
+        chosen = 0
+        for each in finished:
+            chosen = zlib.crc32(repr((each.index, each.response.ids)).encode(), chosen)
+            if self.is_own(each.index):
+                yield replace(each, index=self.places[each.index])
+        require_equal(self.tp_group.gather_objects(chosen))
+
+
+class SharedTickets:
+    """The tickets of all peers: each process runs the others' requests beside its own."""
+
+    def __init__(self, tp_group: Group) -> None:
+        self._tp_group = tp_group
+        self._counts: Counter[int] = Counter()
+        self._tickets: dict[tuple[int, int], Ticket] = {}
+        """By the rank that submitted them and the number among its own."""
+        self._names: dict[Ticket, tuple[int, int]] = {}
+        self._chosen = 0
+
+    def agree(
+        self, submitted: Sequence[Ticket], cancelled: Sequence[Ticket]
+    ) -> tuple[list[Ticket], list[Ticket]]:
+        """What all of the peers submitted and cancelled, in rank order; they call it in step.
+
+        Raises:
+            PeersDisagreeError: the peers did not choose the same tokens until now.
+        """
+        own = self._tp_group.rank
+        for ticket in submitted:
+            self._add(own, ticket)
+        names = [self._names[ticket] for ticket in cancelled if ticket in self._names]
+        requests = [ticket.request for ticket in submitted]
+        everyones = self._tp_group.gather_objects((requests, names, self._chosen))
+        require_equal([chosen for _, _, chosen in everyones])
+        tickets: list[Ticket] = []
+        for rank, (theirs, _, _) in enumerate(everyones):
+            if rank == own:
+                tickets += submitted
+            else:
+                tickets += [self._add(rank, Ticket(request)) for request in theirs]
+        gone = [name for _, theirs, _ in everyones for name in theirs]
+        return tickets, [self._tickets[name] for name in gone]
+
+    def _add(self, rank: int, ticket: Ticket) -> Ticket:
+        name = rank, self._counts[rank]
+        self._counts[rank] += 1
+        self._tickets[name] = ticket
+        self._names[ticket] = name
+        return ticket
+
+    def own(self, events: Iterable[Event]) -> list[Event]:
+        """This process's events; the others' are forgotten."""
+        mine: list[Event] = []
+        for event in events:
+            rank, number = self._names.get(event.ticket, (self._tp_group.rank, -1))
+            if rank == self._tp_group.rank:
+                mine.append(event)
+            if isinstance(event, Token):
+                self._chosen = zlib.crc32(repr((rank, number, event.id)).encode(), self._chosen)
+            elif event.ticket in self._names:
+                del self._tickets[self._names.pop(event.ticket)]
+        return mine
+
+
+def require_equal(chosen: Sequence[int]) -> None:
+    """Compare what stands for the tokens that each process chose.
+
+    Raises:
+        PeersDisagreeError: they are not the same.
+    """
+    if len(set(chosen)) > 1:
+        raise PeersDisagreeError(
+            "the processes that generate together chose different tokens: they run different"
+            " versions, or on different devices"
+        )

@@ -1,0 +1,177 @@
+"""Decoding passes on a GPU from CUDA graphs: one launch instead of a model's hundreds.
+
+A graph reads tokens, their places and the lengths of the sequences from memory of the GPU, which
+one copy fills before each replay. Like a trace it is verified before it is trusted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from inference.engine.cache import NextToken, attend_by_kernel
+from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
+from pipeline.kernels.decode_attention.dispatch import kernel_for
+
+Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
+"""Given a computation and the memory of its inputs: what computes it again and returns the result,
+which always lies in the same memory."""
+
+
+class LiveKeys:
+    """One token of each sequence, which sees what its slot holds up to itself.
+
+    Lengths are read on the GPU, so that a graph may be replayed with others, up to `longest`.
+    """
+
+    def __init__(self, num_rows: int, longest: int, device: torch.device) -> None:
+        self.ends: Int[Tensor, " N"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.longest = longest
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Attention of each token to the live keys of its own slot.
+
+        Raises:
+            ReplayError: there is no kernel for it on this GPU.
+        """
+        del dropout  # generation has none
+        rows = query[0].transpose(0, 1)
+        if query.is_cuda and kernel_for(rows, key, value) is None:
+            raise ReplayError("no kernel of attention takes it")
+        return attend_by_kernel(
+            rows,
+            key,
+            value,
+            self.ends,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            longest=min(self.longest, key.shape[2]),
+        )[None]
+
+
+class GraphedRows(ReplayedRows):
+    """Passes of one number of rows, of sequences up to `longest`, from a graph."""
+
+    def __init__(
+        self,
+        modules: Pass,
+        num_rows: int,
+        *,
+        longest: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        super().__init__(num_rows)
+        self._modules = modules
+        # Of each row token, position, place in the cache and length of the sequence.
+        self._staged: Int[Tensor, "4 N"] = torch.zeros(
+            4, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
+        )
+        self._numbers = self._staged.to(device, copy=True)
+        self._layout = LiveKeys(num_rows, longest, device)
+        self._capture = capture
+        self._graph: Callable[[], Tensor] | None = None
+
+    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+        padding = [0] * (len(columns) - len(layout.lengths))
+        # Whoever asked for the pass before has its tokens: the copy from this memory is over.
+        self._staged[:3] = torch.tensor(columns).T
+        self._staged[3] = torch.tensor([*layout.lengths, *padding])
+        self._numbers.copy_(self._staged, non_blocking=True)
+
+    def _by_modules(self) -> Float[Tensor, "N V"]:
+        self._layout.ends.copy_(self._numbers[3])
+        return self._modules(self._numbers[:3], self._layout)
+
+    def _record(self) -> Float[Tensor, "N V"]:
+        self._graph = self._capture(self._by_modules, self._numbers)
+        return self._graph()
+
+    def _verify(self) -> Float[Tensor, "N V"]:
+        expected = self._by_modules()
+        if not torch.equal(self._replay(), expected):
+            raise ReplayError("its modules do not do the same in each pass")
+        return expected
+
+    def _replay(self) -> Float[Tensor, "N V"]:
+        assert self._graph is not None
+        return self._graph()
+
+
+class CudaCapture:
+    """Captures passes of one model into CUDA graphs that share their memory.
+
+    Only one of them runs at a time, and nobody reads a result after the next replay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(
+        self,
+        compute: Callable[[], Tensor],
+        inputs: Tensor,  # noqa: ARG002
+    ) -> Callable[[], Tensor]:
+        """As `Capture` has it.
+
+        Raises:
+            ReplayError: the modules do what a graph can't hold, such as waiting for a number.
+        """
+        graph = torch.cuda.CUDAGraph()
+        current, beside = torch.cuda.current_stream(self._device), capture_stream(self._device)
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            # Once without capturing, for a capture that fails leaves the allocator in disorder. It
+            # also leaves cuBLAS a workspace of this stream that is not of the graph's memory.
+            with waiting_forbidden():
+                compute()
+            # Other threads, of checkpoints for one, may go on talking to the GPU.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = compute()
+            finally:
+                graph.capture_end()
+        current.wait_stream(beside)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a GPU on which all is captured: each would keep memory of its own."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Inside it, an operator that has the host wait for the GPU raises.
+
+    Raises:
+        ReplayError: one did.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        sentence = str(error).strip().partition("\n")[0]
+        raise ReplayError(f"it can't be captured into a CUDA graph: {sentence}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

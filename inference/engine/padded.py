@@ -1,0 +1,122 @@
+"""Generation for models whose attention is their own: left-padded batches, one after the other.
+
+Used where `inference/engine/slots.py` can't be: layers with convolutions or a recurrent state,
+ALiBi, soft-capping. Exact masks and positions; rows that have ended leave the batch once they fill
+half of it. Dimension names: B rows, P tokens so far, T tokens of one forward pass, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from inference.engine.requests import Ticket
+from inference.engine.waiting import Waiting
+from pipeline.models.forward import base_model
+
+SORTED = 8
+"""Batches whose requests are sorted by length together; more pad less, and keep more waiting."""
+
+
+class PaddedRows:
+    """The running sequences of a model, `batch_size` at a time; the next wait for all to end."""
+
+    def __init__(self, model: nn.Module, *, batch_size: int) -> None:
+        self._model = model
+        self._batch_size = batch_size
+        self._batch: PaddedBatch | None = None
+        self._among = 0
+        """How many of the waiting are sorted together."""
+
+    @property
+    def running(self) -> Sequence[Ticket]:
+        """Those of the batch that have not ended."""
+        tickets = [] if self._batch is None else self._batch.tickets
+        return [ticket for ticket in tickets if not ticket.ended]
+
+    def free(self, tickets: Sequence[Ticket]) -> None:
+        """Nothing: their rows leave the batch, or it ends."""
+
+    def take(self, waiting: Waiting, *, interleaved: bool) -> list[Ticket]:
+        """The shortest of the oldest, if no batch runs."""
+        del interleaved  # a batch reads its prompts at once
+        if self.running:
+            return []
+        self._among = min(self._among or SORTED * self._batch_size, len(waiting))
+        among = waiting.oldest(self._among)
+        tickets = sorted(among, key=lambda ticket: len(ticket.request.prompt))[: self._batch_size]
+        self._among -= len(tickets)
+        for ticket in tickets:
+            waiting.remove(ticket)
+        return tickets
+
+    def start(
+        self,
+        tickets: Sequence[Ticket],
+        waiting: Waiting,  # noqa: ARG002
+    ) -> Iterator[Float[Tensor, "B V"]]:
+        """Read the prompts; the logits of the first tokens."""
+        self._batch = PaddedBatch(self._model, tickets)
+        yield self._batch.forward()
+
+    def step(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
+        """Read the newest tokens; the logits of the next ones.
+
+        Sequences that ended and are still in the batch are among them: their tokens go nowhere.
+        """
+        assert self._batch is not None
+        self._batch.append()
+        return self._batch.tickets, self._batch.forward()
+
+
+class PaddedBatch:
+    """A batch in the middle of generation: its rows, its cache, its masks."""
+
+    def __init__(self, model: nn.Module, tickets: Sequence[Ticket]) -> None:
+        self.model = model
+        self.tickets = list(tickets)
+        """Which response each row of the tensors belongs to."""
+        self.cache = DynamicCache(config=base_model(model).config)
+        device = next(model.parameters()).device
+        prompts = [ticket.request.prompt for ticket in tickets]
+        width = max(len(prompt) for prompt in prompts)
+        gaps = [width - len(prompt) for prompt in prompts]
+        self.mask: Int[Tensor, "B P"] = torch.tensor(
+            [[0] * gap + [1] * (width - gap) for gap in gaps], device=device
+        )
+        self.inputs: Int[Tensor, "B T"] = torch.tensor(
+            [[prompt[0]] * gap + list(prompt) for gap, prompt in zip(gaps, prompts, strict=True)],
+            device=device,
+        )
+
+    @torch.no_grad()
+    def forward(self) -> Float[Tensor, "B V"]:
+        """Logits of the next token of each row."""
+        positions = (self.mask.cumsum(dim=-1) - 1).clamp(min=0)
+        output = self.model(
+            input_ids=self.inputs,
+            attention_mask=self.mask,
+            position_ids=positions[:, -self.inputs.shape[1] :],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def append(self) -> None:
+        """Feed the newest tokens next; drop ended rows once they fill half the batch."""
+        tokens = [ticket.newest for ticket in self.tickets]
+        running = [not ticket.ended for ticket in self.tickets]
+        self.inputs = torch.tensor(tokens, device=self.mask.device)[:, None]
+        # The tokens of ended rows stay out of sight, so that their positions never grow past the
+        # model's context while other rows go on.
+        self.mask = torch.cat([self.mask, self.mask.new_tensor(running)[:, None]], dim=-1)
+        if sum(running) * 2 > len(running):
+            return
+        kept = [row for row, runs in enumerate(running) if runs]
+        index = torch.tensor(kept, device=self.mask.device)
+        self.tickets = [self.tickets[row] for row in kept]
+        self.inputs, self.mask = self.inputs[index], self.mask[index]
+        self.cache.batch_select_indices(index)

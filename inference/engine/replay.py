@@ -1,0 +1,88 @@
+"""Decoding passes that are repeated without the Python of the modules they came from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from inference.engine.cache import NextToken
+from pipeline.models.attention import Layout
+
+Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
+"""A forward pass of the modules over tokens, their positions and their places in the cache."""
+
+Column = tuple[int, int, int]
+"""A token, its position and its place in the cache."""
+
+
+class ReplayError(Exception):
+    """A pass can't be repeated without its modules; the message is a clause that says why."""
+
+
+class Stage(Enum):
+    """What the next pass of its size does."""
+
+    MODULES = auto()
+    """Whoever decodes a token or two has no use for more."""
+
+    RECORD = auto()
+    VERIFY = auto()
+    REPLAY = auto()
+
+
+class ReplayedRows(ABC):
+    """Passes of one number of rows: what the modules do is recorded, verified, and replayed."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.stage = Stage.MODULES
+
+    def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:
+        """The logits of the rows, in memory that the next pass may use again.
+
+        Args:
+            columns: of each row; those beyond the sequences of `layout` are padding.
+            layout: what each sequence sees.
+
+        Raises:
+            ReplayError: the modules do what can't be repeated.
+        """
+        self._take(columns, layout)
+        if self.stage is Stage.MODULES:
+            self.stage = Stage.RECORD
+            return self._by_modules()
+        if self.stage is Stage.REPLAY:
+            return self._replay()
+        try:
+            if self.stage is Stage.RECORD:
+                self.stage = Stage.VERIFY
+                return self._record()
+            self.stage = Stage.REPLAY
+            return self._verify()
+        except ReplayError:
+            raise
+        except Exception as error:  # whatever it is, the modules may still do
+            sentence = str(error).strip().partition("\n")[0]
+            raise ReplayError(f"{type(error).__name__}: {sentence}") from error
+
+    @abstractmethod
+    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+        """Have the next pass read these."""
+
+    @abstractmethod
+    def _by_modules(self) -> Float[Tensor, "N V"]:
+        """The pass by the modules."""
+
+    @abstractmethod
+    def _record(self) -> Float[Tensor, "N V"]:
+        """The pass, and how to repeat it."""
+
+    @abstractmethod
+    def _verify(self) -> Float[Tensor, "N V"]:
+        """The pass both ways, which must agree to the bit."""
+
+    @abstractmethod
+    def _replay(self) -> Float[Tensor, "N V"]:
+        """The pass without the modules."""

@@ -1,0 +1,98 @@
+"""What is asked of generation and what comes back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from inference.engine.sampling import Sampler, without_seed
+
+OnToken = Callable[[int, int], None]
+"""Called with a prompt's index and each token of its response."""
+
+StopWhen = Callable[[int, list[int]], bool]
+"""Whether a response ends here: called with its prompt's index and its tokens so far."""
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+"""Why a response ended: at a stop token, at its longest, or as its caller or an error had it."""
+
+
+@dataclass
+class Response:
+    """What the model answered to one prompt."""
+
+    ids: list[int] = field(default_factory=list)
+    """Sampled tokens, the stop token included."""
+
+    logprobs: list[float] = field(default_factory=list)
+    """log pi of each token under the whole policy at the sampling temperature (at temperature 1 for
+    greedy decoding), before anything is truncated, penalized or forbidden; in nats."""
+
+    stopped: bool = False
+    """True where the model ended its turn itself; False where the length or the caller did."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A response that has ended."""
+
+    index: int
+    """Place of its prompt among those given."""
+
+    prompt: tuple[int, ...]
+    response: Response
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that is asked for."""
+
+    prompt: tuple[int, ...]
+
+    sampler: Sampler
+    """Settings of its own; its stop tokens end the response."""
+
+    key: int
+    """Chooses the sample, with the sampler's seed."""
+
+    max_new_tokens: int
+    """Longest response, its stop token included."""
+
+
+class Ticket:
+    """A request that was submitted, with its response so far.
+
+    The response grows in `OpenBatch.step`, so other threads follow it by the events.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.response = Response()
+        self.ended = False
+        self.newest = 0
+        """The token that is read next."""
+        self.sampler, self.key = without_seed(request.sampler, request.key)
+        """The same choices by a sampler that requests of other seeds share."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response so far."""
+        return [*self.request.prompt, *self.response.ids]
+
+
+class Token(NamedTuple):
+    """A response has one more token."""
+
+    ticket: Ticket
+    id: int
+    logprob: float
+
+
+class Ended(NamedTuple):
+    """A response has ended; no other event of its ticket follows."""
+
+    ticket: Ticket
+    reason: Reason
+    error: Exception | None = None
+
+
+Event = Token | Ended

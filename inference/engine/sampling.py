@@ -1,0 +1,278 @@
+"""Choosing tokens: counter-based randomness and inverse-transform sampling.
+
+Dimension names: B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, UInt64
+from torch import Tensor
+
+from inference.settings import Sampling
+from pipeline.kernels.sampling import dispatch as sampling
+from pipeline.kernels.sampling.definition import Draw
+
+BLOCK = 128
+"""Tokens of a block, of which one is looked into: about the root of a vocabulary's size."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of 64-bit words."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def uniforms(
+    seed: int, keys: Sequence[int], positions: int | Sequence[int]
+) -> Float[np.ndarray, " B"]:
+    """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
+
+    Nothing is drawn from a stream, so a row's numbers do not depend on the rows beside it.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+        state = _mixed_seed(seed)
+        state = _mix((state ^ np.asarray(keys, dtype=np.uint64)) + _GOLDEN)
+        state = _mix((state ^ np.asarray(positions, dtype=np.uint64)) + _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed_seed(seed: int) -> np.ndarray:
+    return _mix(np.asarray([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+
+
+def words_of(
+    keys: Sequence[int], positions: int | Sequence[int]
+) -> tuple[UInt64[np.ndarray, " B"], UInt64[np.ndarray, " B"]]:
+    """Keys and positions as words of 64 bits, as many of both."""
+    words = np.asarray(keys, np.uint64)
+    return words, np.ascontiguousarray(
+        np.broadcast_to(np.asarray(positions, np.uint64), len(words))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """How the next token is chosen; `inference/settings.py` says what each setting does."""
+
+    temperature: float
+    seed: int
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    min_new_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+    """Tokens that end a response, which can't have them before it has `min_new_tokens`."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def forbids_early_ends(self) -> bool:
+        """Whether some tokens can't be chosen at first."""
+        return self.min_new_tokens > 0 and len(self.stop_ids) > 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are cut off."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def alters_logits(self) -> str | None:
+        """What changes logits before a token is chosen, in a clause; None if nothing does."""
+        if self.needs_history:
+            return "a repetition penalty changes the logits"
+        return "a minimum length changes the logits" if self.forbids_early_ends else None
+
+    def __call__(
+        self,
+        logits: Float[Tensor, "B V"],
+        keys: Sequence[int],
+        positions: int | Sequence[int],
+        histories: Sequence[Sequence[int]] = (),
+    ) -> tuple[list[int], list[float]]:
+        """Tokens, and their log-probabilities under the whole policy at this temperature.
+
+        Args:
+            logits: of the next token of each sequence.
+            keys: number of each sequence; with the seed and the position it gives the sample.
+            positions: how many tokens each response has so far.
+            histories: all tokens of each sequence, where `needs_history`.
+
+        Raises:
+            KernelError: kernels are required, and there is none for these.
+        """
+        if sampling.kernel_for(logits, self.alters_logits) is not None:
+            return self._by_kernel(logits, keys, positions)
+        logits = logits.float()
+        scale = self.temperature or 1.0
+        logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
+        scores = self._allowed(logits, positions, histories)
+        if self.temperature == 0:
+            tokens = likeliest_tokens(scores)
+        elif (drawn := self._by_cpu_kernel(logprobs, keys, positions)) is not None:
+            tokens, chosen = drawn
+            return tokens.tolist(), chosen.tolist()
+        else:
+            probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
+            points = torch.from_numpy(uniforms(self.seed, keys, positions)).to(logits.device)
+            tokens = inverse_transform(self.truncated(probabilities), points)
+        chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+        return tokens.tolist(), chosen.tolist()
+
+    def _by_kernel(
+        self, logits: Float[Tensor, "B V"], keys: Sequence[int], positions: int | Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """The same choice in one launch; uniform numbers are computed on the GPU."""
+        numbers = torch.from_numpy(np.stack(words_of(keys, positions)).view(np.int64))
+        numbers = numbers.to(logits.device)
+        draw = Draw(
+            seed=self.seed,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+        tokens, logprobs = sampling.sample(logits, numbers[0], numbers[1], draw)
+        return tokens.tolist(), logprobs.tolist()
+
+    def _by_cpu_kernel(
+        self,
+        logprobs: Float[Tensor, "B V"],
+        keys: Sequence[int],
+        positions: int | Sequence[int],
+    ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]] | None:
+        """The same choice in one pass over memory, where every token may be chosen."""
+        if self.truncates or self.alters_logits:
+            return None
+        return sampling.draw(logprobs, *words_of(keys, positions), seed=self.seed)
+
+    def _allowed(
+        self,
+        logits: Float[Tensor, "B V"],
+        positions: int | Sequence[int],
+        histories: Sequence[Sequence[int]],
+    ) -> Float[Tensor, "B V"]:
+        """The logits with repetitions penalized and early ends forbidden."""
+        if self.needs_history:
+            logits = penalized(logits, histories, self.repetition_penalty)
+        if self.forbids_early_ends:
+            early = torch.as_tensor(positions, device=logits.device) < self.min_new_tokens
+            ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            ends[list(self.stop_ids)] = True
+            logits = logits.masked_fill(early.reshape(-1, 1) & ends, -torch.inf)
+        return logits
+
+    def truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Top-k, then the nucleus of what is left, then min-p: the order of `transformers`."""
+        if not self.truncates:
+            return probabilities
+        probabilities = probabilities.double()
+        if self.top_k is not None:
+            probabilities = likeliest(probabilities, self.top_k)
+        probabilities = nucleus(probabilities, self.top_p)
+        if self.min_p > 0:
+            floor = self.min_p * probabilities.amax(dim=-1, keepdim=True)
+            probabilities = probabilities * (probabilities >= floor)
+        return probabilities
+
+
+def sampler_of(sampling: Sampling, stop_ids: Sequence[int]) -> Sampler:
+    """The sampler that the settings describe."""
+    settings = asdict(sampling)
+    del settings["max_new_tokens"]
+    return Sampler(**settings, stop_ids=tuple(stop_ids))
+
+
+def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
+    """A sampler of seed 0 and a key that it makes the same choices with.
+
+    So rows of different seeds share a call: a seed changes nothing but the word that keys meet.
+    """
+    with np.errstate(over="ignore"):
+        word = int((_mixed_seed(sampler.seed) ^ _mixed_seed(0))[0])
+    return replace(sampler, seed=0, stop_ids=tuple(sampler.stop_ids)), key ^ word
+
+
+def penalized(
+    logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
+) -> Float[Tensor, "B V"]:
+    """Lower the logits of tokens that a sequence has already (Keskar et al. 2019, 4.1).
+
+    Those above 0 are divided by `penalty`, those below are multiplied.
+    """
+    rows = [row for row, history in enumerate(histories) for _ in history]
+    tokens = [token for history in histories for token in history]
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    seen[rows, tokens] = True
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:
+    """Keep the `top_k` likeliest tokens and those as likely as the last; they add up to 1."""
+    least = probabilities.topk(min(top_k, probabilities.shape[-1]), dim=-1).values[:, -1:]
+    kept = probabilities * (probabilities >= least)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def nucleus(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B V"]:
+    """Zero all but the likeliest tokens that together reach `top_p` (Holtzman et al. 2020)."""
+    if top_p >= 1.0:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = ordered * (before < top_p)
+    return torch.zeros_like(probabilities).scatter(-1, order, kept)
+
+
+def inverse_transform(
+    weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
+) -> Int[Tensor, " B"]:
+    """The token at share `points` of each row's cumulative weight; never one of weight 0.
+
+    Found in two steps, the block and the token in it: one pass over the weights.
+    """
+    blocks = in_blocks(weights, padding=0.0)
+    chosen, share = _place(blocks.sum(dim=-1), points)
+    rows = torch.arange(len(weights), device=weights.device)
+    inside, _ = _place(blocks[rows, chosen], share)
+    return chosen * BLOCK + inside
+
+
+def _place(
+    weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Where a share of the cumulative weight falls, and at which share of that place's weight."""
+    cumulative = weights.double().cumsum(dim=-1)
+    thresholds = points[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, thresholds, right=True)
+    found = found.clamp(max=weights.shape[-1] - 1)
+    weight = weights.double().gather(-1, found)
+    before = cumulative.gather(-1, found) - weight
+    share = ((thresholds - before) / weight).clamp(0.0, 1 - 2.0**-53)
+    return found.squeeze(-1), share.squeeze(-1)
+
+
+def likeliest_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    """The first of the highest scores of each row: argmax, which is slow on the CPU, by blocks."""
+    blocks = in_blocks(scores, padding=-torch.inf)
+    chosen = blocks.amax(dim=-1).argmax(dim=-1)
+    rows = torch.arange(len(scores), device=scores.device)
+    return chosen * BLOCK + blocks[rows, chosen].argmax(dim=-1)
+
+
+def in_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, "B K W"]:
+    """Each row cut into K blocks, the last one filled up."""
+    missing = -values.shape[-1] % BLOCK
+    padded = F.pad(values, (0, missing), value=padding) if missing else values
+    return padded.unflatten(-1, (-1, BLOCK))

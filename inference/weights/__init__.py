@@ -1,0 +1,1 @@
+"""The weights that generate: replica, hash, tensor-parallel shards."""

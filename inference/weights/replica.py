@@ -1,0 +1,209 @@
+"""A second set of modules to generate with: of the trained model's class, plain and ungraded.
+
+Its weights are the trained model's own where those lie whole and unchanged in memory, else copies
+in one arena, made a unit at a time from what an engine gathers. Adapters are merged into copies.
+Nothing of training - hooks, adapters, autograd - is in it, so that a process generates without the
+others.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from jaxtyping import Int64, Shaped
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference.tp_group import sum_
+from inference.weights.hash import bits_sum, hash_of_sums
+from inference.weights.sharding import Sharding, ShardSpec
+from pipeline.models.attention import round_up
+from pipeline.models.deferred import places
+from pipeline.models.export import HasTurns
+from pipeline.models.forward import base_model
+from pipeline.models.lora import merged
+from pipeline.models.stream import meta_model
+from pipeline.parallel.group import ALONE, Group
+
+ALIGNMENT = 64
+"""Bytes: each tensor of the arena begins at a cache line."""
+
+
+@dataclass
+class Slot:
+    """One weight of the replica: what it is made of, and where modules hold it."""
+
+    name: str
+    """Of the first place."""
+
+    source: nn.Parameter
+    adapter: LoraLayer | None
+    spec: ShardSpec | None
+    """Which part of the source this process has; None is all of it."""
+
+    shape: torch.Size
+    start: int | None
+    """Place in the arena, in bytes; None has the source's own memory."""
+
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this process's part."""
+        return self.shape.numel() * self.source.element_size()
+
+    def show(self, weight: Tensor) -> None:
+        """Have the modules hold `weight`."""
+        param = nn.Parameter(weight, requires_grad=False)
+        for module, leaf in self.places:
+            setattr(module, leaf, param)
+
+    def value(self) -> Shaped[Tensor, "*S"]:
+        """What the weight is now, read from where its source lies whole."""
+        whole = self.source.detach()
+        if self.adapter is not None:
+            whole = merged(whole, self.adapter)
+        return whole if self.spec is None else self.spec.of(whole)
+
+
+class Replica:
+    """The model to generate with, made of a trained one.
+
+    Args:
+        trained: a causal language model, plain or with peft's adapters.
+        shares: whether its weights stay where they are, whole, between the uses of an engine.
+        tp_group: the processes that compute each layer together.
+
+    Raises:
+        ConfigError: the model can't be divided among so many processes.
+    """
+
+    def __init__(self, trained: nn.Module, *, shares: bool, tp_group: Group = ALONE) -> None:
+        plain = base_model(trained)
+        self._plain = plain
+        self.tp_group = tp_group
+        settings = copy.deepcopy(plain.config)
+        self.model = meta_model(lambda: _same_class(plain, settings))
+        self.model.eval().requires_grad_(False)
+        sharding = Sharding(self.model, tp_group)
+        self.slots = list(self._lay_out(sharding, shares=shares))
+        sharding.apply()
+        self._by_source: dict[nn.Parameter, list[Slot]] = {}
+        for slot in self.slots:
+            self._by_source.setdefault(slot.source, []).append(slot)
+        copied = [slot for slot in self.slots if slot.start is not None]
+        self.num_bytes = max(map(_end, copied), default=0)
+        """Memory of the arena, while it is there."""
+        self._arena: Tensor | None = None
+        self._share_buffers()
+        self.release()
+
+    def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[Slot]:
+        """The weights, each under all of its places."""
+        slots: dict[tuple[int, int, ShardSpec | None], Slot] = {}
+        end = 0
+        for name, module, leaf, _ in places(self.model):
+            owner = name.rpartition(".")[0]
+            source, adapter = _source(self._plain, owner, leaf)
+            spec = sharding.spec(owner, leaf, source.shape)
+            key = id(source), id(adapter), spec
+            if key not in slots:
+                shape = source.shape if spec is None else spec.shape(source.shape)
+                in_place = shares and adapter is None and spec is None
+                start = None if in_place else round_up(end, ALIGNMENT)
+                slot = slots[key] = Slot(name, source, adapter, spec, shape, start)
+                end = end if in_place else _end(slot)
+                yield slot
+            slots[key].places.append((module, leaf))
+
+    @property
+    def shares(self) -> bool:
+        """Whether any weight is the trained model's own."""
+        return any(slot.start is None for slot in self.slots)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it has weights to generate with."""
+        return self._arena is not None
+
+    @torch.no_grad()
+    def load(self, weights: HasTurns) -> None:
+        """Take the trained weights as they are now, a unit at a time.
+
+        `weights` is the engine that trains the model; all its processes call it in step.
+        """
+        device = self.slots[0].source.device
+        if self._arena is None:
+            self._arena = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+            for slot in self.slots:
+                slot.show(self._memory(slot, self._arena))
+        for params in weights.iter_gathered_units():
+            for slot in (slot for param in params for slot in self._by_source.get(param, ())):
+                if slot.start is not None:
+                    self._memory(slot, self._arena).copy_(slot.value())
+        self._share_buffers()
+
+    def _memory(self, slot: Slot, arena: Tensor) -> Tensor:
+        if slot.start is None:
+            return slot.source.detach()
+        taken = arena[slot.start : _end(slot)]
+        return taken.view(slot.source.dtype).view(slot.shape)
+
+    def _share_buffers(self) -> None:
+        """Have the trained model's buffers: some families change theirs as they read."""
+        for name, module in self.model.named_modules():
+            theirs = _plain_module(self._plain, name)
+            for leaf, buffer in module.named_buffers(recurse=False):
+                setattr(module, leaf, theirs.get_buffer(leaf).to(buffer.dtype))
+
+    def release(self) -> None:
+        """Give the memory back; the weights read as NaN until they are loaded again."""
+        self._arena = None
+        for slot in self.slots:
+            dtype, device = slot.source.dtype, slot.source.device
+            nothing = float("nan") if dtype.is_floating_point else 0
+            slot.show(torch.full((), nothing, dtype=dtype, device=device).expand(slot.shape))
+
+    def weights_hash(self) -> int:
+        """Of the weights that generation reads now, adapters merged: the same for any division.
+
+        Its `tp_group` calls it in step.
+        """
+        sums = torch.stack([self._sum(slot, getattr(*slot.places[0])) for slot in self.slots])
+        return hash_of_sums([slot.name for slot in self.slots], sum_(sums, self.tp_group))
+
+    def _sum(self, slot: Slot, weight: Tensor) -> Int64[Tensor, ""]:
+        """Of the bits that no peer before this one has."""
+        if slot.spec is not None:
+            parts = slot.spec.first_held(weight)
+        else:
+            parts = [(weight, 0)] if self.tp_group.rank == 0 else []
+        none = torch.zeros((), dtype=torch.int64, device=weight.device)
+        return sum((bits_sum(part, first=first) for part, first in parts), start=none)
+
+
+def _end(slot: Slot) -> int:
+    assert slot.start is not None
+    return slot.start + slot.num_bytes
+
+
+def _same_class(plain: PreTrainedModel, settings: object) -> PreTrainedModel:
+    return type(plain)._from_config(settings, dtype=plain.dtype)  # noqa: SLF001
+
+
+def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
+    """A module without its adapter."""
+    module = plain.get_submodule(name)
+    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
+
+
+def _source(plain: PreTrainedModel, owner: str, leaf: str) -> tuple[nn.Parameter, LoraLayer | None]:
+    """The trained weight under a name, and the adapter that changes it."""
+    module = plain.get_submodule(owner)
+    param = _plain_module(plain, owner).get_parameter(leaf)
+    if isinstance(module, LoraLayer) and leaf == "weight":
+        return param, module
+    return param, None

@@ -1,0 +1,229 @@
+"""chat.py at a real terminal: a pseudo-terminal, with a person's keys sent to it."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 120
+PROMPT = "You: "
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+class Chat:
+    """chat.py in a terminal of its own."""
+
+    def __init__(self, home: Path, environment: dict[str, str] | None = None) -> None:
+        self.ours, theirs = pty.openpty()
+        self.at_first = termios.tcgetattr(theirs)
+        self.shown = ""
+        self._read_up_to = 0
+        # The one who opens it first in a session of its own has the terminal, and its Ctrl-C.
+        opened = (
+            "import os, runpy, sys; os.close(os.open(os.ttyname(0), os.O_RDWR));"
+            " sys.argv[0] = 'chat.py'; runpy.run_path('chat.py', run_name='__main__')"
+        )
+        command = [sys.executable, "-c", opened, "--path", "embedded", "--seed", "1"]
+        self.process = subprocess.Popen(
+            [*command, "--temperature", "0"],
+            cwd=ROOT,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "HOME": str(home), **(environment or {})},
+        )
+        os.close(theirs)
+
+    def type(self, keys: str) -> None:
+        os.write(self.ours, keys.encode())
+
+    def until(self, text: str) -> str:
+        """What is shown from the last call to the next `text`."""
+        limit = time.monotonic() + SECONDS
+        while (place := self.shown.find(text, self._read_up_to)) < 0:
+            if time.monotonic() > limit or not self._read():
+                raise AssertionError(f"no {text!r} after {self.shown[self._read_up_to :]!r}")
+        begin, self._read_up_to = self._read_up_to, place + len(text)
+        return self.shown[begin:place]
+
+    def begin_anew(self, *, length: int) -> None:
+        """Forget the dialogue; answers have `length` tokens at the most from now on."""
+        self.type(f"/length {length}\n")
+        self.until(PROMPT)
+        self.type("/reset\n")
+        self.until("(new dialogue)")
+        self.until(PROMPT)
+
+    def messages(self, file: Path) -> list[tuple[str, str]]:
+        """The dialogue as it stands, by /save."""
+        self.type(f"/save {file}\n")
+        self.until("(saved ")
+        self.until(PROMPT)
+        return [(turn["role"], turn["content"]) for turn in json.loads(file.read_text())]
+
+    def leave(self, keys: str) -> int:
+        """Send the keys and wait for the end; the exit code."""
+        self.type(keys)
+        while self._read():
+            pass
+        return self.process.wait(SECONDS)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+
+    def _read(self) -> bool:
+        if not select.select([self.ours], [], [], 1.0)[0]:
+            return self.process.poll() is None
+        try:
+            part = os.read(self.ours, 1 << 16)
+        except OSError:  # the other side is closed
+            return False
+        # Without what steers the terminal.
+        self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part.decode()).replace("\r", "")
+        return bool(part)
+
+
+@dataclass(frozen=True)
+class FirstAnswer:
+    """What a chat without a compiler showed around its first answer."""
+
+    chat: Chat
+    before: str
+    answer: str
+    after: str
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
+    """A chat that waits at its prompt."""
+    started = Chat(tmp_path_factory.mktemp("home"))
+    started.until(PROMPT)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstAnswer]:
+    """One whose terminal has no bracketed paste, and whose kernels can't be built."""
+    home = tmp_path_factory.mktemp("home")
+    inputrc = home / ".inputrc"
+    inputrc.write_text("set enable-bracketed-paste off\n")
+    environment = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "XDG_CACHE_HOME": str(home)}
+    started = Chat(home, environment={**environment, "INPUTRC": str(inputrc)})
+    before = started.until(PROMPT)
+    started.type("Hi\n")
+    started.until("Model: ")
+    answer = started.until("\n")
+    yield FirstAnswer(started, before, answer, started.until(PROMPT))
+    started.close()
+
+
+def test_log_lines_wait_for_the_end_of_the_answer(first: FirstAnswer) -> None:
+    said = "PyTorch does the work of the kernel"
+
+    assert said not in first.before + first.answer
+    assert said in first.after
+
+
+def test_lines_pasted_where_readline_knows_no_bracketed_paste_are_one_message(
+    first: FirstAnswer, tmp_path: Path
+) -> None:
+    chat = first.chat
+    chat.begin_anew(length=3)
+    chat.type("first line\nsecond line\n/third line")
+    chat.until("third line")  # has no end yet: it waits for Enter
+    chat.type(" goes on\n")
+    chat.until("Model: ")
+    chat.until(PROMPT)
+
+    said = chat.messages(tmp_path / "saved.json")
+
+    assert [role for role, _ in said] == ["user", "assistant"]
+    assert said[0][1] == "first line\nsecond line\n/third line goes on"
+
+
+def test_pasted_lines_are_one_message(chat: Chat, tmp_path: Path) -> None:
+    chat.begin_anew(length=3)
+    chat.type("\x1b[200~first line\nsecond line\n/third line\x1b[201~")
+    chat.until("third line")
+    chat.type("\n")
+    chat.until("Model: ")
+    chat.until(PROMPT)
+
+    said = chat.messages(tmp_path / "saved.json")
+
+    assert [role for role, _ in said] == ["user", "assistant"]
+    assert said[0][1] == "first line\nsecond line\n/third line"
+
+
+def test_ctrl_c_at_the_prompt_keeps_the_dialogue_and_says_how_to_leave(
+    chat: Chat, tmp_path: Path
+) -> None:
+    chat.begin_anew(length=3)
+    chat.type("Hi\n")
+    chat.until("Model: ")
+    chat.until(PROMPT)
+    time.sleep(0.5)  # Python shows the prompt a moment before a signal interrupts it
+
+    chat.type(CTRL_C)
+
+    assert "Ctrl-D or /quit leaves" in chat.until(PROMPT)
+    assert [role for role, _ in chat.messages(tmp_path / "saved.json")] == ["user", "assistant"]
+
+
+def test_what_is_typed_during_an_answer_is_not_shown_in_it_and_is_the_next_message(
+    chat: Chat, tmp_path: Path
+) -> None:
+    chat.begin_anew(length=120)
+    chat.type("Hi\n")
+    chat.until("Model: ")
+    chat.type("meanwhile")
+    answer = chat.until(PROMPT)
+    chat.until("meanwhile")  # at the prompt, where it can still be changed
+    chat.type(" typed\n")
+    chat.until("Model: ")
+    chat.until(PROMPT)
+
+    said = chat.messages(tmp_path / "saved.json")
+
+    assert "meanwhile" not in answer
+    assert said[2] == ("user", "meanwhile typed")
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue_and_what_was_typed(
+    chat: Chat, tmp_path: Path
+) -> None:
+    chat.begin_anew(length=110)  # the model's context holds two such answers
+    chat.type("Hi\n")
+    chat.until("Model: ")
+    chat.type("and then")
+    chat.type(CTRL_C)
+    answer = chat.until(PROMPT)
+    chat.until("and then")
+    chat.type("\n")
+    chat.until("Model: ")
+    chat.until(PROMPT)
+
+    said = chat.messages(tmp_path / "saved.json")
+
+    assert "[stopped]" in answer
+    assert [text for role, text in said if role == "user"] == ["Hi", "and then"]
+
+
+def test_the_chat_leaves_the_terminal_as_it_was(chat: Chat) -> None:
+    assert chat.leave(CTRL_D) == 0
+    assert termios.tcgetattr(chat.ours) == chat.at_first

@@ -1,0 +1,94 @@
+"""A dialogue with a model."""
+
+from collections.abc import Callable
+
+import pytest
+
+from inference.chat.conversation import Conversation
+from inference.generation import generate
+from pipeline.data.examples import Message
+from pipeline.errors import DataError
+from pipeline.models.forward import context_length
+
+Converse = Callable[..., Conversation]
+
+
+def test_the_pieces_are_the_answer_that_generation_gives(converse: Converse) -> None:
+    conversation = converse(temperature=0.0)
+    conversation.messages = [Message("user", "Hi"), Message("assistant", "Hello.")]
+    pieces: list[str] = []
+
+    answer = conversation.answer("What is 3 plus 4?", pieces.append)
+
+    dialogue = [*conversation.messages[:2], Message("user", "What is 3 plus 4?")]
+    (response,) = generate(
+        conversation.model,
+        [conversation.chat_format.encode_prompt(dialogue)],
+        max_new_tokens=12,
+        temperature=0.0,
+        stop_ids=conversation.chat_format.stop_ids,
+        seed=0,
+    )
+    whole = conversation.tokenizer.decode(response.ids, skip_special_tokens=True)
+    assert "".join(pieces) == whole
+    assert answer.text == whole.strip()
+    assert conversation.messages == [*dialogue, Message("assistant", answer.text)]
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(converse: Converse) -> None:
+    conversation = converse(temperature=1.0)
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    answer = conversation.answer("Hi", write)
+
+    assert answer.interrupted
+    assert len(pieces) == 2
+    assert conversation.messages[-1] == Message("assistant", "".join(pieces).strip())
+    assert not conversation.answer("Go on", lambda _: None).interrupted
+
+
+def test_the_same_seed_says_the_same_and_the_next_answer_differs(converse: Converse) -> None:
+    def say_twice() -> list[str]:
+        conversation = converse(temperature=1.0)
+        answers: list[str] = []
+        for _ in range(2):
+            conversation.reset()
+            answers.append(conversation.answer("Hi", lambda _: None).text)
+        return answers
+
+    first, second = say_twice(), say_twice()
+
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_a_dialogue_longer_than_the_context_goes_on_without_its_oldest_turns(
+    converse: Converse,
+) -> None:
+    conversation = converse(temperature=0.0, max_new_tokens=40)
+    conversation.reset("Be brief.")
+    assert context_length(conversation.model) == 256
+
+    answers = [conversation.answer("tell me " * 12, lambda _: None) for _ in range(6)]
+
+    assert answers[0].num_left_out == 0
+    assert answers[-1].num_left_out > 0
+    assert answers[-1].num_left_out % 2 == 0
+    assert len(conversation.messages) == 13
+    assert conversation.system == "Be brief."
+
+
+def test_a_message_that_is_too_long_leaves_the_dialogue_as_it_was(converse: Converse) -> None:
+    conversation = converse()
+    conversation.answer("Hi", lambda _: None)
+    before = list(conversation.messages)
+
+    with pytest.raises(DataError, match="shorten it"):
+        conversation.answer("word " * 500, lambda _: None)
+
+    assert conversation.messages == before

@@ -1,0 +1,446 @@
+"""Requests that come and go while others run have the responses that they have alone."""
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from inference.engine import slots
+from inference.engine.batch import OpenBatch
+from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
+from inference.engine.sampling import Sampler
+from inference.generation import generate_each
+from pipeline.config import FrozenModelConfig
+from pipeline.errors import DataError
+from pipeline.kernels.decode_attention.cpu import kernel
+from pipeline.kernels.linear.cpu import order_of
+from pipeline.kernels.toolchain.cpp import Built
+from pipeline.models.load import load_causal_lm
+from pipeline.parallel.group import Group
+from tests.distributed import rank, run_ranks
+from tests.families import random_rows, saved, tiny_causal_lm
+from tests.inference.weights.test_sharding import divided, prepared
+
+PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]
+WARM = Sampler(temperature=1.0, seed=3, stop_ids=(2, 3, 4, 5))
+WHOLE_VECTORS = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+SAMPLERS = (
+    Sampler(temperature=0.0, seed=0),
+    WARM,
+    replace(WARM, seed=11),
+    Sampler(temperature=0.7, seed=5, top_k=7, top_p=0.9),
+    Sampler(temperature=1.3, seed=5, min_p=0.05, repetition_penalty=1.5),
+    Sampler(temperature=1.0, seed=9, min_new_tokens=6, stop_ids=tuple(range(50))),
+)
+
+
+def loaded(family: str, directory: Path, **changes: object) -> PreTrainedModel:
+    path = saved(tiny_causal_lm(family, **changes), directory)
+    return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> PreTrainedModel:
+    return loaded("llama", tmp_path)
+
+
+def asked(number: int, sampler: Sampler = WARM, length: int = 12) -> Request:
+    return Request(PROMPTS[number % len(PROMPTS)], sampler, key=40 + number, max_new_tokens=length)
+
+
+def opened(model: PreTrainedModel, slots: int = 3) -> OpenBatch:
+    return OpenBatch(model, num_slots=slots, capacity=40)
+
+
+def alone(model: PreTrainedModel, request: Request) -> Response:
+    batch = opened(model, slots=1)
+    ticket = batch.submit(request)
+    finish(batch)
+    return ticket.response
+
+
+def finish(batch: OpenBatch) -> list[Event]:
+    events: list[Event] = []
+    while batch.busy:
+        events += batch.step()
+    return events
+
+
+def reasons(events: Sequence[Event]) -> dict[Ticket, list[Reason]]:
+    found: dict[Ticket, list[Reason]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, Ended):
+            found[event.ticket].append(event.reason)
+    return found
+
+
+def come_one_by_one(batch: OpenBatch, requests: Sequence[Request], seed: int) -> list[Ticket]:
+    """The tickets of requests that are submitted in any order, some steps apart."""
+    chance = random.Random(seed)
+    tickets: dict[int, Ticket] = {}
+    events: list[Event] = []
+    for place in chance.sample(range(len(requests)), len(requests)):
+        tickets[place] = batch.submit(requests[place])
+        for _ in range(chance.choice((0, 1, 2, 5))):
+            events += batch.step()
+    events += finish(batch)
+
+    told: dict[Ticket, list[int]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, Token):
+            told[event.ticket].append(event.id)
+    assert told == {ticket: ticket.response.ids for ticket in tickets.values()}
+    assert {len(each) for each in reasons(events).values()} == {1}
+    return [tickets[place] for place in range(len(requests))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_come_while_others_run_are_answered_as_alone_to_the_bit(
+    tmp_path: Path, seed: int
+) -> None:
+    if not isinstance(kernel(torch.float32, 64), Built) or order_of(torch.float32, 128) is None:
+        pytest.skip("there are no kernels that add up as PyTorch does")
+    model = loaded("llama", tmp_path, **WHOLE_VECTORS)
+    requests = [asked(number, SAMPLERS[number % 6], 10 + number) for number in range(14)]
+
+    tickets = come_one_by_one(opened(model), requests, seed)
+
+    # Ids and log-probabilities.
+    assert [each.response for each in tickets] == [alone(model, each) for each in requests]
+    assert len({len(each.response.ids) for each in tickets}) > 3
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon", "bloom"])
+def test_requests_of_every_kind_of_model_may_come_while_others_run(
+    family: str, tmp_path: Path
+) -> None:
+    model = loaded(family, tmp_path)
+    requests = [asked(number) for number in range(14)]
+
+    tickets = come_one_by_one(opened(model), requests, seed=0)
+
+    ids = [each.response.ids for each in tickets]
+    assert ids == [alone(model, each).ids for each in requests]
+
+
+def test_samplings_of_all_kinds_run_side_by_side(llama: PreTrainedModel) -> None:
+    requests = [asked(number, sampler) for number, sampler in enumerate(SAMPLERS)]
+    batch = opened(llama, slots=len(requests))
+    tickets = [batch.submit(request) for request in requests]
+
+    finish(batch)
+
+    ids = [ticket.response.ids for ticket in tickets]
+    assert ids == [alone(llama, request).ids for request in requests]
+    assert len(ids[-1]) >= 6  # its stop tokens are half of the vocabulary
+    assert len({tuple(each[:2]) for each in ids}) == len(ids)
+
+
+def test_rows_that_differ_in_their_seed_alone_share_a_call(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    call = Sampler.__call__
+
+    def count(self: Sampler, logits: torch.Tensor, *rest: Sequence) -> tuple:
+        counts.append(len(logits))
+        return call(self, logits, *rest)
+
+    batch = opened(llama)
+    for number in range(3):
+        batch.submit(asked(number, replace(WARM, seed=number, stop_ids=())))
+    monkeypatch.setattr(Sampler, "__call__", count)
+
+    finish(batch)
+
+    assert counts == [3] * 12
+
+
+def test_an_open_batch_answers_what_a_closed_one_does(llama: PreTrainedModel) -> None:
+    keys = range(len(PROMPTS))
+    closed = generate_each(llama, PROMPTS, WARM, max_new_tokens=9, keys=keys, batch_size=3)
+    expected = {each.index: each.response.ids for each in closed}
+    batch = opened(llama)
+    tickets = [batch.submit(Request(PROMPTS[key], WARM, key, 9)) for key in keys]
+
+    finish(batch)
+
+    assert {key: tickets[key].response.ids for key in keys} == expected
+
+
+def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> None:
+    greedy = Sampler(temperature=0.0, seed=0)
+    batch = opened(llama, slots=2)
+    first, second, third, fourth, fifth = (
+        batch.submit(asked(number, greedy)) for number in range(5)
+    )
+    batch.cancel(fifth)  # before anything has seen it
+    events = [event for _ in range(4) for event in batch.step()]
+    assert reasons(events) == {fifth: ["cancelled"]}
+    assert len(second.response.ids) == 4
+
+    batch.cancel(second)  # runs
+    batch.cancel(third)  # waits for a slot
+    batch.cancel(third)
+    events += batch.step()
+    assert reasons(events) == {each: ["cancelled"] for each in (fifth, second, third)}
+    assert len(fourth.response.ids) == 1  # its slot was refilled in the same step
+    events += finish(batch)
+    batch.cancel(first)  # has ended
+    batch.cancel(second)
+    events += batch.step()
+
+    assert not batch.busy
+    assert reasons(events) == {
+        first: ["length"],
+        second: ["cancelled"],
+        third: ["cancelled"],
+        fourth: ["length"],
+        fifth: ["cancelled"],
+    }
+    assert [len(each.response.ids) for each in (second, third, fifth)] == [4, 0, 0]
+    for ticket in (first, fourth):
+        assert ticket.response.ids == alone(llama, ticket.request).ids
+
+
+def test_a_prompt_is_cancelled_while_it_is_read(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "PREFILL", 5)
+    batch = opened(llama, slots=2)
+    long = asked(2)
+    assert len(long.prompt) == 12
+    ticket = batch.submit(long)
+    batch.step()
+    batch.cancel(ticket)
+    events = batch.step()
+
+    assert reasons(events) == {ticket: ["cancelled"]}
+    again = batch.submit(long)
+    finish(batch)
+    assert again.response.ids == alone(llama, long).ids
+
+
+def test_others_go_on_while_a_long_prompt_is_read(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "PREFILL", 5)
+    requests = [asked(number, replace(WARM, stop_ids=())) for number in range(8)]
+    expected = [alone(llama, request).ids for request in requests]
+    batch = opened(llama, slots=6)
+    first = batch.submit(requests[4])
+    batch.step()
+    tickets = [batch.submit(requests[number]) for number in (2, 0, 1, 3)]  # 12, 7, 3 and 5 tokens
+
+    lengths = []
+    while batch.busy:
+        batch.step()
+        lengths.append([len(each.response.ids) for each in (first, *tickets)])
+
+    # A piece of a prompt, or prompts that fit together, then a token of each that runs.
+    assert lengths[:14] == [
+        [2, 0, 0, 0, 0],
+        [2, 0, 0, 0, 0],
+        [3, 0, 0, 0, 0],
+        [3, 0, 0, 0, 0],
+        [4, 0, 0, 0, 0],
+        [4, 1, 0, 0, 0],
+        [5, 2, 0, 0, 0],
+        [5, 2, 0, 0, 0],
+        [6, 3, 0, 0, 0],
+        [6, 3, 1, 0, 0],
+        [7, 4, 2, 0, 0],
+        [7, 4, 2, 1, 0],
+        [8, 5, 3, 2, 0],
+        [8, 5, 3, 2, 1],
+    ]
+    assert [each.response.ids for each in (first, *tickets)] == [
+        expected[number] for number in (4, 2, 0, 1, 3)
+    ]
+
+
+def test_slots_change_hands_while_a_long_prompt_is_read(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "PREFILL", 2)
+    endless = replace(WARM, stop_ids=())
+    requests = [asked(number, endless, length) for number, length in enumerate((2, 12, 9, 4, 12))]
+    expected = [alone(llama, request).ids for request in requests]
+    long = asked(2, endless)
+    after = alone(llama, long).ids
+    batch = opened(llama, slots=6)
+    tickets = [batch.submit(request) for request in requests]
+    while not all(ticket.response.ids for ticket in tickets):
+        batch.step()
+
+    last = batch.submit(long)
+    finish(batch)
+
+    assert [ticket.response.ids for ticket in tickets] == expected
+    assert last.response.ids == after
+
+
+def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
+    requests = [asked(number) for number in range(24)]
+    expected = [alone(llama, request).ids for request in requests]
+    batch = opened(llama)
+    tickets: dict[int, Ticket] = {}
+
+    def submit(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            tickets[number] = batch.submit(requests[number])
+            batch.cancel(batch.submit(requests[number]))
+
+    threads = [threading.Thread(target=submit, args=(range(of, 24, 3),)) for of in range(3)]
+    for thread in threads:
+        thread.start()
+    events: list[Event] = []
+    while batch.busy or any(thread.is_alive() for thread in threads):
+        events += batch.step()
+
+    assert [tickets[number].response.ids for number in range(24)] == expected
+    assert len(reasons(events)) == 48
+    assert {len(each) for each in reasons(events).values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (Request((5,) * 30, WARM, 0, 11), "a prompt of 30 tokens and a response of 11 don't fit"),
+        (Request((), WARM, 0, 1), "a prompt has no tokens"),
+        (Request((5,), WARM, 0, 0), "max_new_tokens must be above 0: 0"),
+    ],
+)
+def test_a_request_that_never_fits_is_refused_in_one_sentence(
+    llama: PreTrainedModel, request_: Request, sentence: str
+) -> None:
+    batch = opened(llama)
+
+    with pytest.raises(DataError, match=sentence):
+        batch.submit(request_)
+
+    assert not batch.busy
+
+
+def test_a_slot_is_no_longer_than_the_context_and_a_closed_batch_takes_nothing_more(
+    llama: PreTrainedModel,
+) -> None:
+    batch = OpenBatch(llama, num_slots=1, capacity=1000)
+    assert batch.capacity == 64
+    batch.close()
+
+    with pytest.raises(RuntimeError, match="closed"):
+        batch.submit(asked(0))
+
+
+def test_a_row_whose_token_can_not_be_chosen_ends_alone(llama: PreTrainedModel) -> None:
+    expected = [alone(llama, asked(number)).ids for number in (0, 2)]
+    outside = Sampler(temperature=1.0, seed=3, min_new_tokens=2, stop_ids=(1000,))
+    batch = opened(llama, slots=4)
+    first = batch.submit(asked(0))
+    negative = batch.submit(replace(asked(1), key=-(2**70)))  # in the call of the others
+    third = batch.submit(asked(2))
+    beyond = batch.submit(asked(3, outside))
+
+    events = finish(batch)
+
+    errors = {e.ticket: e.error for e in events if isinstance(e, Ended) and e.error is not None}
+    assert isinstance(errors.pop(negative), OverflowError)
+    assert isinstance(errors.pop(beyond), IndexError)
+    assert not errors
+    assert [first.response.ids, third.response.ids] == expected
+
+
+def test_a_pass_that_fails_ends_all_that_run_and_the_batch_goes_on(llama: PreTrainedModel) -> None:
+    expected = alone(llama, asked(3)).ids
+    fails: list[bool] = []
+
+    def fail(*_: object) -> None:
+        if fails:
+            fails.clear()
+            raise MemoryError("no room")
+
+    llama.register_forward_pre_hook(fail)
+    batch = opened(llama)
+    tickets = [batch.submit(asked(number)) for number in range(4)]
+    events = batch.step()
+    fails.append(True)
+    events += batch.step()
+
+    assert reasons(events) == {ticket: ["error"] for ticket in tickets[:3]}
+    errors = [event.error for event in events if isinstance(event, Ended)]
+    assert all(isinstance(error, MemoryError) for error in errors)
+    events = finish(batch)
+    assert list(reasons(events)) == tickets[3:]
+    assert tickets[3].response.ids == expected
+
+
+def test_a_closed_batch_hands_on_what_went_wrong(llama: PreTrainedModel) -> None:
+    with pytest.raises(OverflowError):
+        list(generate_each(llama, [[5], [6]], WARM, max_new_tokens=3, keys=[0, -(2**70)]))
+
+
+def run_divided() -> dict[str, object]:
+    """What a process hears that submits at other times than its peer, and what it has alone."""
+    model = divided(prepared("llama", {}), 2)
+    greedy = Sampler(temperature=0.0, seed=0)
+    batch = OpenBatch(model, num_slots=2, capacity=40)
+    tickets: list[Ticket] = []
+    events: list[Event] = []
+    for number in range(40):
+        if number % 4 == 2 * rank() and len(tickets) < 3:
+            tickets.append(batch.submit(asked(len(tickets) + 3 * rank(), greedy)))
+        if number == 13:
+            batch.cancel(tickets[2])
+        events += batch.step()
+    told = {event.ticket for event in events}
+    ended = reasons(events)
+    return {
+        "own": told <= set(tickets),
+        "ended": [ended[ticket] for ticket in tickets],
+        "ids": [ticket.response.ids for ticket in tickets],
+        "busy": batch.busy,
+    }
+
+
+def test_peers_agree_on_what_each_of_them_submits_and_cancels() -> None:
+    model = prepared("llama", {})
+    greedy = Sampler(temperature=0.0, seed=0)
+
+    for of, heard in enumerate(run_ranks(run_divided)):
+        assert heard["own"]
+        assert not heard["busy"]
+        assert heard["ended"] == [["length"], ["length"], ["cancelled"]]
+        for number, ids in enumerate(heard["ids"]):
+            expected = alone(model, asked(number + 3 * of, greedy)).ids
+            assert ids == expected[: len(ids)]
+
+
+def count_talk() -> int:
+    model = divided(prepared("llama", {}), 2)
+    counted: list[Callable] = []
+    gather = Group.gather_objects
+
+    def count(self: Group, value: object) -> list:
+        counted.append(gather)
+        return gather(self, value)
+
+    Group.gather_objects = count  # pyright: ignore[reportAttributeAccessIssue]  # of this process
+    list(generate_each(model, PROMPTS, WARM, max_new_tokens=9, cache_bytes=10**6))
+    return len(counted)
+
+
+def test_peers_of_a_closed_batch_exchange_prompts_and_a_sum_of_tokens_alone() -> None:
+    assert run_ranks(count_talk) == [3, 3]  # prompts, room for the cache, tokens

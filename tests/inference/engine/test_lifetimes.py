@@ -1,0 +1,48 @@
+"""What generation keeps goes when it is over, at once and without Python's collector of cycles."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.engine import cache
+from inference.generation import generate
+from pipeline.config import FrozenModelConfig
+from pipeline.models.load import load_causal_lm
+from tests.families import saved, tiny_causal_lm
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_keys_and_values_go_with_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tiny_causal_lm("llama"), tmp_path)
+    model = load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
+    alive: list[weakref.ref[Tensor]] = []
+    empty = cache.SlotCache._empty
+
+    def watched(slots: cache.SlotCache, states: Tensor) -> Tensor:
+        stored = empty(slots, states)
+        alive.append(weakref.ref(stored))
+        return stored
+
+    monkeypatch.setattr(cache.SlotCache, "_empty", watched)
+    responses = generate(  # so many tokens that passes come from a tape
+        model, [[5, 6], [7]], max_new_tokens=9, temperature=0.0, stop_ids=[], seed=0
+    )
+
+    assert [len(each.ids) for each in responses] == [9, 9]
+    assert len(alive) == 2 * model.config.num_hidden_layers
+    assert not any(stored() is not None for stored in alive)

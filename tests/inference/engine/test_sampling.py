@@ -1,0 +1,169 @@
+"""Counter-based randomness and inverse-transform sampling, on cases known by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from inference.engine.sampling import Sampler, inverse_transform, nucleus, sampler_of, uniforms
+from inference.settings import Sampling
+
+DISTRIBUTION = torch.tensor([[0.1, 0.4, 0.0, 0.3, 0.2]], dtype=torch.float64)
+
+
+def test_uniform_numbers_lie_in_the_unit_interval_and_are_spread_evenly() -> None:
+    numbers = np.concatenate([uniforms(7, range(1000), position) for position in range(20)])
+
+    counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
+
+    assert counts.sum() == 20_000  # none outside
+    # Chi-square with 99 degrees of freedom: 149 is exceeded once in a thousand seeds.
+    assert ((counts - 200) ** 2 / 200).sum() < 149
+
+
+def test_numbers_of_neighbouring_keys_positions_and_seeds_are_unrelated() -> None:
+    base = uniforms(7, range(2000), 3)
+
+    for other in (
+        uniforms(7, range(1, 2001), 3),
+        uniforms(7, range(2000), 4),
+        uniforms(8, range(2000), 3),
+    ):
+        assert abs(np.corrcoef(base, other)[0, 1]) < 0.08  # 3.5 standard deviations
+
+
+def test_a_number_depends_on_seed_key_and_position_alone() -> None:
+    together = uniforms(7, [5, 11, 5], 2)
+
+    assert together[0] == together[2] == uniforms(7, [5], 2)[0]
+    assert together[1] == uniforms(7, [11], 2)[0]
+    assert uniforms(-1, [0], 0) == uniforms(2**64 - 1, [0], 0)
+
+
+def test_inverse_transform_takes_the_token_whose_share_holds_the_point() -> None:
+    points = torch.tensor(
+        [0.0, 0.099, 0.1, 0.499, 0.5, 0.799, 0.8, 1 - 2**-53], dtype=torch.float64
+    )
+
+    tokens = inverse_transform(DISTRIBUTION.expand(len(points), -1), points)
+
+    assert tokens.tolist() == [0, 0, 1, 1, 3, 3, 4, 4]
+
+
+def test_a_token_of_weight_0_is_never_taken() -> None:
+    weights = torch.tensor([[0.0, 0.7, 0.0, 0.0], [0.0, 1e-300, 0.0, 0.0]], dtype=torch.float64)
+
+    for point in (0.0, 0.5, 1 - 2**-53):
+        points = torch.full((2,), point, dtype=torch.float64)
+        assert inverse_transform(weights, points).tolist() == [1, 1]
+
+
+def test_the_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p() -> None:
+    kept = {
+        top_p: nucleus(DISTRIBUTION, top_p).nonzero()[:, 1].tolist()
+        for top_p in (0.1, 0.39, 0.41, 0.71, 0.95)
+    }
+
+    assert kept == {0.1: [1], 0.39: [1], 0.41: [1, 3], 0.71: [1, 3, 4], 0.95: [0, 1, 3, 4]}
+    assert nucleus(DISTRIBUTION, 0.41)[0, 1] == 0.4  # weights, not yet probabilities
+    assert nucleus(DISTRIBUTION, 1.0) is DISTRIBUTION
+
+
+def test_equal_probabilities_enter_the_nucleus_by_token_id() -> None:
+    kept = nucleus(torch.full((1, 4), 0.25), 0.5)
+
+    assert kept.tolist() == [[0.25, 0.25, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.75])
+def test_samples_are_distributed_as_the_policy_says(top_p: float) -> None:
+    logits = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0])
+    sampler = Sampler(temperature=2.0, top_p=top_p, seed=3)
+    expected = (logits / 2).double().softmax(-1)
+    if top_p < 1:
+        expected = torch.where(expected >= expected[0], expected, 0)  # 0.42 + 0.25 + 0.20 > 0.75
+        expected = expected / expected.sum()
+
+    tokens, logprobs = sampler(logits.expand(5000, -1), range(5000), 0)
+
+    counts = torch.bincount(torch.tensor(tokens), minlength=5).double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    chi_square = ((counts - 5000 * expected) ** 2 / (5000 * expected))[possible].sum()
+    assert chi_square < 18.5  # 4 degrees of freedom, one in a thousand seeds
+    whole = (logits / 2).log_softmax(-1)
+    assert logprobs == pytest.approx(whole[tokens].tolist())  # of the untruncated policy
+
+
+def test_temperature_0_takes_the_likeliest_token_and_reports_it_at_temperature_1() -> None:
+    logits = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 1.0]])
+
+    tokens, logprobs = Sampler(temperature=0.0, top_p=1.0, seed=0)(logits, [0, 1], 0)
+
+    assert tokens == [2, 0]
+    normalizers = [math.log(sum(math.exp(x) for x in row)) for row in logits.tolist()]
+    assert logprobs == pytest.approx([3 - normalizers[0], 2 - normalizers[1]])
+
+
+HISTORY = [3, 3, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("settings", "processors"),
+    [
+        ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        ({"top_k": 3, "top_p": 0.7}, [TopKLogitsWarper(3), TopPLogitsWarper(0.7)]),
+        ({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
+        ({"repetition_penalty": 1.7}, [RepetitionPenaltyLogitsProcessor(1.7)]),
+        (
+            {"min_new_tokens": 2, "stop_ids": [1, 4]},
+            [MinNewTokensLengthLogitsProcessor(3, 2, [1, 4], device="cpu")],
+        ),
+    ],
+)
+def test_tokens_are_as_frequent_as_the_processors_of_transformers_make_them(
+    settings: dict, processors: list[LogitsProcessor]
+) -> None:
+    logits = torch.FloatTensor([[0.5, 2.5, 2.0, -0.6, 1.0, 0.9, -1.0, 1.5]])
+    expected = logits
+    for processor in processors:
+        expected = processor(torch.LongTensor([HISTORY]), expected)
+    expected = expected[0].double().softmax(-1)
+
+    sampler = Sampler(temperature=1.0, seed=3, **settings)
+    tokens, logprobs = sampler(logits.expand(5000, -1), range(5000), 1, [HISTORY] * 5000)
+
+    counts = torch.bincount(torch.tensor(tokens), minlength=8).double()
+    assert ((counts > 0) == (expected > 0)).all()
+    possible = expected > 0
+    chi_square = ((counts - 5000 * expected) ** 2 / (5000 * expected))[possible].sum()
+    assert chi_square < 25  # 7 degrees of freedom, less than one in a thousand seeds
+    assert logprobs == pytest.approx(logits[0].log_softmax(-1)[tokens].tolist())
+
+
+def test_greedy_choices_are_penalized_and_not_early_ends() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, -1.0]]).expand(2, -1)
+    sampler = Sampler(
+        temperature=0.0, seed=0, repetition_penalty=2.0, min_new_tokens=1, stop_ids=[1]
+    )
+
+    # Token 0 was there: 3 / 2. Token 1 may end the second response, but is too early in the first.
+    tokens, _ = sampler(logits, [0, 1], [0, 1], [[2], [0, 0]])
+
+    assert tokens == [0, 1]
+
+
+def test_settings_become_a_sampler() -> None:
+    sampling = Sampling(temperature=0.5, top_k=3, min_p=0.1, min_new_tokens=2, seed=7)
+
+    expected = Sampler(temperature=0.5, top_k=3, min_p=0.1, min_new_tokens=2, seed=7, stop_ids=(2,))
+    assert sampler_of(sampling, [2]) == expected

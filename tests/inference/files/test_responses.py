@@ -1,0 +1,288 @@
+"""Answers to a file of prompts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inference.files.prompts import Prompt, read_prompts
+from inference.files.responses import Responder, TextResponse, write_responses
+from inference.generate import main
+from inference.generation import Response
+from inference.settings import Sampling
+from pipeline.errors import ConfigError, DataError
+
+PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
+
+
+def write(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[dict[str, list]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def responder(embedded: tuple) -> Callable[..., Responder]:
+    """Makes an responder with the embedded model."""
+
+    def make(*, temperature: float = 0.0, **settings: object) -> Responder:
+        sampling = Sampling(max_new_tokens=10, temperature=temperature)
+        return Responder(*embedded, sampling, **settings)
+
+    return make
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> list[Prompt]:
+    return read_prompts(write(tmp_path / "in.jsonl", [{"prompt": text} for text in PROMPTS]))
+
+
+def test_the_command_answers_in_the_order_of_the_input(tmp_path: Path) -> None:
+    dialogue = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Bye"},
+    ]
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"messages": dialogue}])
+    out = tmp_path / "new" / "out.jsonl"
+
+    main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out),
+          "--max-new-tokens", "5", "--samples", "2", "--temperature", "1"])  # fmt: skip
+
+    rows = read(out)
+    assert [row["prompt"] for row in rows] == ["Hi", dialogue]
+    for row in rows:
+        assert len(row["answers"]) == len(row["stop"]) == 2
+        assert set(row["stop"]) <= {"eos", "length"}
+        for ids, logprobs in zip(row["token_ids"], row["logprobs"], strict=True):
+            assert 1 <= len(ids) == len(logprobs) <= 5
+            assert all(logprob <= 0 for logprob in logprobs)
+    assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_answers_do_not_depend_on_the_batch_size(
+    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
+) -> None:
+    sampler = responder(temperature=1.0, num_samples=3)
+
+    for size in (1, 4, 32):
+        out = tmp_path / f"{size}.jsonl"
+        write_responses(sampler, prompts, out, model_path="embedded", batch_size=size)
+
+    texts = [[row["token_ids"] for row in read(tmp_path / f"{size}.jsonl")] for size in (1, 4, 32)]
+    assert texts[0] == texts[1] == texts[2]
+    assert len({tuple(ids) for row in texts[0] for ids in row}) == 15
+
+
+def test_a_killed_run_goes_on_from_its_last_whole_line(
+    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
+) -> None:
+    sampler = responder(temperature=1.0)
+    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    write_responses(sampler, prompts, whole, model_path="embedded", batch_size=2)
+    first, second, third, *_ = whole.read_bytes().splitlines(keepends=True)
+    marked = first.replace(b'"prompt"', b'"kept": true, "prompt"')
+    partial = tmp_path / f"resumed.jsonl.{sampler.fingerprint(prompts, 'embedded')}.partial"
+    partial.write_bytes(marked + second + third[:20])
+
+    write_responses(sampler, prompts, resumed, model_path="embedded", batch_size=2)
+
+    expected, got = read(whole), read(resumed)
+    assert got[0].pop("kept")
+    for ours, other in zip(got, expected, strict=True):
+        # Other rows were computed beside them: rounding may differ, the answers may not.
+        assert ours.pop("logprobs")[0] == pytest.approx(other.pop("logprobs")[0], abs=1e-5)
+        assert ours == other
+    assert not partial.exists()
+
+
+def test_other_settings_do_not_go_on_from_the_lines_of_these(
+    responder: Callable[..., Responder], prompts: list[Prompt]
+) -> None:
+    settings = [
+        {},
+        {"temperature": 1.0},
+        {"raw": True},
+        {"num_samples": 2},
+        {"stop_strings": ["x"]},
+    ]
+    marks = {responder(**each).fingerprint(prompts, "embedded") for each in settings}
+
+    assert len(marks) == len(settings)
+    assert responder().fingerprint(prompts[:-1], "embedded") not in marks
+
+
+def test_raw_prompts_are_tokenized_as_they_are_and_go_on_with_their_space(
+    responder: Callable[..., Responder], prompts: list[Prompt]
+) -> None:
+    raw = responder(raw=True)
+
+    token_ids = raw.encode(prompts[0])
+
+    assert token_ids == raw.tokenizer("What is 3 plus 4?")["input_ids"]
+    ((answer,),) = raw.responses([token_ids], first_row=0, batch_size=1)
+    whole = raw.tokenizer.decode(token_ids + answer.token_ids, skip_special_tokens=True)
+    assert whole == "What is 3 plus 4?" + answer.text
+
+
+def test_an_answer_ends_before_the_first_stop_string(
+    responder: Callable[..., Responder], prompts: list[Prompt]
+) -> None:
+    plain = responder()
+    token_ids = plain.encode(prompts[0])
+    ((uncut,),) = plain.responses([token_ids], first_row=0, batch_size=1)
+    stop = uncut.text[2:4]
+
+    ((cut,),) = responder(stop_strings=["\x00", stop]).responses(
+        [token_ids], first_row=0, batch_size=1
+    )
+
+    assert cut.stop == "stop_string"
+    assert cut.text == uncut.text[: uncut.text.find(stop)].strip()
+    assert cut.token_ids == uncut.token_ids[: len(cut.token_ids)]
+    assert len(cut.logprobs) == len(cut.token_ids)
+    assert stop in plain.tokenizer.decode(cut.token_ids)
+    assert stop not in plain.tokenizer.decode(cut.token_ids[:-1])
+
+
+def test_generation_ends_at_a_stop_string(
+    responder: Callable[..., Responder], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = responder()
+    token_ids = plain.encode(prompts[0])
+    ((uncut,),) = plain.responses([token_ids], first_row=0, batch_size=1)
+    stopping = responder(stop_strings=[uncut.text[2:4]])
+    lengths: list[int] = []
+    finish = stopping.finish
+
+    def note(prompt: list[int], response: Response) -> TextResponse:
+        lengths.append(len(response.ids))
+        return finish(prompt, response)
+
+    monkeypatch.setattr(stopping, "finish", note)
+    ((cut,),) = stopping.responses([token_ids], first_row=0, batch_size=1)
+
+    assert lengths == [len(cut.token_ids)]
+    assert len(cut.token_ids) < len(uncut.token_ids)
+
+
+def test_the_first_sample_is_the_same_however_many_there_are(
+    responder: Callable[..., Responder], prompts: list[Prompt]
+) -> None:
+    one, three = responder(temperature=1.0), responder(temperature=1.0, num_samples=3)
+    encoded = [one.encode(prompt) for prompt in prompts]
+
+    alone = [row[0].token_ids for row in one.responses(encoded, first_row=0, batch_size=4)]
+    first = [row[0].token_ids for row in three.responses(encoded, first_row=0, batch_size=4)]
+
+    assert alone == first
+
+
+def test_lines_are_written_as_their_answers_are_ready(
+    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
+) -> None:
+    sampler = responder(temperature=1.0)
+    out = tmp_path / "out.jsonl"
+    partial = tmp_path / f"out.jsonl.{sampler.fingerprint(prompts, 'embedded')}.partial"
+    seen: list[int] = []
+    hook = sampler.model.register_forward_pre_hook(
+        lambda *_: seen.append(partial.read_bytes().count(b"\n"))
+    )
+
+    write_responses(sampler, prompts, out, model_path="embedded", batch_size=1)
+
+    hook.remove()
+
+    assert sorted(set(seen)) == [0, 1, 2, 3, 4]
+
+
+def test_the_command_takes_every_setting_of_sampling(tmp_path: Path) -> None:
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"prompt": "Bye"}])
+    out = tmp_path / "out.jsonl"
+
+    main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out), "--slots", "1",
+          "--max-new-tokens", "6", "--min-new-tokens", "6", "--temperature", "1", "--top-k", "1",
+          "--top_p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1000",
+          "--cache-gib", "0.5"])  # fmt: skip
+
+    for row in read(out):
+        (ids,) = row["token_ids"]
+        assert len(set(ids)) == len(ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "line 2 is not valid JSON"),
+        ("[]", 'line 2 must be an object with either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', "line 2 must be an object with either"),
+        ('{"prompt": 3}', 'line 2: "prompt" must be text'),
+        ('{"messages": []}', 'line 2: "messages" must be a list of objects'),
+        ('{"messages": [{"role": "bot", "content": "x"}]}', "(system, user, assistant)"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "line 2: the last message must be the user's",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+
+    with pytest.raises(DataError) as caught:
+        read_prompts(path)
+
+    assert str(path) in str(caught.value)
+    assert sentence in str(caught.value)
+
+
+def test_blank_lines_are_passed_over_and_still_counted(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+
+    assert [prompt.origin for prompt in read_prompts(path)] == [f"{path} line 2", f"{path} line 4"]
+
+
+@pytest.mark.parametrize("content", [None, "", "\n"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "in.jsonl"
+    if content is not None:
+        path.write_text(content)
+
+    with pytest.raises(DataError, match=r"no such file|has no prompts"):
+        read_prompts(path)
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_anything_is_generated(
+    tmp_path: Path, responder: Callable[..., Responder]
+) -> None:
+    rows = [{"prompt": "Hi"}, {"prompt": "word " * 400}]
+    prompts = read_prompts(write(tmp_path / "in.jsonl", rows))
+
+    with pytest.raises(DataError, match=r"in.jsonl line 2: the prompt has \d+ tokens"):
+        write_responses(
+            responder(), prompts, tmp_path / "out.jsonl", model_path="embedded", batch_size=2
+        )
+
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_messages_cannot_be_raw(tmp_path: Path, responder: Callable[..., Responder]) -> None:
+    (prompt,) = read_prompts(
+        write(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
+    )
+
+    with pytest.raises(DataError, match=r'line 1 has "messages": --raw continues'):
+        responder(raw=True).encode(prompt)
+
+
+@pytest.mark.parametrize("wrong", [["--samples", "0"], ["--batch-size", "0"], ["--stop", ""]])
+def test_wrong_numbers_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, wrong: list[str]
+) -> None:
+    with pytest.raises(ConfigError):
+        main(["--path", "no/such", "--prompts", "no", "--out", str(tmp_path / "o"), *wrong])

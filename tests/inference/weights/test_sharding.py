@@ -1,0 +1,266 @@
+"""A model divided among processes says what the whole one says, for every family with a plan."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from inference.engine.exchange import PeersDisagreeError
+from inference.engine.sampling import Sampler
+from inference.generation import generate, generate_each, slots_within
+from inference.tp_group import kv_heads_here, tp_group_of
+from inference.weights.replica import Replica
+from inference.weights.sharding import Shard, Sharding, ShardSpec
+from pipeline.errors import ConfigError, DataError
+from pipeline.models.packing import how_to_run
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
+from tests.distributed import rank, run_ranks
+from tests.families import FAMILIES, random_rows, tiny_causal_lm
+
+IDS = torch.tensor([row.input_ids for row in random_rows((9, 9, 9))])
+PROMPTS = [[[5, 6, 7, 8, 9, 10, 11], [12, 13]], [[14, 15, 16]]]
+"""By rank."""
+
+WIDE: dict[str, Any] = {"vocab_size": 104, "tie_word_embeddings": False}
+"""An output layer that can be divided."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama, output layer divided": ("llama", WIDE),
+    "gptj, output layer divided": ("gptj", WIDE),
+    "falcon, ALiBi": ("falcon", {"alibi": True}),
+    "falcon, ALiBi, a key head for each": ("falcon", {"alibi": True, "multi_query": False}),
+    "falcon, a key head for each": ("falcon", {"multi_query": False, "bias": True}),
+    "falcon, key heads for groups": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+}
+
+
+class InPlace:
+    """Weights that are always there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
+        yield list(self.model.parameters())
+
+
+def divided(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    tp_group = current_mesh().tp_group(size, timeout_seconds=60.0)
+    replica = Replica(model, shares=True, tp_group=tp_group)
+    replica.load(InPlace(model))
+    return replica.model
+
+
+def prepared(family: str, changes: dict[str, Any]) -> PreTrainedModel:
+    model = tiny_causal_lm(family, **changes)
+    if how_to_run(model).packed:
+        model.set_attn_implementation("ragged")
+    return model
+
+
+def greedy(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    responses = generate(
+        model, prompts, max_new_tokens=6, temperature=0.0, stop_ids=[2], seed=0, batch_size=2
+    )
+    return [response.ids for response in responses]
+
+
+@torch.no_grad()
+def ask_all(size: int) -> dict[str, tuple[Tensor, list[list[int]], int]]:
+    """Logits, greedy answers to this process's prompts, and bytes of the process's weights."""
+    said: dict[str, tuple[Tensor, list[list[int]], int]] = {}
+    for name, (family, changes) in VARIANTS.items():
+        model = divided(prepared(family, changes), size)
+        num_bytes = sum(param.nbytes for param in model.parameters())
+        said[name] = (model(input_ids=IDS).logits, greedy(model, PROMPTS[rank()]), num_bytes)
+    return said
+
+
+@torch.no_grad()
+def test_two_processes_together_say_what_one_says() -> None:
+    answers = run_ranks(ask_all, 2)
+
+    for name, (family, changes) in VARIANTS.items():
+        model = prepared(family, changes)
+        logits = model(input_ids=IDS).logits
+        num_bytes = sum(param.nbytes for param in model.parameters())
+        for of, said in enumerate(answers):
+            torch.testing.assert_close(said[name][0], logits, rtol=1e-5, atol=5e-5, msg=name)
+            assert said[name][1] == greedy(model, PROMPTS[of]), name
+            assert said[name][2] < 0.8 * num_bytes, name
+        assert torch.equal(answers[0][name][0], answers[1][name][0]), name
+
+
+@torch.no_grad()
+def ask_in_bf16() -> Tensor:
+    return divided(prepared("llama", {}).bfloat16(), 2)(input_ids=IDS).logits
+
+
+@torch.no_grad()
+def test_bf16_is_summed_between_processes() -> None:
+    logits = prepared("llama", {}).bfloat16()(input_ids=IDS).logits
+
+    for said in run_ranks(ask_in_bf16):
+        torch.testing.assert_close(said, logits, rtol=0.05, atol=0.1)
+
+
+def of_rank(of: int, size: int, family: str, **changes: Any) -> Sharding:
+    return Sharding(tiny_causal_lm(family, **changes), Group(of, tuple(range(size))))
+
+
+def test_packed_queries_keys_and_values_are_cut_in_each_of_their_parts() -> None:
+    spec = of_rank(1, 2, "gpt2").spec("transformer.h.0.attn.c_attn", "weight", torch.Size([32, 96]))
+
+    assert spec == ShardSpec(1, (Shard(16, 32), Shard(48, 64), Shard(80, 96)))
+
+
+def test_a_key_head_for_two_processes_counts_once() -> None:
+    shape = torch.Size([16, 32])  # 2 heads of 8
+    specs = [
+        of_rank(of, 4, "llama").spec("model.layers.0.self_attn.k_proj", "weight", shape)
+        for of in range(4)
+    ]
+
+    assert specs == [
+        ShardSpec(0, (Shard(0, 8),)),
+        ShardSpec(0, (Shard(0, 8, counts=False),)),
+        ShardSpec(0, (Shard(8, 16),)),
+        ShardSpec(0, (Shard(8, 16, counts=False),)),
+    ]
+
+
+def test_the_bias_after_a_sum_is_added_once() -> None:
+    first, second = (
+        of_rank(of, 2, "opt").spec("model.decoder.layers.0.fc2", "bias", torch.Size([32]))
+        for of in range(2)
+    )
+
+    assert first is None
+    assert second is not None
+    assert second.of(torch.ones(32)).tolist() == [0.0] * 32
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "changes", "sentence"),
+    [
+        ("llama", 3, {}, "inference_tp_size 3 doesn't divide the 4 attention heads of llama"),
+        (
+            "llama",
+            4,
+            {"intermediate_size": 50},
+            r"inference_tp_size 4 doesn't divide the width 50 of model\.layers\.0\.mlp",
+        ),
+        (
+            "llama",
+            4,
+            {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3},
+            "inference_tp_size 4 doesn't go with the 3 key heads of llama",
+        ),
+        (
+            "falcon",
+            4,
+            {"new_decoder_architecture": True, "num_kv_heads": 2},
+            "inference_tp_size 4 doesn't go with the 2 key heads of falcon",
+        ),
+        *((family, 2, {}, r"inference_tp_size.* 1$") for family in ("lfm2", "llama4_text")),
+    ],
+)
+def test_what_cannot_be_divided_is_one_sentence(
+    family: str, size: int, changes: dict[str, Any], sentence: str
+) -> None:
+    model = tiny_causal_lm(family, **changes)
+
+    with pytest.raises(ConfigError, match=sentence):
+        Replica(model, shares=True, tp_group=Group(0, tuple(range(size))))
+
+
+def test_a_family_without_a_plan_is_named() -> None:
+    config = AutoConfig.for_model(
+        "codegen", n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=101
+    )
+    model = AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(ConfigError, match="no plan to divide codegen; set it to 1"):
+        Sharding(model, Group(0, (0, 1)))
+    assert Sharding(model, Group()).styles == {}
+
+
+def listen() -> dict[str, Any]:
+    """What callbacks hear on each process, and what its answers are."""
+    model = divided(prepared("llama", {}), 2)
+    heard: list[tuple[int, int]] = []
+    finished = generate_each(
+        model,
+        PROMPTS[rank()],
+        Sampler(temperature=0.0, seed=0),
+        max_new_tokens=9,
+        on_token=lambda index, token: heard.append((index, token)),
+        stop_when=lambda index, ids: len(ids) == 3 + index,
+        cache_bytes=10**4 * (rank() + 1),
+    )
+    answers = {each.index: each.response.ids for each in finished}
+    return {"heard": heard, "answers": answers, "kv_heads": kv_heads_here(model)}
+
+
+def test_each_process_hears_of_its_own_prompts_alone() -> None:
+    for of, said in enumerate(run_ranks(listen)):
+        own = range(len(PROMPTS[of]))
+        assert {index: len(ids) for index, ids in said["answers"].items()} == {
+            index: 3 + index for index in own
+        }
+        for index in own:
+            tokens = [token for place, token in said["heard"] if place == index]
+            assert tokens == said["answers"][index]
+        assert len(said["heard"]) == sum(len(ids) for ids in said["answers"].values())
+        assert said["kv_heads"] == 1
+
+
+def ask_too_much() -> str:
+    model = divided(prepared("llama", {}), 2)
+    prompts = [[[5] * 64], [[6]]][rank()]
+    try:
+        generate(model, prompts, max_new_tokens=6, temperature=1.0, stop_ids=(), seed=0)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_prompt_that_is_too_long_on_one_process_ends_all() -> None:
+    for said in run_ranks(ask_too_much):
+        assert "a prompt has 64 tokens and the model reads 64" in said
+
+
+def answer_with_another_seed() -> str:
+    model = divided(prepared("llama", {}), 2)
+    try:
+        generate(
+            model, [[5, 6]], max_new_tokens=6, temperature=1.0, stop_ids=(), seed=rank(), keys=[1]
+        )
+    except PeersDisagreeError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_choose_different_tokens_are_found_out() -> None:
+    for said in run_ranks(answer_with_another_seed):
+        assert "chose different tokens" in said
+
+
+def test_half_of_the_heads_leave_room_for_twice_the_sequences() -> None:
+    whole, half = prepared("llama", {}), prepared("llama", {})
+    Sharding(half, Group(0, (0, 1))).apply()
+
+    # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes: 256 bytes a token.
+    assert slots_within(whole, 256 * 10 * 3, num_tokens=10) == 3
+    assert slots_within(half, 256 * 10 * 3, num_tokens=10) == 6
+    assert tp_group_of(whole).size == 1
+    with pytest.raises(ConfigError, match="one sequence of 10 tokens take 1,280 bytes"):
+        slots_within(half, 1000, num_tokens=10)
