@@ -33,7 +33,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "meeting",
+    "rendezvous",
     [
         ("--node-rank", "1", "--master-addr", "127.0.0.1", "--rdzv-conf", "timeout=3"),
         ("--node-rank", "0", "--master-addr", "127.0.0.1", "--rdzv-conf", "timeout=3"),

@@ -194,7 +194,7 @@ SHORT = Shortage(Phase("train", ()), "each GPU", needed=31 * GIB, there=24 * GIB
 
 
 @pytest.mark.parametrize(
-    ("mended", "end"),
+    ("fix", "end"),
     [
         (
             Fix({"micro_batch_size": 2, "model.gradient_checkpointing": True}),
