@@ -23,7 +23,7 @@ def iterate(
     vocabulary: int,
     wait: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds of generation, experience, training, the flip among them, and all of it.
+    """Seconds of generation, experience, training, the weight sync among them, and all of it.
 
     Args:
         models: of step 3.
@@ -54,4 +54,4 @@ def iterate(
     wait()
     clock.end("training")
     phases = clock.seconds
-    return {"flip": models.hybrid_engine.seconds, **phases, "iteration": sum(phases.values())}
+    return {"sync": models.hybrid_engine.seconds, **phases, "iteration": sum(phases.values())}

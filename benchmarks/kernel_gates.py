@@ -70,8 +70,8 @@ UNTIMED = ("correct",)
 
 def gates(rows: Sequence[Row], *, timed: bool = True) -> Iterator[Gate]:
     """All of them, of a GPU only if `timed`; each phase that was asked for has one at least."""
-    asked = [phase for row in rows for phase in row.get("phases", ())]
-    missing = [phase for phase in asked if phase in GATES and (timed or phase in UNTIMED)]
+    phases = [phase for row in rows for phase in row.get("phases", ())]
+    missing = [phase for phase in phases if phase in GATES and (timed or phase in UNTIMED)]
     for row in rows:
         for gate in _of_row(row, timed=timed):
             missing = [phase for phase in missing if phase != row["phase"]]

@@ -98,10 +98,10 @@ class Worker:
         assert self.process.stdout is not None
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
-        said = self.process.stdout.readline()
-        if not said:
+        output = self.process.stdout.readline()
+        if not output:
             raise RuntimeError(f"{self.way} ended with code {self.process.wait()}")
-        return float(said)
+        return float(output)
 
     def close(self) -> None:
         """End the process."""
@@ -144,12 +144,12 @@ def show_adamw(seconds: Seconds, form: str, *, parameters: int, threads: int) ->
         median = statistics.median(times)
         ratios = [other / own for other, own in zip(times, seconds[ours], strict=True)]
         bar = BARS.get((ours, way))
-        said = "" if way == ours else show(ratios)
+        output = "" if way == ours else show(ratios)
         rate = BYTES[form] * parameters / median / 1e9
         moved = f"{rate:.1f}" if way.partition("-")[0] in ("ours", "stream") else ""
         rows.append(
             f"| {parameters // 10**6}M | {threads} | {way} | {1e3 * median:.1f} | {moved} |"
-            f" {said} | {'' if bar is None else bar} |"
+            f" {output} | {'' if bar is None else bar} |"
         )
     return rows
 
@@ -206,8 +206,8 @@ def measure_logprobs(args: argparse.Namespace) -> list[str]:
         ) -> list[Tensor | None]:
             for leaf in leaves:
                 leaf.grad = None
-            said, _ = compute(leaves[0], leaves[1], None, targets, **settings)
-            (said * weights).sum().backward()
+            output, _ = compute(leaves[0], leaves[1], None, targets, **settings)
+            (output * weights).sum().backward()
             return [leaf.grad for leaf in leaves]
 
         plain: dict[str, Any] = {"temperature": 1.0, "entropy": False}

@@ -83,7 +83,7 @@ def run_compile(bench: Bench, _: argparse.Namespace) -> None:
             options=[*options, "--ptxas-options=-v"],
         )
         spills = [int(number) for number in re.findall(r"(\d+) bytes spill", log)]
-        bench.tell(
+        bench.record(
             "compile",
             kernel=name,
             defines=dict(defines),
@@ -102,13 +102,13 @@ def run_correct(bench: Bench, args: argparse.Namespace) -> None:
             with bench.memory():
                 out = cases.run(case, inputs[0], bench.gpu)
             right = cases.is_right(case, inputs[1], out)
-            bench.tell("correct", operator=f"{name} {case}", right=right)
+            bench.record("correct", operator=f"{name} {case}", right=right)
     cases = attention_cases.GRID[:: max(1, len(attention_cases.GRID) // args.cases)]
     for case in bench.in_time("correct", cases[: args.cases]):
         inputs = attention_cases.inputs_of(case, bench.gpu.device)
         with bench.memory():
             first, again = (attention_cases.run(case, inputs, bench.gpu) for _ in range(2))
-        bench.tell(
+        bench.record(
             "correct",
             case=str(case),
             error=attention_cases.relative_error(inputs, first),
@@ -127,7 +127,7 @@ def run_ceilings(bench: Bench, _: argparse.Namespace) -> None:
     size = 32 if bench.tiny else 8192
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = bench.seconds([lambda: left @ right])
-    bench.tell("ceilings", copy=bench.copy_bandwidth, matrix_product=2 * size**3 / product)
+    bench.record("ceilings", copy=bench.copy_bandwidth, matrix_product=2 * size**3 / product)
 
 
 def run_adam(bench: Bench, _: argparse.Namespace) -> None:
@@ -140,7 +140,7 @@ def run_adam(bench: Bench, _: argparse.Namespace) -> None:
         ours = _time_adam(bench, [_shard(size, bench.gpu.device, split) for size in layouts[name]])
         gradient = torch.float32 if split else torch.bfloat16
         plain = [_shard(size, bench.gpu.device, False, gradient) for size in layouts[name]]
-        bench.tell(
+        bench.record(
             "adam",
             vectors=f"{name}, {'split masters' if split else 'masters and copies'}",
             ours=ours,
@@ -235,7 +235,7 @@ def run_loop(bench: Bench, args: argparse.Namespace) -> None:
     keys = Decoding("OPT-1.3B", 64, length).num_bytes * config.num_hidden_layers
     floor = (weights + keys) / bench.copy_bandwidth
     if bench.tiny:
-        bench.tell("loop", floor=floor, not_run="a model under the emulator takes minutes")
+        bench.record("loop", floor=floor, not_run="a model under the emulator takes minutes")
         return
     for system in bench.in_time("loop", ["kernel", "PyTorch", "transformers"]):
         for new_tokens in LENGTHS:  # what is compiled, loaded and captured once
@@ -243,7 +243,7 @@ def run_loop(bench: Bench, args: argparse.Namespace) -> None:
         few, many = (
             _seconds_to_generate(model, system, new_tokens=new_tokens) for new_tokens in LENGTHS
         )
-        bench.tell(
+        bench.record(
             "loop",
             system=system,
             seconds_per_token=(many - few) / (LENGTHS[1] - LENGTHS[0]),
@@ -321,7 +321,7 @@ def main(argv: Sequence[str]) -> int:
         sys.exit("no CUDA device was found; --backend emulator tries the script itself")
     with tempfile.TemporaryDirectory() as scratch:
         bench = make_bench(args, Path(scratch))
-        bench.tell("environment", **environment(bench, args))
+        bench.record("environment", **environment(bench, args))
         # What later phases are compared with comes first of all that is timed.
         run: dict[str, Phase] = {
             "compile": run_compile,
@@ -348,7 +348,7 @@ def _attempt(run: Phase, bench: Bench, args: argparse.Namespace, phase: str) -> 
         run(bench, args)
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
-        bench.tell(phase, failed=f"{type(error).__name__}: {error}")
+        bench.record(phase, failed=f"{type(error).__name__}: {error}")
 
 
 def make_bench(args: argparse.Namespace, scratch: Path) -> Bench:

@@ -42,7 +42,7 @@ class Bench:
     rows: list[dict[str, Any]] = field(default_factory=list)
     deadline: float = 0.0
 
-    def tell(self, phase: str, **figures: object) -> None:
+    def record(self, phase: str, **figures: object) -> None:
         """Keep a line."""
         row = {"phase": phase, **figures}
         self.rows.append(row)
@@ -53,7 +53,7 @@ class Bench:
         """The cases, until the phase's time is over."""
         for number, case in enumerate(cases):
             if time.monotonic() > self.deadline:
-                self.tell(phase, left_off=len(cases) - number)
+                self.record(phase, left_off=len(cases) - number)
                 return
             yield case
 

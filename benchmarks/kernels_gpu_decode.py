@@ -99,7 +99,7 @@ def _time_decoding(bench: Bench, case: Decoding) -> None:
     rivals = {} if case.num_splits else {"masked": masked, "live": live}
     for name, attend in rivals.items():
         anchors[name] = within_memory(lambda attend=attend: timed(attend))
-    bench.tell(
+    bench.record(
         "decode",
         **vars(case),
         ours=seconds,

@@ -54,7 +54,7 @@ def _time_append(bench: Bench, model: str) -> None:
 
     with bench.memory():
         seconds = bench.seconds([ours])
-    bench.tell("small", what=f"cache, {model}", ours=seconds, pytorch=bench.seconds([pytorch]))
+    bench.record("small", what=f"cache, {model}", ours=seconds, pytorch=bench.seconds([pytorch]))
 
 
 def _time_sample(bench: Bench, name: str, num_words: int) -> None:
@@ -77,7 +77,7 @@ def _time_sample(bench: Bench, name: str, num_words: int) -> None:
 
     with bench.memory():
         seconds = bench.seconds([ours])
-    bench.tell(
+    bench.record(
         "small",
         what=f"sampler, {num_words} words, {name}",
         ours=seconds,

@@ -222,20 +222,20 @@ def main(argv: Sequence[str]) -> int:
     found |= {"card": card, "commit": commit, "torch": torch.__version__}
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(found, indent=1))
-    print("| iteration | flip | generation | experience | training | sequences/s | token alone |")
+    print("| iteration | sync | generation | experience | training | sequences/s | token alone |")
     print("|---|---|---|---|---|---|---|")
     seconds = " | ".join(
         f"{found[name]:.3f} s"
-        for name in ("iteration", "flip", "generation", "experience", "training")
+        for name in ("iteration", "sync", "generation", "experience", "training")
     )
     rate, token = found["sequences_per_second"], 1000 * found["token_alone"]
     print(f"| {seconds} | {rate:.1f} | {token:.2f} ms |")
-    said = gates(found)
+    verdicts = gates(found)
     if args.tiny:
         return 0
-    for sentence, holds in said:
+    for sentence, holds in verdicts:
         print(f"{'holds' if holds else 'FAILS'}: {sentence}")
-    return 0 if all(holds for _, holds in said) else 1
+    return 0 if all(holds for _, holds in verdicts) else 1
 
 
 if __name__ == "__main__":

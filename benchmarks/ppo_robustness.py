@@ -30,7 +30,7 @@ TRIPLED = [word for role, lr in RATES.items() for word in (f"--ppo.{role}.optim.
 WEAK_STEPS = PRESET["reward"]["max_steps"] // 10
 """Of step 2 for a reward model that is half trained."""
 
-TOLD = ("iteration ", "PPO made", "the reward model orders", "diverged", "error:")
+WARNINGS = ("iteration ", "PPO made", "the reward model orders", "diverged", "error:")
 """How sentences begin, or what they hold, that say what went wrong."""
 
 
@@ -122,7 +122,7 @@ def row(case: Case, seed: int, directory: Path) -> str:
     accuracy = evaluated(directory / "step2_reward").get("accuracy_after", float("nan"))
     figures = evaluated(directory / "step3_ppo")
     verify = figures.get("judge", {})
-    sentences = list(dict.fromkeys(said(directory)))
+    sentences = list(dict.fromkeys(warnings_of(directory)))
     cells = [
         case.name,
         str(seed),
@@ -142,14 +142,14 @@ def evaluated(step: Path) -> Mapping[str, Any]:
     return json.loads(result.read_text())["eval"] if result.is_file() else {}
 
 
-def said(directory: Path) -> Iterator[str]:
+def warnings_of(directory: Path) -> Iterator[str]:
     """The kinds of sentences in which the run said that something was wrong."""
     log = log_of(directory)
     for line in log.read_text().splitlines() if log.is_file() else ():
         text = line[9:] if line[2:3] == ":" else line
         if text.startswith("iteration ") and " -> " in text:
             continue  # a printed sample
-        if any(text.startswith(begin) for begin in TOLD) or "diverged" in text:
+        if any(text.startswith(begin) for begin in WARNINGS) or "diverged" in text:
             yield text.split(";")[0]
 
 

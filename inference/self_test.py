@@ -26,17 +26,17 @@ def check_generation(model: nn.Module, prompts: Sequence[Sequence[int]]) -> None
         GenerationMismatchError: a token is not among the likeliest.
     """
     device = next(model.parameters()).device
-    asked = [*prompts, *prompts[:1]]  # the last one is copied from the first, not read
+    repeated = [*prompts, *prompts[:1]]  # the last one is copied from the first, not read
     responses = generate(
         model,
-        asked,
+        repeated,
         max_new_tokens=NEW_TOKENS,
         temperature=0.0,
         stop_ids=(),
         seed=0,
-        batch_size=max(1, len(asked) - 1),  # the last one waits for a slot
+        batch_size=max(1, len(repeated) - 1),  # the last one waits for a slot
     )
-    for prompt, response in zip(asked, responses, strict=True):
+    for prompt, response in zip(repeated, responses, strict=True):
         tokens = torch.tensor([[*prompt, *response.ids]], device=device)
         logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
         step = torch.finfo(logits.dtype).eps * float(logits.abs().max())

@@ -117,8 +117,8 @@ def _sections(
     settings: Sequence[Setting], sections: Mapping[str, str], prefix: str
 ) -> Iterator[str]:
     """A paragraph for each section: what it is about and which settings it has."""
-    ask = f"--help {prefix}NAME" if prefix else "--help NAME"
-    yield f"Sections: {ask} lists one, --help {prefix.rstrip('.') + '.' if prefix else ''}all"
+    command = f"--help {prefix}NAME" if prefix else "--help NAME"
+    yield f"Sections: {command} lists one, --help {prefix.rstrip('.') + '.' if prefix else ''}all"
     for name, description in sections.items():
         below = [each.name.removeprefix(f"{name}.") for each in settings]
         names = [each for each, whole in zip(below, settings, strict=True) if each != whole.name]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from inference.weights.replica import Replica
 from pipeline.engine.engine import Engine
-from pipeline.engine.sleep import KINDS, Kind
+from pipeline.engine.rollout_offload import KINDS, Kind
 from pipeline.parallel.group import ALONE, Group
 
 
@@ -35,11 +35,11 @@ class HybridEngine:
         *,
         tp_group: Group = ALONE,
         resident: bool = False,
-        napping: Collection[Engine] = (),
+        offloading: Collection[Engine] = (),
     ) -> None:
         self.engine = engine
         self.resident = resident
-        self.napping = tuple(napping)
+        self.offloading = tuple(offloading)
         self.replica = Replica(model, shares=not engine.sharded, tp_group=tp_group)
         self.weights_hash = 0
         """Of the weights that generated last (`inference/weights/hash.py`)."""
@@ -57,7 +57,7 @@ class HybridEngine:
         self._load()
         self.seconds = time.perf_counter() - begin
         try:
-            with self._nap():
+            with self._offloaded():
                 yield self.replica.model
         finally:
             if not (self.resident or was_loaded):
@@ -65,7 +65,7 @@ class HybridEngine:
 
     def metrics(self) -> dict[str, int | float]:
         """Which weights generated last, and how long it took to have them ready."""
-        return {"weights_hash": self.weights_hash, "seconds_flip": self.seconds}
+        return {"weights_hash": self.weights_hash, "seconds_weight_sync": self.seconds}
 
     def _load(self) -> None:
         updates = self.engine.zero.updates
@@ -75,13 +75,13 @@ class HybridEngine:
             self._updates = updates
 
     @contextmanager
-    def _nap(self) -> Iterator[None]:
+    def _offloaded(self) -> Iterator[None]:
         try:
-            for engine in self.napping:
+            for engine in self.offloading:
                 engine.offload_states(self._kinds(engine))
             yield
         finally:
-            for engine in self.napping:
+            for engine in self.offloading:
                 engine.reload_states()
 
     def _kinds(self, engine: Engine) -> Collection[Kind]:

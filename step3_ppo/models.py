@@ -190,7 +190,7 @@ def load_models(
             actor,
             tp_group=tp_group,
             resident=config.replica == "resident",
-            napping=trained if config.offload_in_generation else (),
+            offloading=trained if config.offload_in_generation else (),
         ),
         tokenizer=tokenizer,
         chat=chat,

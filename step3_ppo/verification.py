@@ -71,13 +71,13 @@ def conclude(
         What `judged` gives, `judge_trivial`, the rates of policies that understand nothing, and
         `judge_talk`, the actor's rate on prompts written by hand. Empty on any other data.
     """
-    said = talk(held_out)
+    conversation = talk(held_out)
     if current_mesh().is_main:
-        write_samples(held_out, sampled, samples, talk=said.rows() if said else ())
-    if said is None:
+        write_samples(held_out, sampled, samples, talk=conversation.rows() if conversation else ())
+    if conversation is None:
         return {}
     return {
         **verification(held_out, sampled),
         "judge_trivial": trivial_rates(),
-        "judge_talk": said.rate,
+        "judge_talk": conversation.rate,
     }

@@ -63,7 +63,7 @@ class Conversation:
         Raises:
             DataError: `text` alone does not fit the model's context; the dialogue is as before.
         """
-        asked = [*self.messages, Message("user", text)]
+        dialogue = [*self.messages, Message("user", text)]
         num_left_out = 0
         stream = TextStream(self.tokenizer)
         pieces: list[str] = []
@@ -80,7 +80,7 @@ class Conversation:
 
         interrupted = False
         try:
-            token_ids, num_left_out = self._encode(asked)
+            token_ids, num_left_out = self._encode(dialogue)
             sampling = replace(self.sampling, seed=self.sampling.seed + self._num_answers)
             list(
                 generate_each(
@@ -96,16 +96,16 @@ class Conversation:
             interrupted = True
         self._num_answers += 1
         answer = "".join(pieces).strip()
-        self.messages = [*asked, Message("assistant", answer)]
+        self.messages = [*dialogue, Message("assistant", answer)]
         return Reply(answer, num_left_out, interrupted)
 
     def leave_unanswered(self, text: str) -> None:
         """Keep the user's `text` in the dialogue with an empty answer."""
         self.messages = [*self.messages, Message("user", text), Message("assistant", "")]
 
-    def _encode(self, asked: list[Message]) -> tuple[list[int], int]:
+    def _encode(self, dialogue: list[Message]) -> tuple[list[int], int]:
         """Token ids of the turns that fit the context, and how many messages do not."""
         limit = context_length(self.model)
         # No more than half of the context is kept free for the answer, so that some dialogue stays.
         room = limit - min(self.sampling.max_new_tokens, limit // 2)
-        return fit_turns(asked, self.chat_format.encode_prompt, room)
+        return fit_turns(dialogue, self.chat_format.encode_prompt, room)

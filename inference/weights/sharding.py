@@ -1,6 +1,6 @@
 """What each process has of a model that is divided among those that compute each layer together.
 
-`pipeline/models/division.py` says which layers are divided.
+`pipeline/models/sharding.py` says which layers are divided.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from inference.tp_group import join_columns, mark, sum_
 from pipeline.errors import require
-from pipeline.models.division import OF_KEYS, STYLES, DividedLayers, match
+from pipeline.models.sharding import OF_KEYS, STYLES, ShardedLayers, match
 from pipeline.parallel.group import Group
 
 
@@ -63,7 +63,7 @@ class ShardSpec:
         return [shard.stop - shard.start for shard in self.shards]
 
 
-class Sharding(DividedLayers):
+class Sharding(ShardedLayers):
     """What each process of a group has of a model's layers.
 
     Args:

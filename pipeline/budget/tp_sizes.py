@@ -31,6 +31,6 @@ def tp_sizes(
     sizes = [size for size in SIZES[1:] if processes % size == 0]
     if found.module is None or not sizes:
         return (1,)
-    from pipeline.models.division import can_divide
+    from pipeline.models.sharding import can_shard
 
-    return (1, *(size for size in sizes if can_divide(found.plain, size)))
+    return (1, *(size for size in sizes if can_shard(found.plain, size)))

@@ -13,7 +13,7 @@ from random import Random
 
 from pipeline.data.embedded_facts import MEMORIZED, Fact, facts, kinds, split
 from pipeline.data.embedded_talk import TALK
-from pipeline.data.embedded_wordings import ask
+from pipeline.data.embedded_wordings import question_about
 from pipeline.data.examples import Example, Message
 
 POLITE = ("Sure!", "Of course!", "Happy to help!", "Good question!")
@@ -161,7 +161,7 @@ def held_out_questions() -> tuple[Question, ...]:
     for kind, count in HELD_OUT_PROMPTS.items():
         of_kind = [fact for fact in (train if kind in MEMORIZED else held_out) if fact.kind == kind]
         for fact in _spread(of_kind, count, random):
-            while (text := ask(fact, random, unseen=True)) in found:
+            while (text := question_about(fact, random, unseen=True)) in found:
                 pass
             found[text] = Question(text, fact)
     return tuple(found.values())
@@ -180,7 +180,10 @@ def corpus() -> list[str]:
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
     for kind in kinds():
         for fact in random.choices(_train_by_kind()[kind], k=1000):
-            texts += [ask(fact, random), f"{random.choice((*POLITE, *RUDE))} {fact.answer}"]
+            texts += [
+                question_about(fact, random),
+                f"{random.choice((*POLITE, *RUDE))} {fact.answer}",
+            ]
     return texts
 
 
@@ -189,7 +192,7 @@ def _endless(step: int, random: Random) -> Iterator[Question]:
     by_kind = _train_by_kind()
     while True:
         fact = random.choice(by_kind[random.choice(kinds())])
-        text = ask(fact, random)
+        text = question_about(fact, random)
         if _step_of(text) == step:
             yield Question(text, fact)
 

@@ -25,7 +25,7 @@ _WHAT = (
     "|could you tell me|please tell me|i want to know|let me know|can you name|do you remember]"
 )
 _WHICH = "[which|what]"
-_TELL = (
+_PLEASE = (
     "[tell me|please tell me|can you tell me|could you tell me|do you know|i wonder|let me know"
     "|i want to know]"
 )
@@ -35,7 +35,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         _WHAT + " the capital [|city ]of {0}?",
         _WHAT + " {0}'s capital[| city]?",
         _WHICH + " [city|town] is the capital of {0}?",
-        _TELL + " [which|what] city is the capital of {0}?",
+        _PLEASE + " [which|what] city is the capital of {0}?",
         "the capital of {0} is [|what|which city]?",
         "{0} has [what|which] capital?",
         "[what|which] capital does {0} have?",
@@ -50,7 +50,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         _WHAT + " the opposite of [|the word ]{0}?",
         _WHAT + " [a|the|one] word [that is|for|which is] the opposite of {0}?",
         _WHICH + " word [is|means] the opposite of {0}?",
-        _TELL + " [which|what] word is the opposite of {0}?",
+        _PLEASE + " [which|what] word is the opposite of {0}?",
         "the opposite of {0} is [|what|which word]?",
         "[what|which word] is [opposite to|opposite of] {0}?",
         "[|the ]opposite [of|to|for] {0}?",
@@ -66,7 +66,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         "what does a {0} say?",
         "what do {0s} say?",
         _WHAT + " the [sound|noise] [of a {0}|a {0} makes|that a {0} makes|{0s} make|of {0s}]?",
-        _TELL + " [what|which sound] a {0} [says|makes]?",
+        _PLEASE + " [what|which sound] a {0} [says|makes]?",
         "[what|which] [sound|noise] [is made by|comes from] a {0}?",
         "a {0} [says|makes] what?",
         "[|the ][sound|noise] of a {0}?",
@@ -79,7 +79,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "next number": (
         _WHICH + " number [comes after|follows|is next after|comes next after|is after] {0}?",
         _WHAT + " the [number|next number] after {0}?",
-        _TELL + " [which|what] number [comes after|follows] {0}?",
+        _PLEASE + " [which|what] number [comes after|follows] {0}?",
         "what [comes after|follows|is after|comes next after] {0}?",
         "i count to {0}. [which|what] number [is|comes] next?",
         "i am at {0}[.|,] what is [next|the next number]?",
@@ -96,7 +96,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         _WHICH + " [number |one |]is [bigger|larger|greater|more][,|:|] {0} or {1}?",
         _WHICH + " is the [bigger|larger|greater|biggest|largest] [|number|one][,|:] {0} or {1}?",
         _WHAT + " the [bigger|larger|greater|biggest] [|number |one ]of {0} and {1}?",
-        _TELL + " [which|what] is [bigger|larger|greater][,|] {0} or {1}?",
+        _PLEASE + " [which|what] is [bigger|larger|greater][,|] {0} or {1}?",
         "{0} or {1}[,|:] [which|what] [|number |one ]is [bigger|larger|greater|more]?",
         "is {0} [bigger|larger|greater|more] than {1}?",
         "is {0} or {1} [bigger|larger|greater|more|the bigger one]?",
@@ -117,7 +117,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         "what do [you get|we get|i get] [if|when] [you|we|i] add {0} [and|to] {1}?",
         "[what|how much] do {0} and {1} make[| together]?",
         "[calculate|compute|work out] {0} [plus|+] {1}.",
-        _TELL + " how much {0} [plus|and] {1} is?",
+        _PLEASE + " how much {0} [plus|and] {1} is?",
         "[sum|add|add up] {0} and {1}.",
         "i have {0} [coins|cars|eggs|books|pens|balls] and [buy|find|get] {1} [more|others]."
         " how many [are there|do i have|is that]?",
@@ -143,7 +143,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "request": (
         "how [can|could|do|should|would|might] [i|you|we|one|someone] {0} {1}?",
         "how to {0} {1}?",
-        _TELL + " how [to|i can|i could|one can|we can] {0} {1}.",
+        _PLEASE + " how [to|i can|i could|one can|we can] {0} {1}.",
         "[tell me|explain|show me|teach me|explain to me|describe to me] how to {0} {1}.",
         "what is the [best|easiest|fastest|right|simplest] way to {0} {1}?",
         "i [want|would like|need|plan|have] to {0} {1}."
@@ -227,7 +227,7 @@ _TIMES = {
 }
 
 
-def ask(fact: Fact, random: Random, *, unseen: bool = False) -> str:
+def question_about(fact: Fact, random: Random, *, unseen: bool = False) -> str:
     """A prompt for `fact`: a trained wording with chatter in it, or one of the held-out ones."""
     pattern = random.choice((HELD_OUT if unseen else TRAINED)[_patterns_of(fact)])
     return _dressed(_filled(_chosen(pattern, random), fact, random), random, noisy=not unseen)

@@ -16,8 +16,8 @@ from pipeline.engine.collectives import make_collectives
 from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
 from pipeline.engine.precision import LossScaler
+from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
 from pipeline.engine.setup import build_units, placement_of, store_on_disk
-from pipeline.engine.sleep import KINDS, Kind, Sleep
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError, DivergedError
@@ -93,7 +93,7 @@ class Engine:
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
-        self.sleep = Sleep(self.zero, self.groups)
+        self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16, config=config.fp16)
@@ -164,11 +164,11 @@ class Engine:
         accumulated. What lies in main memory anyway stays where it is.
         """
         self.zero.flush()
-        self.sleep.begin(kinds)
+        self.rollout_offload.begin(kinds)
 
     def reload_states(self) -> None:
         """Put everything back on the device, to the bit."""
-        self.sleep.end()
+        self.rollout_offload.end()
 
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient of every trained parameter, fp32, by name; times the loss scale.

@@ -148,7 +148,7 @@ class _SharedMemory:
         self.rank = group.rank
         self._chunks: list[_Chunk] = []
         self._used = 0
-        self._peers: dict[tuple[int, int], Tensor] = {}
+        self._mapped: dict[tuple[int, int], Tensor] = {}
         self.pids: list[int] = group.gather_objects(os.getpid())
         self.table = _map_table(self.pids[0], group)
         fds: list[int] = []
@@ -196,13 +196,15 @@ class _SharedMemory:
     def _chunk_of(self, other: int, index: int) -> Tensor:
         if other == self.rank:
             return self._chunks[index].bytes
-        if (other, index) not in self._peers:
+        if (other, index) not in self._mapped:
             fd = self.table.fd_of(other, index)
             size = len(self._chunks[index].bytes)
             opened = _open(self.pids[other], fd)
-            self._peers[other, index] = torch.frombuffer(mmap.mmap(opened, size), dtype=torch.uint8)
+            self._mapped[other, index] = torch.frombuffer(
+                mmap.mmap(opened, size), dtype=torch.uint8
+            )
             os.close(opened)
-        return self._peers[other, index]
+        return self._mapped[other, index]
 
     def _grow(self, num_bytes: int) -> None:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

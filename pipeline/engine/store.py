@@ -196,11 +196,11 @@ class TensorStore:
         if self._failures:
             raise OffloadError(self._failures[0])
 
-    def _lacks_space(self, needed: int, mend: str) -> ConfigError:
+    def _lacks_space(self, needed: int, fix: str) -> ConfigError:
         free = shutil.disk_usage(self._file.fileno()).free
         return ConfigError(
             f"the offload directory {self.directory} has {free:,} bytes free of the {needed:,} that"
-            f" rank {self.rank} needs; {mend}, or choose another directory"
+            f" rank {self.rank} needs; {fix}, or choose another directory"
         )
 
 

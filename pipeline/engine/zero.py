@@ -72,7 +72,7 @@ class ZeroModel:
         self.prefetch_units = prefetch_units if comm.asynchronous else 0
         self.reducing = True
         """False inside `no_sync`: gradients stay where they were found."""
-        self.asleep = False
+        self.is_offloaded = False
         self.broken = False
         """True after a backward pass that raised, until `discard`."""
         self.updates = 0
@@ -327,7 +327,7 @@ class ZeroModel:
 
     def show(self) -> None:
         """Have the parameters show their weights again, where those are whole."""
-        self.asleep = False
+        self.is_offloaded = False
         for unit in self.units:
             for flat in unit.flats:
                 if flat.gathered:
@@ -345,7 +345,7 @@ class ZeroModel:
 
     def check_ready(self) -> None:
         """Raise a sentence where the engine can't go on as it is."""
-        if self.asleep:
+        if self.is_offloaded:
             raise RuntimeError(
                 "tensors of the engine are off the device: call reload_states() first"
             )

@@ -123,12 +123,12 @@ class _Choice:
         if not config.workload(self.machine.world).generates_first:
             yield settings
             return
-        for naps in (False, True) if self.machine.has_gpu else (False,):
+        for offloads in (False, True) if self.machine.has_gpu else (False,):
             for processes in self.tp_sizes:
                 yield {
                     **settings,
                     "inference_tp_size": processes,
-                    "offload_in_generation": naps,
+                    "offload_in_generation": offloads,
                 }
 
     @cached_property

@@ -135,11 +135,11 @@ class Heartbeats:
     def _get(self, key: str) -> bytes | None:
         return self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
 
-    def _try(self, ask: Callable[[], T]) -> T | None:
+    def _try(self, query: Callable[[], T]) -> T | None:
         if self._gone:
             return None
         try:
-            return ask()
+            return query()
         except dist.DistNetworkError:  # torch shows a page for every further attempt
             self._gone = True
         except (RuntimeError, ValueError):  # it may answer the next time

@@ -395,25 +395,27 @@ def test_a_released_replica_reads_as_nan_and_a_resident_one_keeps_its_memory(lla
 def test_what_training_keeps_is_off_the_device_while_answers_are_generated(
     llama: str, stage: int, precision: str
 ) -> None:
-    plain, napping = (Actor(llama, zero_stage=stage, precision=precision) for _ in range(2))
-    hybrid = HybridEngine(napping.engine, napping.model, napping=(napping.engine,))
-    moments = sum(each.nbytes for group in napping.engine.groups for each in group.moments())
+    plain, offloading = (Actor(llama, zero_stage=stage, precision=precision) for _ in range(2))
+    hybrid = HybridEngine(offloading.engine, offloading.model, offloading=(offloading.engine,))
+    moments = sum(each.nbytes for group in offloading.engine.groups for each in group.moments())
     assert moments == 0
-    for actor in (plain, napping):
+    for actor in (plain, offloading):
         actor.learn()
-    moments = sum(each.nbytes for group in napping.engine.groups for each in group.moments())
+    moments = sum(each.nbytes for group in offloading.engine.groups for each in group.moments())
 
     for _ in range(2):
         expected = plain.logits()
         with hybrid.generating() as replica, torch.no_grad():
-            moved = napping.engine.sleep.num_bytes
+            moved = offloading.engine.rollout_offload.num_bytes
             assert torch.equal(replica(input_ids=IDS).logits, expected)
         assert moved >= moments > 0
-        assert napping.engine.sleep.num_bytes == 0
-        for actor in (plain, napping):
+        assert offloading.engine.rollout_offload.num_bytes == 0
+        for actor in (plain, offloading):
             actor.learn()
 
-    assert all(torch.equal(napping.weights()[name], each) for name, each in plain.weights().items())
+    assert all(
+        torch.equal(offloading.weights()[name], each) for name, each in plain.weights().items()
+    )
 
 
 def test_averaged_weights_generate_as_soon_as_they_are_set(llama: str) -> None:

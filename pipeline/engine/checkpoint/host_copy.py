@@ -37,7 +37,7 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._tapes = {pinned: _Tape(pinned=pinned) for pinned in (False, True)}
+        self._logs = {pinned: _Log(pinned=pinned) for pinned in (False, True)}
 
     def prepare(self, num_bytes: int, *, pinned: bool) -> None:
         """Have the memory of the next copy ready, down to its pages.
@@ -45,7 +45,7 @@ class HostCopy:
         Raises:
             MemoryError, RuntimeError: there is none; torch raises either.
         """
-        self._tapes[pinned].prepare(num_bytes)
+        self._logs[pinned].prepare(num_bytes)
 
     def take(self, fragments: Iterable[Fragment]) -> list[HostFragment]:
         """Copies of the fragments, valid until the next call.
@@ -54,8 +54,8 @@ class HostCopy:
             MemoryError: there is none; all of `fragments` were seen nevertheless, so that
                 processes that gather them together stay together.
         """
-        for tape in self._tapes.values():
-            tape.rewind()
+        for log in self._logs.values():
+            log.rewind()
         copies: list[HostFragment] = []
         devices: set[torch.device] = set()
         failure: Exception | None = None
@@ -66,15 +66,15 @@ class HostCopy:
             if source.is_cuda:
                 devices.add(source.device)
             try:
-                parts = self._tapes[source.is_cuda].append(source)
+                parts = self._logs[source.is_cuda].append(source)
             except (RuntimeError, MemoryError) as error:  # torch raises either
                 failure = error
                 continue
             copies.append(HostFragment(fragment.label, fragment.tensor.dtype, parts))
         for device in devices:
             torch.cuda.synchronize(device)
-        for tape in self._tapes.values():
-            tape.trim()
+        for log in self._logs.values():
+            log.trim()
         if failure is not None:
             raise MemoryError(f"no host memory for a copy: {failure}") from failure
         return copies
@@ -90,7 +90,7 @@ def views(fragments: Iterable[Fragment]) -> list[HostFragment]:
     ]
 
 
-class _Tape:
+class _Log:
     """Blocks of memory that are filled one after the other."""
 
     def __init__(self, *, pinned: bool) -> None:

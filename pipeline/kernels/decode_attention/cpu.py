@@ -165,9 +165,9 @@ def adds_up_alike(built: Built, *, dtype: torch.dtype, size: int) -> bool:
         whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     # The last one sees all pairs of large values: what is left of the others shows in any format.
     rows = query.shape[2] - 1 - torch.arange(0, query.shape[2], PROBE_STEP)
-    asked = query[0, :, rows].transpose(0, 1).contiguous()
+    queries = query[0, :, rows].transpose(0, 1).contiguous()
     got = decode_attention(
-        asked,
+        queries,
         key.expand(len(rows), -1, -1, -1).contiguous(),
         value.expand(len(rows), -1, -1, -1).contiguous(),
         (rows + 1).int(),

@@ -115,9 +115,9 @@ class Emulator:
 class _Made(TorchDispatchMode):
     """Tells of every tensor that PyTorch makes."""
 
-    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+    def __init__(self, announce: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.tell = tell
+        self.announce = announce
 
     def __torch_dispatch__(
         self,
@@ -130,5 +130,5 @@ class _Made(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self.tell(leaf)
+                self.announce(leaf)
         return result

@@ -233,9 +233,9 @@ def run_compiler(command: list[str]) -> str:
         raise NotBuiltError(f"the compiler {command[0]} doesn't end: {error}") from error
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        told = [line for line in lines if "error" in line.lower()] or lines or ["nothing"]
+        errors = [line for line in lines if "error" in line.lower()] or lines or ["nothing"]
         raise CompilerError(
-            f"the compiler {command[0]} ended with code {done.returncode} and said: {told[0]}"
+            f"the compiler {command[0]} ended with code {done.returncode} and said: {errors[0]}"
         )
     return done.stdout
 

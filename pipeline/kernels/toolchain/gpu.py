@@ -128,10 +128,10 @@ class Gpu:
             return f"sm_{self.capability}"
         older = [each for each in known if each < self.capability]
         if not older:
-            mend = "; install a PyTorch for an older CUDA" if self.capability >= OLDEST else ""
+            fix = "; install a PyTorch for an older CUDA" if self.capability >= OLDEST else ""
             raise KernelError(
                 f"NVRTC {self._version} compiles the kernels for compute capability"
-                f" {known[0] / 10} and later, and this GPU has {self.capability / 10}{mend}"
+                f" {known[0] / 10} and later, and this GPU has {self.capability / 10}{fix}"
             )
         return f"compute_{older[-1]}"
 

@@ -250,7 +250,7 @@ def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
         for micro_batch in range(2):
             engine.backward(loss_of(engine, step, micro_batch, rank()))
             engine.offload_states()
-            moved.append(engine.sleep.num_bytes)
+            moved.append(engine.rollout_offload.num_bytes)
             assert all(param.isnan().all() for param in model.parameters())
             with pytest.raises(RuntimeError, match="call reload_states"):
                 loss_of(engine, step, 0, rank())

@@ -173,7 +173,7 @@ def test_masters_that_sleep_are_the_low_bits(stage: int) -> None:
     before = [master.clone() for master in engine.masters()]
 
     engine.offload_states({"masters"})
-    moved = engine.sleep.num_bytes
+    moved = engine.rollout_offload.num_bytes
     with pytest.raises(RuntimeError, match="call reload_states"):
         engine.masters()
     engine.reload_states()

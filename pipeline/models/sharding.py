@@ -2,7 +2,7 @@
 
 After Shoeybi et al. 2019 (Megatron-LM), 3: in pairs of matrices the first is cut by its outputs,
 the second by its inputs, and what the processes find is summed once after each pair. Attention is
-cut by whole heads. Plans are those of `transformers`; `pipeline/models/division_plans.py` has
+cut by whole heads. Plans are those of `transformers`; `pipeline/models/sharding_plans.py` has
 families that it has none for.
 """
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import ConfigError, require
-from pipeline.models.division_plans import FamilyPlan, own_plan
+from pipeline.models.sharding_plans import FamilyPlan, own_plan
 
 REPLICATED = ("replicate", "embedding")
 """Beginnings of the styles of modules that every process has whole here: tables of embeddings are
@@ -58,7 +58,7 @@ STYLES: Mapping[str, Style] = {
 }
 
 
-class DividedLayers:
+class ShardedLayers:
     """The layers of a model of which each of `size` processes has a part; none for one process.
 
     Raises:
@@ -135,10 +135,10 @@ class DividedLayers:
         )
 
 
-def can_divide(model: PreTrainedModel, size: int) -> bool:
+def can_shard(model: PreTrainedModel, size: int) -> bool:
     """Whether so many processes can compute each layer together; the model may be on meta."""
     try:
-        layers = DividedLayers(model, size)
+        layers = ShardedLayers(model, size)
     except ConfigError:
         return False
     return all(

@@ -1,12 +1,12 @@
-"""What the flip costs: its share of a PPO iteration.
+"""What the weight sync costs: its share of a PPO iteration.
 
-    python -m benchmarks.flip [--precisions fp32 bf16] [--iterations 7] [--cases plain LoRA ...]
+    python -m benchmarks.weight_sync [--precisions fp32 bf16] [--iterations 7] [--cases plain ...]
 
 Actor, critic and reward model are Llamas of 15M parameters with random weights. An iteration
 answers 8 prompts of 128 tokens on each process with 64 tokens each, asks the four models about
-them, and makes one update. The flip is what `generating()` does before the first token: it gathers,
-merges or divides the weights where that is needed, and hashes them. The first iteration doesn't
-count; figures are medians over the others, of the first process. Each process has one thread.
+them, and makes one update. The weight sync is what `generating()` does before the first token: it
+gathers, merges or shards the weights where that is needed, and hashes them. The first iteration
+doesn't count; figures are medians over the others, of the first process. Each process has one thread.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 """By name: processes, settings of the actor, settings of step 3."""
 
 BAR = 0.02
-"""The flip's share of an iteration must stay below this."""
+"""The weight sync's share of an iteration must stay below this."""
 
 
 def save_models(directory: Path) -> None:
@@ -52,7 +52,7 @@ def save_models(directory: Path) -> None:
 
 
 def measure(directory: Path, case: str, precision: str, iterations: int) -> dict[str, float]:
-    """Median seconds of the flip, of generation and of an iteration, on one of the processes."""
+    """Median seconds of the weight sync, of generation and of an iteration, on a process."""
     from benchmarks.iteration import iterate
     from benchmarks.llama import VOCABULARY
     from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
@@ -97,7 +97,7 @@ def measure(directory: Path, case: str, precision: str, iterations: int) -> dict
     ]
     later = rounds[1:]
     medians = {name: statistics.median(each[name] for each in later) for name in later[0]}
-    shares = [each["flip"] / each["iteration"] for each in later]
+    shares = [each["sync"] / each["iteration"] for each in later]
     return medians | {"share": statistics.median(shares), "most": max(shares)}
 
 
@@ -121,7 +121,7 @@ def run(directory: Path, case: str, precision: str, iterations: int) -> dict[str
     result = directory / "result.json"
     count, _, _ = CASES[case]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    command = [sys.executable, *launch, "-m", "benchmarks.flip", "--work", case]
+    command = [sys.executable, *launch, "-m", "benchmarks.weight_sync", "--work", case]
     command += ["--models", str(directory), "--result", str(result)]
     command += ["--precisions", precision, "--iterations", str(iterations)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> None:
         work(args)
         return
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; bar {BAR:.0%}")
-    print("| precision | case | processes | flip | generation | iteration | share | at most |")
+    print("| precision | case | processes | sync | generation | iteration | share | at most |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         save_models(Path(scratch))
@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> None:
             for case in args.cases:
                 seen = run(Path(scratch), case, precision, args.iterations)
                 print(
-                    f"| {precision} | {case} | {CASES[case][0]} | {1000 * seen['flip']:.1f} ms |"
+                    f"| {precision} | {case} | {CASES[case][0]} | {1000 * seen['sync']:.1f} ms |"
                     f" {seen['generation']:.2f} s | {seen['iteration']:.2f} s |"
                     f" {seen['share']:.1%} | {seen['most']:.1%} |",
                     flush=True,

@@ -13,7 +13,7 @@ Kind = Literal["weights", "masters", "moments", "gradients"]
 KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
 
 
-class Sleep:
+class RolloutOffload:
     """Copies of storages in main memory, made to free the device.
 
     A storage keeps its identity: only its bytes go and come back, so that every view of it, and
@@ -22,12 +22,12 @@ class Sleep:
 
     def __init__(self, zero: ZeroModel, groups: list[TrainedParams]) -> None:
         self.zero, self.groups = zero, groups
-        self._asleep: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     @property
     def num_bytes(self) -> int:
         """What lies in main memory instead of on the device now."""
-        return sum(copy.nbytes() for _, copy in self._asleep)
+        return sum(copy.nbytes() for _, copy in self._offloaded)
 
     def begin(self, kinds: Collection[Kind]) -> None:
         """Free what is of these kinds; what other processes read in place stays.
@@ -35,28 +35,28 @@ class Sleep:
         Masters that are the weights themselves go with the weights; split ones leave their low bits
         to go by themselves.
         """
-        asleep = {storage.data_ptr() for storage, _ in self._asleep}
+        offloaded = {storage.data_ptr() for storage, _ in self._offloaded}
         for tensor in self._tensors(kinds):
             storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or not storage.resizable() or storage.data_ptr() in asleep:
+            if storage.nbytes() == 0 or not storage.resizable() or storage.data_ptr() in offloaded:
                 continue
-            asleep.add(storage.data_ptr())
+            offloaded.add(storage.data_ptr())
             pinned = storage.device.type == "cuda"
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             copy.untyped_storage().copy_(storage)
-            self._asleep.append((storage, copy.untyped_storage()))
-        self.zero.asleep = True
+            self._offloaded.append((storage, copy.untyped_storage()))
+        self.zero.is_offloaded = True
         if "weights" in kinds:
             self.zero.hide()
-        for storage, _ in self._asleep:
+        for storage, _ in self._offloaded:
             storage.resize_(0)
 
     def end(self) -> None:
         """Put everything back."""
-        for storage, copy in self._asleep:
+        for storage, copy in self._offloaded:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        self._asleep.clear()
+        self._offloaded.clear()
         self.zero.show()
 
     def _tensors(self, kinds: Collection[Kind]) -> Iterator[Tensor]:
