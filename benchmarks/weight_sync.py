@@ -6,7 +6,7 @@ Actor, critic and reward model are Llamas of 15M parameters with random weights.
 answers 8 prompts of 128 tokens on each process with 64 tokens each, asks the four models about
 them, and makes one update. The weight sync is what `generating()` does before the first token: it
 gathers, merges or shards the weights where that is needed, and hashes them. The first iteration
-doesn't count; figures are medians over the others, of the first process. Each process has one thread.
+doesn't count; figures are medians over the others, of the first process. A process has one thread.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from inference.engine.requests import Event, Finished, OnToken, StopWhen, Ticket
 from pipeline.parallel.group import Group
 
 
-class PeersDisagreeError(RuntimeError):
+class GroupDisagreesError(RuntimeError):
     """Processes that compute each layer together chose different tokens."""
 
 
@@ -74,7 +74,7 @@ class Exchange:
         """This process's responses as they end; the others' are generated on the way.
 
         Raises:
-            PeersDisagreeError: the peers did not choose the same tokens.
+            GroupDisagreesError: the peers did not choose the same tokens.
         """
         if self.tp_group.size == 1:
             yield from finished
@@ -104,7 +104,7 @@ class SharedTickets:
         """What all of the peers submitted and cancelled, in rank order; they call it in step.
 
         Raises:
-            PeersDisagreeError: the peers did not choose the same tokens until now.
+            GroupDisagreesError: the peers did not choose the same tokens until now.
         """
         own = self._tp_group.rank
         for ticket in submitted:
@@ -147,10 +147,10 @@ def require_equal(chosen: Sequence[int]) -> None:
     """Compare what stands for the tokens that each process chose.
 
     Raises:
-        PeersDisagreeError: they are not the same.
+        GroupDisagreesError: they are not the same.
     """
     if len(set(chosen)) > 1:
-        raise PeersDisagreeError(
+        raise GroupDisagreesError(
             "the processes that generate together chose different tokens: they run different"
             " versions, or on different devices"
         )

@@ -133,7 +133,7 @@ class Sharding(ShardedLayers):
             return
         for name, kind in self.styles.items():
             module, style = self.model.get_submodule(name), STYLES[kind]
-            self._tell_width(name, module)
+            self._log_width(name, module)
             if not style.by_outputs:
                 module.register_forward_hook(self._sum)
             if style.joins:
@@ -150,7 +150,7 @@ class Sharding(ShardedLayers):
                 module.register_forward_pre_hook(self._own_heads, with_kwargs=True)
         mark(self.model, self.tp_group, kv_heads=self.kv_heads_here)
 
-    def _tell_width(self, name: str, module: nn.Module) -> None:
+    def _log_width(self, name: str, module: nn.Module) -> None:
         """A module's own idea of its width, which Conv1D computes with."""
         weight = module.get_parameter("weight")
         spec = self.spec(name, "weight", weight.shape)

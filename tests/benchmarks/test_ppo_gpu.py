@@ -20,7 +20,7 @@ def test_the_whole_course_runs_with_toys(tmp_path: Path) -> None:
     phases = found["generation"] + found["experience"] + found["training"]
     assert abs(found["iteration"] - phases) < 1e-9
     assert found["sequences_per_second"] == 4 / found["iteration"]
-    assert 0 < found["flip"] < found["generation"]
+    assert 0 < found["sync"] < found["generation"]
 
 
 def test_a_gate_holds_at_its_number_and_fails_beyond_it() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from inference.engine.exchange import PeersDisagreeError
+from inference.engine.exchange import GroupDisagreesError
 from inference.engine.sampling import Sampler
 from inference.generation import generate, generate_each, slots_within
 from inference.tp_group import kv_heads_here, tp_group_of
@@ -244,7 +244,7 @@ def answer_with_another_seed() -> str:
         generate(
             model, [[5, 6]], max_new_tokens=6, temperature=1.0, stop_ids=(), seed=rank(), keys=[1]
         )
-    except PeersDisagreeError as error:
+    except GroupDisagreesError as error:
         return str(error)
     return ""
 
