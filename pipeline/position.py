@@ -33,8 +33,9 @@ class Collective(NamedTuple):
 class Position:
     """Counts the collectives of this process, and the seconds that it waited for the others.
 
-    `come_to` stands before every collective of a training step and is written to cost as much as an
-    assignment or two; a thread of `pipeline.watchdog.process` reads the rest when it likes.
+    `enter_collective` stands before every collective of a training step and is written to cost as
+    much as an assignment or two; a thread of `pipeline.watchdog.process` reads the rest when it
+    likes.
     """
 
     def __init__(self) -> None:
