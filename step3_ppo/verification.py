@@ -68,8 +68,8 @@ def conclude(
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
     Returns:
-        What `judged` gives, `judge_trivial`, the rates of policies that understand nothing, and
-        `judge_talk`, the actor's rate on prompts written by hand. Empty on any other data.
+        What `verification` gives, `judge_trivial`, the rates of policies that understand nothing,
+        and `judge_talk`, the actor's rate on prompts written by hand. Empty on any other data.
     """
     conversation = talk(held_out)
     if current_mesh().is_main:

@@ -1,7 +1,7 @@
 """The embedded task: rows for the three steps, and the program that judges an answer.
 
 Step 1's demonstrations are of mixed quality on purpose: a model that imitates them is right and
-polite about as often as they are, so steps 2 and 3 have something to improve, and `judge` can say
+polite about as often as they are, so steps 2 and 3 have something to improve, and `verify` can say
 by how much.
 """
 
