@@ -77,7 +77,7 @@ class Machines:
         """Cut the cable: what is sent gets lost, and nobody is told."""
         self._cable("down")
 
-    def suggest_fix(self) -> None:
+    def reconnect(self) -> None:
         """Put it together again."""
         self._cable("up")
 

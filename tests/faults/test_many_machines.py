@@ -171,7 +171,7 @@ def test_a_machine_that_is_lost_is_named_and_the_job_resumes(
         code = job.wait(200)
         took = time.monotonic() - began
         said = job.said()
-    machines.suggest_fix()
+    machines.reconnect()
 
     assert code == 1, said
     assert "worker-1" in said
