@@ -99,9 +99,22 @@ def grpo(rewarded: Rewarded) -> Estimate:
     its group. Responses of a group with equal returns have an advantage of exactly 0.
     """
     grouped = returns_by_group(rewarded)
-    centered = grouped - grouped.mean(dim=1, keepdim=True)
-    scaled = centered / (grouped.std(dim=1, keepdim=True) + STD_FLOOR)
-    return Estimate(of_every_token(scaled.masked_fill(dead(grouped), 0.0), rewarded.mask))
+    scaled = centered(grouped) / (grouped.std(dim=1, keepdim=True) + STD_FLOOR)
+    return Estimate(of_every_token(scaled, rewarded.mask))
+
+
+def rloo(rewarded: Rewarded) -> Estimate:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024), the same for every token.
+
+        A_i = R_i - mean of the other R_j = G / (G - 1) * (R_i - mean R)
+
+    R_i is the sum of a response's token rewards, G the size of its group. The other responses say
+    nothing about this one, so the policy gradient is unbiased. Responses of a group with equal
+    returns have an advantage of exactly 0.
+    """
+    size = rewarded.group_size
+    advantages = size / (size - 1) * centered(returns_by_group(rewarded))
+    return Estimate(of_every_token(advantages, rewarded.mask))
 
 
 def returns_by_group(rewarded: Rewarded) -> Float[Tensor, "P G"]:
@@ -109,13 +122,14 @@ def returns_by_group(rewarded: Rewarded) -> Float[Tensor, "P G"]:
     return rewarded.rewards.double().sum(dim=1).view(-1, rewarded.group_size)
 
 
-def dead(grouped: Float[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Whether all returns of a group are equal, which teaches nothing.
+def centered(grouped: Float[Tensor, "P G"]) -> Float[Tensor, "P G"]:
+    """The distance of each return from its group's mean, exactly 0 where all returns are equal.
 
     By their range: a difference from the mean is not exactly 0 after rounding, and would be blown
     up by a standard deviation near 0.
     """
-    return grouped.amax(dim=1, keepdim=True) == grouped.amin(dim=1, keepdim=True)
+    equal = grouped.amax(dim=1, keepdim=True) == grouped.amin(dim=1, keepdim=True)
+    return (grouped - grouped.mean(dim=1, keepdim=True)).masked_fill(equal, 0.0)
 
 
 def of_every_token(
@@ -125,5 +139,9 @@ def of_every_token(
     return advantages.flatten().float()[:, None] * mask
 
 
-ESTIMATORS: Mapping[str, Callable[[Rewarded], Estimate]] = {"gae": gae_estimate, "grpo": grpo}
+ESTIMATORS: Mapping[str, Callable[[Rewarded], Estimate]] = {
+    "gae": gae_estimate,
+    "grpo": grpo,
+    "rloo": rloo,
+}
 """By the setting `advantage`."""

@@ -35,7 +35,11 @@ class Needs:
     """Several responses to each prompt, which are compared with each other."""
 
 
-ESTIMATOR_NEEDS = {"gae": Needs(critic=True), "grpo": Needs(group=True)}
+ESTIMATOR_NEEDS = {
+    "gae": Needs(critic=True),
+    "grpo": Needs(group=True),
+    "rloo": Needs(group=True),
+}
 """By the setting `advantage`; the functions are in `step3_ppo.advantages`."""
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
@@ -76,9 +80,10 @@ class PPOConfig(StepConfig):
     group_size: int = 1
     """Responses to each prompt of a rollout (num_generations, rollout.n)."""
 
-    advantage: Literal["gae", "grpo"] = "gae"
-    """How advantages are estimated: gae by a critic (Schulman et al. 2016), grpo by comparing the
-    responses to a prompt (Shao et al. 2024), without a critic."""
+    advantage: Literal["gae", "grpo", "rloo"] = "gae"
+    """How advantages are estimated: gae by a critic (Schulman et al. 2016); without a critic, by
+    comparing the responses to a prompt, grpo with their mean in standard deviations (Shao et al.
+    2024), rloo with the mean of the others (Ahmadian et al. 2024)."""
 
     loss: Literal["clip", "none"] = "clip"
     """The policy's loss: clip is PPO's clipped ratio, none the plain policy gradient, which is

@@ -1,6 +1,7 @@
 """Estimators that compare the responses to a prompt with each other."""
 
 from fractions import Fraction
+from itertools import product
 from typing import get_args, get_type_hints
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from step3_ppo.advantages import ESTIMATORS, STD_FLOOR, Rewarded
 from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
-from step3_ppo.policy_losses import LOSSES
+from step3_ppo.policy_losses import LOSSES, TrustRegion
 
 GROUPED = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
 
@@ -61,13 +62,17 @@ def test_grpo_counts_all_rewards_of_a_response() -> None:
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
+    def equal(reward: float, size: int) -> Rewarded:
+        responses = rewarded([reward] * 2 * size, [3, 2] * size, group_size=size)
+        # As a KL penalty, so small that the mean of such returns is rounded in float64 too.
+        responses.rewards[:, 0] = reward * 2**-27
+        return responses
+
     wrong = [
         (size, reward)
         for size in range(2, 17)
         for reward in (0.1, 0.7, float(Fraction(1, 3)), -2.5)
-        if ESTIMATORS[name](
-            rewarded([reward] * 2 * size, [3, 1] * size, group_size=size)
-        ).advantages.any()
+        if ESTIMATORS[name](equal(reward, size)).advantages.any()
     ]
 
     assert not wrong
@@ -95,3 +100,48 @@ def test_grpo_does_not_see_the_zero_and_the_unit_of_rewards() -> None:
     moved = ESTIMATORS["grpo"](rewarded([3.0, 5.0, 13.0], [1] * 3, group_size=3)).advantages
 
     torch.testing.assert_close(plain, moved, rtol=1e-4, atol=1e-4)  # but for STD_FLOOR
+
+
+def test_rloo_gives_each_token_its_responses_distance_from_the_mean_of_the_others() -> None:
+    estimate = ESTIMATORS["rloo"](
+        rewarded([1.0, 3.0, 5.0, 0.0, 0.0, 6.0], [2, 1, 3, 1, 2, 2], group_size=3)
+    )
+
+    # The others have means (4, 3, 2) and (3, 3, 0).
+    expected = torch.tensor(
+        [[-3.0, -3, 0], [0, 0, 0], [3, 3, 3], [-3, 0, 0], [-3, -3, 0], [6, 6, 0]]
+    )
+    torch.testing.assert_close(estimate.advantages, expected, rtol=0, atol=0)
+    assert estimate.returns is None
+
+
+def test_rloo_of_two_responses_is_twice_the_centered_return() -> None:
+    estimate = ESTIMATORS["rloo"](rewarded([1.0, 4.0, -2.0, 5.0], [1] * 4, group_size=2))
+
+    centered = torch.tensor([[-1.5], [1.5], [-3.5], [3.5]])
+    torch.testing.assert_close(estimate.advantages, 2 * centered, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 5])
+def test_rloos_mean_gradient_is_that_of_the_expected_reward(group_size: int) -> None:
+    """Over every group of responses that a policy of three actions can give, by its probability.
+
+    Rewards are multiples of G - 1, so that advantages are whole numbers, exact in float32.
+    """
+    rewards = (group_size - 1) * torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(dim=0)
+    groups = torch.tensor(list(product(range(3), repeat=group_size)))
+    probability = logprobs.detach()[groups].sum(dim=1).exp()
+
+    estimate = ESTIMATORS["rloo"](
+        rewarded(rewards[groups].flatten().tolist(), [1] * groups.numel(), group_size=group_size)
+    )
+    taken = logprobs[groups].flatten()
+    advantages = estimate.advantages.flatten().double()
+    losses = LOSSES["none"](taken, taken.detach(), advantages, TrustRegion(0.2, 0.2))
+    loss = (probability * losses.view_as(groups).mean(dim=1)).sum()
+
+    (found,) = torch.autograd.grad(-loss, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((logprobs.exp() * rewards).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
