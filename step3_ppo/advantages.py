@@ -25,6 +25,9 @@ class Rewarded:
 
     mask: Bool[Tensor, "B T"]
 
+    scores: Float[Tensor, " B"]
+    """Of each response, without the KL penalty."""
+
     values: Float[Tensor, "B T"] | None
     """A critic's value of the state before each token, where there is a critic."""
 
@@ -96,11 +99,13 @@ def grpo(rewarded: Rewarded) -> Estimate:
         A_i = (R_i - mean R) / (std R + 1e-4)
 
     R_i is the sum of a response's token rewards; mean and (sample) standard deviation are those of
-    its group. Responses of a group with equal returns have an advantage of exactly 0.
+    its group. Where all scores of a group are equal the advantages are exactly 0: the KL penalty
+    alone, divided by its own small deviation, would weigh as much as a score.
     """
     grouped = returns_by_group(rewarded)
     scaled = centered(grouped) / (grouped.std(dim=1, keepdim=True) + STD_FLOOR)
-    return Estimate(of_every_token(scaled, rewarded.mask))
+    scores = rewarded.scores.view(-1, rewarded.group_size)
+    return Estimate(of_every_token(scaled.masked_fill(are_equal(scores), 0.0), rewarded.mask))
 
 
 def rloo(rewarded: Rewarded) -> Estimate:
@@ -125,11 +130,14 @@ def returns_by_group(rewarded: Rewarded) -> Float[Tensor, "P G"]:
 def centered(grouped: Float[Tensor, "P G"]) -> Float[Tensor, "P G"]:
     """The distance of each return from its group's mean, exactly 0 where all returns are equal.
 
-    By their range: a difference from the mean is not exactly 0 after rounding, and would be blown
-    up by a standard deviation near 0.
+    A difference from the mean is not exactly 0 after rounding.
     """
-    equal = grouped.amax(dim=1, keepdim=True) == grouped.amin(dim=1, keepdim=True)
-    return (grouped - grouped.mean(dim=1, keepdim=True)).masked_fill(equal, 0.0)
+    return (grouped - grouped.mean(dim=1, keepdim=True)).masked_fill(are_equal(grouped), 0.0)
+
+
+def are_equal(grouped: Float[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
+    """Whether all numbers of a group are the same."""
+    return grouped.amax(dim=1, keepdim=True) == grouped.amin(dim=1, keepdim=True)
 
 
 def of_every_token(

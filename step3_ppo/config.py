@@ -34,9 +34,12 @@ class Needs:
     group: bool = False
     """Several responses to each prompt, which are compared with each other."""
 
+    whitening: bool = False
+    """That advantages are shifted and scaled over the rollout, where `whiten_advantages` is on."""
+
 
 ESTIMATOR_NEEDS = {
-    "gae": Needs(critic=True),
+    "gae": Needs(critic=True, whitening=True),
     "grpo": Needs(group=True),
     "rloo": Needs(group=True),
 }
@@ -264,22 +267,7 @@ class PPOConfig(StepConfig):
             f" {self.rollout_size}: a minibatch is cut from one rollout",
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
-        require(
-            self.rollout_size % self.group_size == 0,
-            f"ppo.group_size {self.group_size} doesn't divide ppo.rollout_size {self.rollout_size}:"
-            " a rollout holds all responses to each of its prompts",
-        )
-        needs = ESTIMATOR_NEEDS[self.advantage]
-        require(
-            not needs.group or self.group_size > 1,
-            f"ppo.advantage {self.advantage} compares the responses to a prompt: set ppo.group_size"
-            " to 2 or more",
-        )
-        require(
-            needs.critic or self.critic_warmup_steps == 0,
-            f"ppo.critic_warmup_steps trains the critic alone, and ppo.advantage {self.advantage}"
-            " has none; leave it at 0",
-        )
+        self._check_method()
         require(self.temperature > 0, f"ppo.temperature must be above 0, got {self.temperature}")
         require(self.kl_coef >= 0, f"ppo.kl_coef must not be below 0, got {self.kl_coef}")
         require(0 <= self.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {self.gamma}")
@@ -306,3 +294,33 @@ class PPOConfig(StepConfig):
                 lora is None or lora.dropout == 0,
                 f"ppo.{role}.lora.dropout must be 0: dropout breaks the ratio of new to old policy",
             )
+
+    def _check_method(self) -> None:
+        """Refuse estimators, losses and groups that contradict each other."""
+        require(
+            self.rollout_size % self.group_size == 0,
+            f"ppo.group_size {self.group_size} doesn't divide ppo.rollout_size {self.rollout_size}:"
+            " a rollout holds all responses to each of its prompts",
+        )
+        needs = ESTIMATOR_NEEDS[self.advantage]
+        require(
+            not needs.group or self.group_size > 1,
+            f"ppo.advantage {self.advantage} compares the responses to a prompt: set ppo.group_size"
+            " to 2 or more",
+        )
+        require(
+            needs.critic or self.gamma == 1,
+            f"ppo.gamma {self.gamma} discounts the returns that a critic learns, and ppo.advantage"
+            f" {self.advantage} sums a response's rewards as they are; leave it at 1",
+        )
+        require(
+            self.loss != "none" or (self.ppo_epochs == 1 and self.batch_size == self.rollout_size),
+            "ppo.loss none is right for the policy that was sampled, so for one update on each"
+            " rollout: set ppo.ppo_epochs 1 and ppo.batch_size to ppo.rollout_size, or ppo.loss"
+            " clip",
+        )
+        require(
+            needs.critic or self.critic_warmup_steps == 0,
+            f"ppo.critic_warmup_steps trains the critic alone, and ppo.advantage {self.advantage}"
+            " has none; leave it at 0",
+        )

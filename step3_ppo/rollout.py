@@ -252,11 +252,17 @@ def compute_advantages(
         mean, variance = global_moments(rewards, mask)
         rewards = whiten(rewards, mask, mean=mean, variance=variance, shift_mean=False)
     rewarded = Rewarded(
-        rewards, mask, experience.values, config.group_size, gamma=config.gamma, lam=config.lam
+        rewards=rewards,
+        mask=mask,
+        scores=reward_score,
+        values=experience.values,
+        group_size=config.group_size,
+        gamma=config.gamma,
+        lam=config.lam,
     )
     estimate = ESTIMATORS[config.advantage](rewarded)
     advantages = estimate.advantages
-    if config.whiten_advantages and not ESTIMATOR_NEEDS[config.advantage].group:
+    if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
         mean, variance = global_moments(advantages, mask)
         advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
     return Rollout(

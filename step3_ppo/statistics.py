@@ -4,6 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.parallel.mesh import current_mesh
+from step3_ppo.advantages import are_equal
 from step3_ppo.losses import explained_variance, k3
 from step3_ppo.rollout import Experience, Rollout, global_moments
 
@@ -78,7 +79,7 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
     if rollout.group_size == 1:
         return {}
     grouped = rollout.reward_score.double().view(-1, rollout.group_size)
-    is_dead = grouped.amax(dim=1) == grouped.amin(dim=1)
+    is_dead = are_equal(grouped)
     std, dead, count = current_mesh().data.sums(
         [grouped.std(dim=1).sum().item(), is_dead.sum().item(), len(grouped)]
     )

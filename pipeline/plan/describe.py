@@ -92,7 +92,7 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     steps, epochs, tokens = preview.steps(config), preview.epochs(config), preview.tokens
     if steps is None or epochs is None:
         return
-    kind = "iterations" if rows_of_a_step(config) != config.batch_size else "optimizer steps"
+    kind = "iterations" if config.workload(1).generates_first else "optimizer steps"
     rows = rows_of_a_step(config)
     passes = f"{epochs:.2g}"
     passes += " pass" if passes == "1" else " passes"

@@ -19,7 +19,15 @@ def rewarded(returns: list[float], lengths: list[int], *, group_size: int) -> Re
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rewards = torch.zeros(mask.shape)
     rewards[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = torch.tensor(returns)
-    return Rewarded(rewards, mask, None, group_size, gamma=1.0, lam=1.0)
+    return Rewarded(
+        rewards=rewards,
+        mask=mask,
+        scores=torch.tensor(returns),
+        values=None,
+        group_size=group_size,
+        gamma=1.0,
+        lam=1.0,
+    )
 
 
 def test_every_estimator_and_every_loss_is_a_choice_of_the_settings() -> None:
@@ -51,8 +59,8 @@ def test_grpo_gives_each_token_its_responses_distance_from_the_groups_mean() -> 
 
 
 def test_grpo_counts_all_rewards_of_a_response() -> None:
-    spread = rewarded([0.0, 0.0], [3, 2], group_size=2)
-    spread.rewards[0, 0] = 1.0  # as a KL penalty lies on every token
+    spread = rewarded([2.0, 0.0], [3, 2], group_size=2)
+    spread.rewards[0, 0] = -1.0  # as a KL penalty lies on every token
     at_the_end = rewarded([1.0, 0.0], [3, 2], group_size=2)
 
     estimates = [ESTIMATORS["grpo"](each).advantages for each in (spread, at_the_end)]
@@ -76,6 +84,14 @@ def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
     ]
 
     assert not wrong
+
+
+def test_where_scores_are_equal_grpo_does_not_blow_up_the_kl_penalty() -> None:
+    equal = rewarded([1.0, 1.0], [3, 2], group_size=2)
+    equal.rewards[0, 0] = -1e-3
+
+    assert not ESTIMATORS["grpo"](equal).advantages.any()
+    assert ESTIMATORS["rloo"](equal).advantages.abs().max() == pytest.approx(1e-3, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", GROUPED)

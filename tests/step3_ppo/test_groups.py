@@ -116,6 +116,8 @@ def test_one_and_two_processes_learn_the_same(toy: Path, tmp_path: Path, aggrega
         ({"advantage": "grpo"}, "set ppo.group_size to 2 or more"),
         ({**GROUP, "critic_warmup_steps": 2}, "ppo.critic_warmup_steps trains the critic alone"),
         ({"group_size": 0}, "ppo.group_size must be above 0"),
+        ({**GROUP, "gamma": 0.9}, "ppo.gamma 0.9 discounts"),
+        ({"loss": "none", "ppo_epochs": 2}, "ppo.loss none is right for the policy that"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
