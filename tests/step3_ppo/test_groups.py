@@ -89,10 +89,14 @@ def _train(config: PPOConfig) -> None:
     train(config)
 
 
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
-def test_one_and_two_processes_learn_the_same(toy: Path, tmp_path: Path, aggregate: str) -> None:
+@pytest.mark.parametrize(
+    ("advantage", "aggregate"), [("grpo", "token"), ("rloo", "sequence"), ("grpo", "constant")]
+)
+def test_one_and_two_processes_learn_the_same(
+    toy: Path, tmp_path: Path, advantage: str, aggregate: str
+) -> None:
     alone, together = (
-        grouped(toy, tmp_path / name, aggregate=aggregate, batch_size=4)
+        grouped(toy, tmp_path / name, advantage=advantage, aggregate=aggregate, batch_size=4)
         for name in ("alone", "together")
     )
     train(alone)
