@@ -31,7 +31,7 @@ from pipeline.engine.state import (
 from pipeline.errors import ConfigError
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
-from pipeline.settings.plain import plain, portable
+from pipeline.settings.plain import plain, portable, with_defaults
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 
 logger = logging.getLogger(__name__)
@@ -261,8 +261,8 @@ class Checkpoints:
     def _check(self, checkpoint: Checkpoint) -> None:
         """Raise where the run would not go on as if nothing had happened."""
         state, settings = checkpoint.state, self._settings()
-        # A setting that did not exist then had the effect of today's default.
-        theirs = _deciding(type(self.config)(output_dir=self.config.output_dir)) | state["settings"]
+        today = _deciding(type(self.config)(output_dir=self.config.output_dir))
+        theirs = with_defaults(state["settings"], today)
         for name in sorted(theirs.keys() | settings.keys()):
             there, here = theirs.get(name), settings.get(name)
             if there != here:

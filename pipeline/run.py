@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -147,6 +148,11 @@ class Run:
     def path(self, name: str) -> Path:
         """`<output_dir>/<name>`."""
         return self.config.output_dir / name
+
+    def discard(self, name: str) -> None:
+        """Remove `<output_dir>/<name>`, which an earlier run left and this one doesn't make."""
+        if self.mesh.is_main:
+            shutil.rmtree(self.path(name), ignore_errors=True)
 
     def log(self, step: int, *, tokens: int = 0, **metrics: int | float) -> None:
         """Record that `step` optimizer steps are done, the last one over `tokens` tokens.

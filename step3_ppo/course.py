@@ -19,9 +19,12 @@ from step3_ppo.verification import conclude
 
 logger = logging.getLogger(__name__)
 
-METHOD = (
-    "Trained by PPO against a reward model (Ouyang et al. 2022), with a KL penalty to the base."
-)
+METHODS = {
+    "gae": "PPO against a reward model (Ouyang et al. 2022)",
+    "grpo": "GRPO (Shao et al. 2024) against a reward model",
+    "rloo": "RLOO (Ahmadian et al. 2024) against a reward model",
+}
+"""By the setting `advantage`, as the model card has it."""
 
 
 class Course:
@@ -96,7 +99,10 @@ class Course:
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
-        card = Card("Chat model", METHOD, self.config.actor.path or "", ("ppo",))
+        advantage = self.config.advantage
+        method = f"Trained by {METHODS[advantage]}, with a KL penalty to the base."
+        tags = ("ppo" if advantage == "gae" else advantage,)
+        card = Card("Chat model", method, self.config.actor.path or "", tags)
         run.finish(eval={**evaluation, **verification}, models={"actor": card})
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
@@ -114,10 +120,12 @@ class Course:
 def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     """Work of an evaluation during training in iterations, by passes over a token.
 
-    Generation counts four, scoring four, and learning three for actor and critic in each epoch.
+    Generation counts four, scoring one for each model, and learning three for each that learns in
+    each epoch.
     """
-    scored = 4 + 4
-    learned = 3 * 2 * config.ppo_epochs
+    trained = 2 if config.has_critic else 1
+    scored = 4 + 2 + trained
+    learned = 3 * trained * config.ppo_epochs
     return num_prompts / config.rollout_size * scored / (scored + learned)
 
 

@@ -105,7 +105,9 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
     if best.step != best.last_step:
         best.restore()
     export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
-    if models.critic is not None:
+    if models.critic is None:
+        run.discard("critic")  # of an earlier run with one
+    else:
         export(models.value_model, models.tokenizer, run.path("critic"), weights=models.critic)
 
 

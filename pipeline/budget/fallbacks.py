@@ -5,7 +5,7 @@ stage 3, offloaded weights; after them what changes the result or the bill: adap
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pipeline.config import LoraConfig, StepConfig, TrainedModelConfig
@@ -42,8 +42,8 @@ def micro_batches(most: int) -> list[int]:
 
 def trained_models(config: StepConfig) -> dict[str, TrainedModelConfig]:
     """The models of a step that learn, by role."""
-    models = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {role: model for role, model in models.items() if isinstance(model, TrainedModelConfig)}
+    uses = config.workload(1).models
+    return {use.role: use.settings for use in uses if isinstance(use.settings, TrainedModelConfig)}
 
 
 def of_models(config: StepConfig, settings: Settings) -> dict[str, Any]:

@@ -263,7 +263,11 @@ class _Step:
             reading = frozenset({"load"})
             yield Item("weights", base.role, base.weight_bytes, "host", reading)
         assert self.workload.generation is not None
-        yield from self.responses(base, replace(self.workload.generation, tensor_parallel=1))
+        # Alone, whoever generates together otherwise, and as many responses at once.
+        alone = replace(
+            self.workload.generation, tensor_parallel=1, count=self.workload.generation.most_at_once
+        )
+        yield from self.responses(base, alone)
 
     def responses(self, model: CountedModel, generation: Generation) -> Iterator[Item]:
         """What a model takes to generate, beside its weights."""

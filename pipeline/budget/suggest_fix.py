@@ -127,7 +127,8 @@ def _on_more_gpus(
 ) -> Fix | None:
     """The fewest GPUs, at stage 3: as the settings are, or with all options."""
     stage_3 = of_models(config, {"zero_stage": 3})
-    most = min(MOST, getattr(config, "rollout_size", MOST))  # each process has a prompt
+    workload = config.workload(1)
+    most = min(MOST, workload.data_rows) if workload.generates_first else MOST  # a prompt for each
     worlds = [world for n in range(1, 11) if (world := machine.world << n) <= most]
     ways = [[stage_3], *([*options, stage_3] for options in fallbacks_of)]
     if worlds:  # what doesn't fit the most fits none

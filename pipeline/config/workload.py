@@ -147,7 +147,9 @@ class Workload:
 
     @property
     def share(self) -> int:
-        """Rows of an optimizer step that one process has."""
+        """Rows of an optimizer step that one process has, at most."""
+        if self.generates_first and self.generation and self.batch_size == self.iteration_rows:
+            return self.generation.count
         return -(-self.batch_size // self.world)
 
     @property

@@ -102,10 +102,12 @@ def _processes(plan: Plan, stage: Stage) -> None:
         f" --num-processes {max(1, min(cores, (machine.host_bytes or 0) // RUNTIME_CPU))}",
     )
     rollout, together = (getattr(settings, f"{n}_size", None) for n in ("rollout", "inference_tp"))
+    group = getattr(settings, "group_size", 1)
+    of_groups = f" in groups of {group}" if group > 1 else ""
     require(
-        rollout is None or rollout >= world,
-        f"{stage.section}.rollout_size {rollout} leaves some of {world} processes without a prompt;"
-        " raise it, or start fewer processes",
+        rollout is None or rollout // group >= world,
+        f"{stage.section}.rollout_size {rollout}{of_groups} leaves some of {world} processes"
+        " without a prompt; raise it, or start fewer processes",
     )
     require(
         together is None or world % together == 0,

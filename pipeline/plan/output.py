@@ -20,7 +20,7 @@ from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
-from pipeline.settings.plain import plain, portable
+from pipeline.settings.plain import plain, portable, with_defaults
 
 MARK = "config.yaml"
 RESULT = "result.json"
@@ -241,8 +241,8 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
     Of a step that is not to run only the settings count that all steps share.
     """
-    # A setting that did not exist then had the effect of today's default.
-    recorded = portable(plain(type(config)(output_dir=config.output_dir))) | _recorded(directory)
+    today = portable(plain(type(config)(output_dir=config.output_dir)))
+    recorded = with_defaults(_recorded(directory), today)
     wanted = portable(plain(config))
     for name in sorted(recorded.keys() | wanted.keys()):
         role, _, field = name.rpartition(".")

@@ -191,8 +191,8 @@ def _short_forms(stage: Stage, command_line: CommandLine, below: Sequence[Layer]
             defaults: Any = stage.config_class
             default = defaults.rollout_size
             rollout = next((size for size in reversed(sizes) if size is not None), default)
-            if isinstance(rollout, int):
-                settings["rollout_size"] = max(request.batch_size, rollout)
+            if isinstance(rollout, int) and rollout < request.batch_size:
+                settings["rollout_size"] = request.batch_size
     if request.epochs is not None:
         settings["epochs"] = request.epochs
         own = [layer.settings.get(stage.section, {}) for layer in command_line.files]

@@ -52,7 +52,7 @@ CHARTS = (
     ),
     Chart(
         "Loss",
-        "nats; of a pair, 0.69 is guessing",
+        "nats per token, or per pair",
         {"loss": "training", "eval_loss": "held out"},
         key=True,
     ),

@@ -2,14 +2,15 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.errors import DataError
 
-STEP = "step[0-9]*_*"
-"""Directories of steps, in their order."""
+STEP = re.compile(r"step[0-9]_[a-z0-9]+")
+"""Names of the directories of steps, in their order; a copy such as step3_ppo.old is none."""
 
 SAMPLES = "samples.json"
 """Answers to held-out prompts, in the directory of the step that compares models."""
@@ -115,7 +116,8 @@ def read_results(out: Path) -> Results:
         raise DataError(f"{out}: no such directory")
     summary = _read_object(out / "summary.json")
     summaries = _object(summary.get("steps"))
-    begun = {path.parent.name for path in out.glob(f"{STEP}/metrics.jsonl")}
+    begun = {path.parent.name for path in out.glob("*/metrics.jsonl")}
+    begun = {name for name in begun if STEP.fullmatch(name)}
     steps = {
         name: _read_step(out / name, _object(summaries.get(name)))
         for name in sorted(begun | {str(name) for name in summaries})

@@ -89,3 +89,20 @@ def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
     flat = flatten(settings)
     flat.pop("output_dir", None)
     return {name: relative(name, value) for name, value in flat.items()}
+
+
+def with_defaults(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Recorded settings, by dotted name, with today's default of those that did not exist then.
+
+    A section that is recorded with another shape, as null or empty where today's default has names
+    in it or the other way round, stays as it was recorded.
+    """
+
+    def is_recorded(name: str) -> bool:
+        return any(
+            each == name or each.startswith(f"{name}.") or name.startswith(f"{each}.")
+            for each in recorded
+        )
+
+    added = {name: value for name, value in defaults.items() if not is_recorded(name)}
+    return {**recorded, **added}

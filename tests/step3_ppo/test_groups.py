@@ -37,6 +37,7 @@ def metrics_of(out: Path) -> list[dict[str, float]]:
 def test_without_a_critic_none_is_loaded_trained_or_written(toy: Path, tmp_path: Path) -> None:
     # Responses without an end would all count -1.
     config = grouped(toy, tmp_path, missing_eos_score=None)
+    (tmp_path / "critic").mkdir()  # of an earlier run
     without = replace(config, critic=replace(config.critic, path=str(tmp_path / "nowhere")))
 
     train(without)
@@ -48,6 +49,8 @@ def test_without_a_critic_none_is_loaded_trained_or_written(toy: Path, tmp_path:
     assert lines[0]["dead_groups"] == 0
     assert (tmp_path / "actor" / "config.json").is_file()
     assert not (tmp_path / "critic").exists()
+    assert "Trained by GRPO" in (tmp_path / "actor" / "README.md").read_text()
+    assert not [use for use in config.workload(1).models if use.role == "critic"]
 
 
 def test_the_responses_to_a_prompt_differ_and_stand_together(toy: Path) -> None:
@@ -111,6 +114,14 @@ def test_one_and_two_processes_learn_the_same(
         metrics_of(alone.output_dir), metrics_of(together.output_dir), strict=True
     ):
         assert mine["policy_loss"] == pytest.approx(theirs["policy_loss"], abs=1e-4)
+
+
+def test_the_plan_counts_the_responses_of_the_process_that_has_most_groups(toy: Path) -> None:
+    config = toy_config(toy, **GROUP, rollout_size=12, batch_size=12, micro_batch_size=12)
+
+    # Three groups of four on two processes: two of them, and one.
+    assert config.workload(2).share == config.workload(2).rows == 8
+    assert config.workload(1).data_rows == 3
 
 
 @pytest.mark.parametrize(

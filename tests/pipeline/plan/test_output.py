@@ -46,6 +46,34 @@ def test_a_new_or_empty_directory_is_free(tmp_path: Path) -> None:
     assert finished(tmp_path / "new") == set()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--sft.data.fields.prompt", "q", "--sft.data.fields.chosen", "a"),
+        ("--sft.data.template_args.enable_thinking", "false"),
+        ("--sft.model.lora.rank", "4"),
+    ],
+)
+def test_a_finished_step_is_the_same_run_whatever_shape_its_settings_have(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    run_step(tmp_path, 1, *options)
+
+    assert finished(tmp_path, "--resume", *options) == {"step1_sft"}
+
+
+def test_a_setting_that_did_not_exist_then_had_the_effect_of_its_default(tmp_path: Path) -> None:
+    recorded = run_step(tmp_path, 1) / "config.yaml"
+    older = [line for line in recorded.read_text().splitlines() if "keep_best" not in line]
+    recorded.write_text("\n".join(older))
+
+    assert finished(tmp_path, "--resume") == {"step1_sft"}
+    assert "sft.keep_best True where this run has False" in complaint(
+        tmp_path, "--resume", "--sft.keep_best", "false"
+    )
+
+
 def test_a_file_is_no_output_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

@@ -160,6 +160,13 @@ def test_step_1_alone_has_a_report(tmp_path: Path) -> None:
     assert page.tags.count("svg") == 1
 
 
+def test_a_copy_of_a_steps_directory_is_no_step(tmp_path: Path) -> None:
+    for name in ("step1_sft", "step1_sft.old"):
+        write_metrics(tmp_path, name, [{"step": 1, "loss": 2.0}])
+
+    assert list(read_results(tmp_path).steps) == ["step1_sft"]
+
+
 def test_an_interrupted_step_shows_its_curves_up_to_the_torn_line(tmp_path: Path) -> None:
     lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}]
     write_metrics(tmp_path, "step1_sft", lines)
