@@ -78,39 +78,37 @@ class PPOConfig(StepConfig):
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
-    """Responses generated before each round of updates, over all processes."""
+    """Responses generated before each round of updates, on all processes."""
 
     group_size: int = 1
-    """Responses to each prompt of a rollout (num_generations, rollout.n)."""
+    """Responses to each prompt (num_generations, rollout.n)."""
 
     advantage: Literal["gae", "grpo", "rloo"] = "gae"
-    """How advantages are estimated: gae by a critic (Schulman et al. 2016); without a critic, by
-    comparing the responses to a prompt, grpo with their mean in standard deviations (Shao et al.
-    2024), rloo with the mean of the others (Ahmadian et al. 2024)."""
+    """gae asks a critic (Schulman et al. 2016); the others compare the responses to a prompt: grpo
+    with their mean, in standard deviations (Shao et al. 2024), rloo with the mean of the others
+    (Ahmadian et al. 2024)."""
 
     loss: Literal["clip", "none"] = "clip"
-    """The policy's loss: clip is PPO's clipped ratio, none the plain policy gradient, which is
-    right for one update on each rollout."""
+    """clip is PPO's clipped ratio; none the plain policy gradient, for one update a rollout."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """What each token weighs in that loss: token all the same, sequence all responses the same,
-    constant 1 / max_new_tokens of each response."""
+    """Weights of that loss: token, every token alike; sequence, every response alike; constant,
+    1 / max_new_tokens of a response."""
 
     generation_batch_size: int = 64
     """Prompts answered at once by one process; changes memory and speed, not the result."""
 
     inference_tp_size: int = 1
-    """Processes that generate together, neighbours in rank, each with its part of every layer
-    (tensor parallelism); with 1 each has the whole actor. It must divide the number of processes
-    and the attention heads."""
+    """Neighbouring processes that generate together, each with its part of every layer (tensor
+    parallelism). It divides the number of processes and of attention heads."""
 
     replica: Literal["release", "resident"] = "release"
-    """Weights that were gathered, merged or divided to generate with: release gives their memory
-    back to training, resident keeps it."""
+    """Weights gathered, merged or sharded to generate with: release gives their memory back to
+    training, resident keeps it."""
 
     offload_in_generation: bool = False
-    """Move what actor and critic keep for training to main memory while answers are generated; for
-    GPUs, where that makes room for more answers at once."""
+    """Move what actor and critic keep for training to main memory while responses are generated,
+    on GPUs, to make room for more at once."""
 
     max_prompt_length: int = 256
     """Longest prompt, in tokens; rows with longer prompts are left out, and counted."""
@@ -126,9 +124,9 @@ class PPOConfig(StepConfig):
 
     reuse_forward: bool = True
     """Where a rollout is one micro-batch, let the first update go back through the pass that gave
-    the old log-probabilities and values, instead of computing it again. It saves a fifth of the
-    work after generation, to the same bits (but for adapters on vocabularies whose logits are
-    computed in tiles), and takes the activations of actor and critic at once."""
+    the old log-probabilities and values: a fifth less work after generation, to the same bits (but
+    for adapters on vocabularies whose logits come in tiles), for the activations of actor and
+    critic at once."""
 
     kl_coef: float = 0.05
     """Weight of the per-token KL penalty (log pi - log pi_ref) inside the reward."""
@@ -147,8 +145,8 @@ class PPOConfig(StepConfig):
     """GAE's bias-variance trade-off: 1 is Monte Carlo, 0 is one-step TD."""
 
     whiten_advantages: bool = True
-    """Shift and scale the advantages of gae to mean 0, variance 1 over the whole rollout of all
-    processes; those of estimators that compare responses stay as they are."""
+    """Shift and scale the advantages of gae to mean 0, variance 1 over the rollout of all
+    processes."""
 
     whiten_rewards: bool = False
     """Scale token rewards to variance 1, keeping their mean."""
