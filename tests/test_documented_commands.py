@@ -1,0 +1,98 @@
+"""Every command in README and docs names what exists, and its options are read without an error.
+
+Nothing is run here: `train.py`'s and the steps' command lines are parsed to settings, modules and
+scripts looked up. The steps themselves run in test_end_to_end.py.
+"""
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import parse_step
+from pipeline.errors import UserError
+from pipeline.plan.request import parse_request
+from pipeline.plan.resolve import step_configs
+from train import STAGES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLASSES = {stage.module: stage.config_class for stage in STAGES}
+FILES = {
+    "my.yaml": "ppo: {kl_coef: 0.1}\n",
+    "FILE": "max_steps: 3\n",
+    "ds_config.json": '{"zero_optimization": {"stage": 2}}\n',
+    "hosts": "worker-0 slots=8\nworker-1 slots=8\n",
+    "out/autotune/best.yaml": "sft: {micro_batch_size: 4}\n",
+}
+"""What a user would have written before."""
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of each command in a block of a page, without comments and variables."""
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                for command in re.split(r"&&|&\s*$", line):
+                    words = shlex.split(command, comments=True)
+                    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                        words.pop(0)
+                    if words:
+                        yield page.name, [word for word in words if word != "..."]
+
+
+def wrong_with(words: list[str]) -> str:
+    """What of a command does not exist or is refused; empty if nothing."""
+    program, *rest = words
+    if Path(program).name in ("python", "python3", "torchrun") and "-m" in rest:
+        module, *options = rest[rest.index("-m") + 1 :]
+        if importlib.util.find_spec(module) is None:
+            return f"there is no module {module}"
+        return _settings(CLASSES[module], options) if module in CLASSES else ""
+    match Path(program).name, rest:
+        case "python", ["train.py", *options]:
+            return _request(options)
+        case (("python" | "bash"), [script, *_]):
+            return "" if (ROOT / script).is_file() else f"there is no {script}"
+        case "make", [target, *_]:
+            makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+            return "" if f"\n{target}:" in makefile else f"make has no target {target}"
+        case _:
+            return ""
+
+
+def _request(options: list[str]) -> str:
+    try:
+        step_configs(parse_request(options, STAGES), STAGES, world=2)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _settings(config_class: type, options: list[str]) -> str:
+    try:
+        parse_step(config_class, options)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_commands_in_the_docs_are_read_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    found = list(commands())
+
+    wrong = [
+        f"{page}: {shlex.join(words)}: {why}" for page, words in found if (why := wrong_with(words))
+    ]
+
+    assert len(found) > 60
+    assert not wrong, "\n".join(wrong)
