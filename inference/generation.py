@@ -55,7 +55,7 @@ def generate(
         on_token: called with (prompt index, token) as tokens come.
 
     Raises:
-        DataError: a prompt is empty or leaves no room in the model's context.
+        DataError: a prompt is empty, has ids that the model lacks or fills its context.
     """
     finished = generate_each(
         model,
@@ -92,7 +92,7 @@ def generate_each(
     and take its responses to the end; settings are the same on each.
 
     Raises:
-        DataError: a prompt is empty or leaves no room in the model's context.
+        DataError: a prompt is empty, has ids that the model lacks or fills its context.
         ConfigError: there is no room for the keys and values of one sequence.
     """
     plain = base_model(model)

@@ -12,7 +12,11 @@ Dimension names: B sequences, V vocabulary.
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from operator import index
+from traceback import format_exception
+from typing import cast
 from weakref import WeakValueDictionary
 
 from jaxtyping import Float
@@ -47,7 +51,8 @@ class OpenBatch:
 
     With a model that is divided among processes all of them call `step` equally often, and before
     each step agree on what was submitted and cancelled; a closed batch goes on without a word, so
-    its requests and what is cancelled in it must be the same on each.
+    its requests and what is cancelled in it must be the same on each. An error of one process is
+    not its peers', who go on to their next collective: `step` raises it.
 
     Args:
         model: a causal language model, plain or with adapters.
@@ -60,6 +65,7 @@ class OpenBatch:
         self._num_slots = num_slots
         plain = base_model(model)
         self.capacity = min(capacity, context_length(plain))
+        self._vocabulary = len(cast("nn.Embedding", plain.get_input_embeddings()).weight)
         self._submitted: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._waiting = Waiting()
@@ -84,9 +90,16 @@ class OpenBatch:
         Raises:
             DataError: it can never be answered; one sentence says why.
         """
-        num_tokens = len(request.prompt)
+        prompt = tuple(map(index, request.prompt))
+        num_tokens = len(prompt)
         if num_tokens == 0:
             raise DataError("a prompt has no tokens; give it at least one")
+        outside = [token for token in prompt if not 0 <= token < self._vocabulary]
+        if outside:
+            raise DataError(
+                f"a prompt has the token id {outside[0]}, and the model's are 0 to"
+                f" {self._vocabulary - 1}; use its own tokenizer"
+            )
         if request.max_new_tokens < 1:
             raise DataError(f"max_new_tokens must be above 0: {request.max_new_tokens}")
         if num_tokens + request.max_new_tokens > self.capacity:
@@ -97,7 +110,7 @@ class OpenBatch:
             )
         if self._closed:
             raise RuntimeError("the batch is closed")
-        ticket = Ticket(request)
+        ticket = Ticket(replace(request, prompt=prompt))
         self._submitted.append(ticket)
         return ticket
 
@@ -123,10 +136,14 @@ class OpenBatch:
         """One pass, and the tokens that are chosen after it."""
         try:
             tickets, logits = self._forward()
-        except Exception as error:  # noqa: BLE001  # what the cache holds is not known any more
-            lost = [*self._reading, *self._rows.running]
+        except Exception as error:
+            if self._shared is not None:
+                raise  # the peers are inside a layer and wait for this process
+            # What the cache holds is not known any more. Prompts of padded rows run while read.
+            lost = dict.fromkeys([*self._reading, *self._rows.running])
             self._reading, self._passes = [], iter(())
             self._rows = self._new_rows()
+            let_go(error)
             for ticket in lost:
                 yield self._end(ticket, "error", error)
             return
@@ -185,8 +202,11 @@ class OpenBatch:
     def _record(self, ticket: Ticket, choice: Choice) -> Iterator[Event]:
         """Append a chosen token to its response."""
         if isinstance(choice, Exception):
-            if not ticket.ended:
-                yield self._end(ticket, "error", choice)
+            if ticket.ended:
+                return
+            if self._shared is not None:
+                raise choice  # the peers may have chosen a token
+            yield self._end(ticket, "error", choice)
             return
         ticket.newest, logprob = choice
         if ticket.ended:
@@ -231,10 +251,18 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
         )
     except Exception as error:  # noqa: BLE001  # whatever it is, it may be one row's alone
         if len(tickets) == 1:
+            let_go(error)
             return [error]
-        rows = zip(tickets, logits.split(1), strict=True)
-        return [_choose_alike([ticket], row)[0] for ticket, row in rows]
-    return list(zip(tokens, logprobs, strict=True))
+    else:
+        return list(zip(tokens, logprobs, strict=True))
+    rows = zip(tickets, logits.split(1), strict=True)
+    return [_choose_alike([ticket], row)[0] for ticket, row in rows]
+
+
+def let_go(error: Exception) -> None:
+    """Have an error say in words where it arose: frames would keep a cache for whoever keeps it."""
+    error.add_note("".join(format_exception(error)).rstrip())
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def takes_slots(model: PreTrainedModel) -> bool:

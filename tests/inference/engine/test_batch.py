@@ -321,9 +321,12 @@ def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
         (Request((5,) * 30, WARM, 0, 11), "a prompt of 30 tokens and a response of 11 don't fit"),
         (Request((), WARM, 0, 1), "a prompt has no tokens"),
         (Request((5,), WARM, 0, 0), "max_new_tokens must be above 0: 0"),
+        (Request((1, 99_999_999), WARM, 0, 1), "token id 99999999, and the model's are 0 to 100;"),
+        (Request((1, 101), WARM, 0, 1), "token id 101, and"),
+        (Request((-1, 1), WARM, 0, 1), "token id -1, and"),
     ],
 )
-def test_a_request_that_never_fits_is_refused_in_one_sentence(
+def test_a_request_that_can_not_be_answered_is_refused_in_one_sentence(
     llama: PreTrainedModel, request_: Request, sentence: str
 ) -> None:
     batch = opened(llama)
@@ -332,6 +335,20 @@ def test_a_request_that_never_fits_is_refused_in_one_sentence(
         batch.submit(request_)
 
     assert not batch.busy
+
+
+def test_a_prompt_may_be_any_sequence_of_whole_numbers(llama: PreTrainedModel) -> None:
+    requests = [asked(0), asked(0), asked(0)]
+    expected = alone(llama, requests[0]).ids
+    # As a caller may have it whose types nothing checks.
+    object.__setattr__(requests[1], "prompt", list(PROMPTS[0]))
+    object.__setattr__(requests[2], "prompt", torch.tensor(PROMPTS[0]))
+    batch = opened(llama)
+    tickets = [batch.submit(request) for request in requests]
+
+    finish(batch)
+
+    assert [ticket.response.ids for ticket in tickets] == [expected] * 3
 
 
 def test_a_slot_is_no_longer_than_the_context_and_a_closed_batch_takes_nothing_more(

@@ -1,0 +1,131 @@
+"""A pass that fails ends what it was for, once, and leaves nothing behind."""
+
+import gc
+import traceback
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from inference.engine.batch import OpenBatch
+from inference.engine.requests import Ended, Event
+from inference.engine.sampling import Sampler
+from tests.distributed import rank, run_ranks
+from tests.inference.engine.test_batch import asked, finish, loaded, opened, reasons
+from tests.inference.weights.test_sharding import divided, prepared
+
+FAMILIES = ("llama", "bloom")
+"""With slots, and in padded batches."""
+
+
+class FailsOnce:
+    """Has one forward pass of a model fail, the first one after `soon` is set."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.soon = False
+        self.caches: list[weakref.ref] = []
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, _: nn.Module, __: tuple, kwargs: dict) -> None:
+        cache = kwargs["past_key_values"]
+        if not self.soon:
+            return
+        self.soon = False
+        self.caches.append(weakref.ref(cache))
+        try:
+            self._look_into(cache)
+        except ValueError as error:
+            raise MemoryError("no room") from error
+
+    def _look_into(self, cache: object) -> None:
+        raise ValueError(str(type(cache)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_whose_pass_fails_end_once_and_the_others_go_on(
+    family: str, tmp_path: Path
+) -> None:
+    model = loaded(family, tmp_path)
+    batch = opened(model, slots=2)
+    failing = FailsOnce(model)
+    failing.soon = True
+    tickets = [batch.submit(asked(number)) for number in range(3)]
+
+    events = batch.step()
+
+    assert [type(event) for event in events] == [Ended, Ended]
+    assert [*reasons(events).values()] == [["error"], ["error"]]
+    assert set(reasons(events + finish(batch))) == set(tickets)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_who_keeps_an_error_keeps_neither_cache_nor_batch(
+    family: str, steps: int, tmp_path: Path
+) -> None:
+    model = loaded(family, tmp_path)
+    failing = FailsOnce(model)  # before the batch, whose passes then run through the modules
+    batch = opened(model)
+    batch.submit(asked(0))
+    for _ in range(steps):
+        batch.step()
+    failing.soon = True
+
+    (ended,) = batch.step()
+
+    assert isinstance(ended, Ended)
+    assert isinstance(ended.error, MemoryError)
+    said = "".join(traceback.format_exception(ended.error))
+    assert all(each in said for each in ("no room", "in _look_into", "in _before", "in _forward"))
+    assert [cache() for cache in failing.caches] == [None]
+    kept = weakref.ref(batch)
+    del batch
+    assert kept() is None
+
+
+def fail_on(failing: tuple[int, ...], where: str, family: str) -> tuple[str, list[Event]]:
+    """The error that `step` raises in this process, and what it heard after the failure."""
+    model = divided(prepared(family, {}), 2)
+    batch = OpenBatch(model, num_slots=2, capacity=40)
+    once = FailsOnce(model)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    batch.submit(asked(rank()))
+    if where != "prompt":
+        batch.step()
+    if rank() in failing and where == "sampler":
+        Sampler.__call__ = fail  # pyright: ignore[reportAttributeAccessIssue]  # of this process
+    elif rank() in failing:
+        once.soon = True
+    heard: list[Event] = []
+    try:
+        if rank() not in failing:
+            batch.step()  # as far as it gets without the other
+        while batch.busy:
+            heard += batch.step()
+    except Exception as error:  # noqa: BLE001  # which one is the question
+        return type(error).__name__, heard
+    return "", heard
+
+
+@pytest.mark.parametrize("where", ["prompt", "decoding", "sampler"])
+def test_an_error_of_one_process_is_raised_there(where: str) -> None:
+    # The other one loses its peer: it waits in a collective, and blames nothing else.
+    assert run_ranks(fail_on, (1,), where, "llama") == [("RuntimeError", []), ("MemoryError", [])]
+
+
+def test_an_error_of_all_processes_is_raised_on_each() -> None:
+    assert run_ranks(fail_on, (0, 1), "prompt", "bloom") == [("MemoryError", [])] * 2
