@@ -95,7 +95,7 @@ def test_the_memory_for_copies_is_kept_and_as_large_as_needed(
 ) -> None:
     monkeypatch.setattr("pipeline.engine.checkpoint.host_copy.BLOCK_BYTES", 4096)
     saver = writer(tmp_path)
-    blocks = saver._copy._tapes[False]._blocks
+    blocks = saver._copy._logs[False]._blocks
     addresses = []
 
     for step, numel in enumerate([3000, 3000, 1000], start=1):
@@ -115,7 +115,7 @@ def test_memory_that_was_prepared_is_that_of_the_first_copy(
     saver = writer(tmp_path)
     saver.prepare(4 * 3000, pinned=False)
     saver.wait()
-    blocks = saver._copy._tapes[False]._blocks
+    blocks = saver._copy._logs[False]._blocks
     prepared = [block.data_ptr() for block in blocks]
 
     saver.save(1, [Fragment("w", 0, torch.ones(3000))], {})
