@@ -111,12 +111,8 @@ class _Step:
     @property
     def compared(self) -> list[CountedModel]:
         """The models that come to generate beside the others when the step is done."""
-        generation = self.workload.generation
-        return [
-            model
-            for model in self.models
-            if model not in self.present and generation and model.role != generation.role
-        ]
+        roles = {use.role for use in self.workload.compared}
+        return [model for model in self.models if model.role in roles]
 
     @property
     def keeps_replica(self) -> bool:

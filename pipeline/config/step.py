@@ -1,6 +1,7 @@
 """Settings that every step has, and those that may change while a run is interrupted."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
@@ -43,7 +44,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepConfig:
+class StepConfig(ABC):
     """What every step needs."""
 
     output_dir: Path
@@ -128,9 +129,9 @@ class StepConfig:
             if isinstance(model, FrozenModelConfig) and model.path is not None
         }
 
+    @abstractmethod
     def workload(self, world: int) -> Workload:
         """What the step does on each of so many processes."""
-        raise NotImplementedError
 
     @property
     def save_interval(self) -> SaveInterval | None:

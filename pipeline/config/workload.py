@@ -172,6 +172,12 @@ class Workload:
         """Whether each iteration learns from responses that it generates."""
         return self.generation is not None and self.generation.phase == "each iteration"
 
+    @property
+    def compared(self) -> tuple[ModelUse, ...]:
+        """The models that come when the step is done, to generate beside the others."""
+        generates = self.generation.role if self.generation else None
+        return tuple(use for use in self.models if use.phase_only and use.role != generates)
+
     def model(self, role: str) -> ModelUse:
         """The model of a role."""
         return next(model for model in self.models if model.role == role)

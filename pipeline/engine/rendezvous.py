@@ -126,8 +126,8 @@ class Rendezvous:
                 # It is less than `SLOTS` meetings ahead: what it said of this one still stands.
                 if self._slots[other][each % SLOTS][:LABEL_BYTES] != mine[:LABEL_BYTES]:
                     raise DesyncError(
-                        f"{self._name(self.rank)} is at {self._label(self.rank, each)} while"
-                        f" {self._name(other)} is at {self._label(other, each)}; {SAME_ORDER}"
+                        f"{self._name(self.rank)} came to {self._label(self.rank, each)} while"
+                        f" {self._name(other)} came to {self._label(other, each)}; {SAME_ORDER}"
                     )
             self.completed = each
             self._notes[each] = [slots[each % SLOTS][LABEL_BYTES] for slots in self._slots]

@@ -5,18 +5,12 @@ format of that step. Nothing but tokenizers is loaded.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import (
-    EMBEDDED,
-    DataConfig,
-    FrozenModelConfig,
-    StepConfig,
-    TrainedModelConfig,
-)
+from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, ModelUse, StepConfig
 from pipeline.plan.inputs import is_local
 from pipeline.plan.stage import Stage
 
@@ -24,9 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipeline.data.chat_format import ChatFormat
-
-LATE = "base"
-"""The model before step 1: a comparison that a run does without where it can't be made."""
 
 
 @dataclass
@@ -53,17 +44,17 @@ class Chats:
         from pipeline.models.chat import require_same_chat, speaks_alike
 
         config = self.configs[stage.name]
-        (role, own), *others = _models(config)
-        tokenizer, chat = self._with_format(own, config.data)
-        for each, model in others:
-            other = self._of(model)
+        own, *others = _models(config)
+        tokenizer, chat = self._with_format(own.settings, config.data)
+        for use in others:
+            other = self._of(use.settings)
             if tokenizer is None or other is None:
                 continue
-            if each == "reward":  # it may read text instead of the actor's tokens
-                speaks_alike(tokenizer, other, str(model.path))
+            if use.scores and not use.learns:  # it may read text instead of the actor's tokens
+                speaks_alike(tokenizer, other, str(use.settings.path))
             else:
-                name = "the actor" if role == "actor" else "the reward model"
-                require_same_chat(tokenizer, other, name, model)
+                name = "the reward model" if own.scores else "the actor"
+                require_same_chat(tokenizer, other, name, use.settings)
         return chat
 
     def _with_format(
@@ -93,8 +84,8 @@ class Chats:
         maker = self._maker(path)
         if maker is not None:
             config = self.configs[maker.name]
-            (_, start), *_ = _models(config)
-            return self._with_format(start, config.data)[0]
+            start, *_ = _models(config)
+            return self._with_format(start.settings, config.data)[0]
         if not self.downloads and not _has_tokenizer(path):
             return None
         return load_tokenizer(model)
@@ -129,7 +120,11 @@ def _is_cached(name: str) -> bool:
     return isinstance(found, str)
 
 
-def _models(config: StepConfig) -> Iterator[tuple[str, FrozenModelConfig]]:
-    """The step's models whose tokens must be the same, the one that learns first."""
-    present = [(role, model) for role, model in config.used_models().items() if role != LATE]
-    yield from sorted(present, key=lambda each: not isinstance(each[1], TrainedModelConfig))
+def _models(config: StepConfig) -> list[ModelUse]:
+    """The step's models whose tokens must be the same, the one that learns first.
+
+    Not among them is one that the step only compares with: it does without where that can't be.
+    """
+    workload = config.workload(1)
+    uses = [use for use in workload.models if use.settings.path and use not in workload.compared]
+    return sorted(uses, key=lambda use: not use.learns)

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import DataConfig, StepConfig
+from pipeline.config import DataConfig
 from pipeline.errors import ConfigError
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh, current_mesh
 from pipeline.run import Run
+from step1_sft.config import SFTConfig
 
 ALONE = current_mesh()
 
 
-def config(directory: Path, *, log_every: int = 1) -> StepConfig:
-    return StepConfig(output_dir=directory, log_every=log_every)
+def config(directory: Path, *, log_every: int = 1) -> SFTConfig:
+    return SFTConfig(output_dir=directory, log_every=log_every)
 
 
 def lines(directory: Path) -> list[dict[str, object]]:
@@ -55,7 +56,7 @@ def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
 
 
 def test_the_result_names_the_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
-    config = StepConfig(output_dir=tmp_path, seed=7, data=DataConfig(path=("a.jsonl",)))
+    config = SFTConfig(output_dir=tmp_path, seed=7, data=DataConfig(path=("a.jsonl",)))
 
     with Run(config, name="run", total_steps=1, mesh=ALONE) as run:
         run.finish(eval={})
@@ -147,12 +148,12 @@ def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
 ENDLESS = """
     import sys
     from pathlib import Path
-    from pipeline.config import StepConfig
+    from step1_sft.config import SFTConfig
     from pipeline.parallel.mesh import current_mesh
     from pipeline.run import Run, configure_logging
 
     configure_logging(is_main=True)
-    config = StepConfig(output_dir=Path(sys.argv[1]))
+    config = SFTConfig(output_dir=Path(sys.argv[1]))
     with Run(config, name="step1_sft", total_steps=10**9, mesh=current_mesh()) as run:
         for step in range(1, 10**9):
             run.log(step, tokens=1, loss=0.1 * step)

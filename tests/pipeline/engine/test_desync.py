@@ -37,11 +37,11 @@ def test_ranks_that_run_other_units_are_named() -> None:
     for stage, kind in ((0, "reduce_scatter"), (3, "all_gather")):
         first, second = run_ranks(other_units, stage)
 
-        assert first.startswith(f"rank 0 is at {kind} of model.layers.0")
-        assert f"while rank 1 is at {kind} of " in first
+        assert first.startswith(f"rank 0 came to {kind} of model.layers.0")
+        assert f"while rank 1 came to {kind} of " in first
         assert first.endswith("of the same engines in the same order")
-        assert second.startswith(f"rank 1 is at {kind} of ")
-        assert f"while rank 0 is at {kind} of model.layers.0" in second
+        assert second.startswith(f"rank 1 came to {kind} of ")
+        assert f"while rank 0 came to {kind} of model.layers.0" in second
 
 
 def swapped(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bool]:

@@ -10,19 +10,17 @@ import psutil
 import pytest
 import torch
 
-from pipeline.config import StepConfig
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import Run
 from pipeline.watchdog.health import SETTLED, Health
+from step1_sft.config import SFTConfig
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 
 def test_lines_of_metrics_have_the_memory_of_the_process(tmp_path: Path) -> None:
-    with Run(
-        StepConfig(output_dir=tmp_path), name="run", total_steps=1, mesh=current_mesh()
-    ) as run:
+    with Run(SFTConfig(output_dir=tmp_path), name="run", total_steps=1, mesh=current_mesh()) as run:
         run.log(1, loss=1.0)
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
