@@ -15,7 +15,7 @@ OURS = STEPS | {"inference", "pipeline", "rlhf_pipeline", "train", "chat"}
 MAY_IMPORT = {
     "pipeline": {"pipeline"},
     "inference": {"inference", "pipeline"},
-    **{step: {step, "inference", "pipeline"} for step in STEPS},
+    **{step: {step, "inference", "pipeline"} for step in sorted(STEPS)},
     "chat": {"inference", "pipeline"},
     "train": STEPS | {"inference", "pipeline"},
     "rlhf_pipeline": {"rlhf_pipeline", "train", "inference", "pipeline"},
