@@ -26,19 +26,24 @@ test:
 	$(call install,.test-venv,.[dev])
 	PATH="$(CURDIR)/.test-venv/bin:$$PATH" $(MAKE) check
 
+test-faults: export PYTHONDONTWRITEBYTECODE =
 test-faults:
 	$(call install,.test-venv,.[dev])
 	.test-venv/bin/python -m pytest -m faults
 
+test-grid: export PYTHONDONTWRITEBYTECODE =
 test-grid:
 	$(call install,.test-venv,.[dev])
 	.test-venv/bin/python -m pytest -m grid
 
+# Bytecode is kept, whatever the environment says: the tests start hundreds of processes. Two workers,
+# because most tests use one core and some use two.
+check: export PYTHONDONTWRITEBYTECODE =
 check:
 	ruff check .
 	ruff format --check .
 	pyright
-	python -m pytest
+	python -m pytest --numprocesses 2 --dist loadfile
 
 # torch comes first and alone, so that nothing else decides its build.
 define install

@@ -31,17 +31,25 @@ FILES = {
 """What a user would have written before."""
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """(page, words) of each command in a block of a page, without comments and variables."""
+def lines() -> Iterator[tuple[str, str]]:
+    """(page, command) of each command in a block of a page, without comments."""
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                for command in re.split(r"&&|&\s*$", line):
-                    words = shlex.split(command, comments=True)
-                    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-                        words.pop(0)
-                    if words:
-                        yield page.name, [word for word in words if word != "..."]
+                bare = re.sub(r"(^|\s)#.*", "", line)
+                yield from (
+                    (page.name, part) for part in re.split(r"&&|&\s*$", bare) if part.strip()
+                )
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of each command in a block of a page, without comments and variables."""
+    for page, line in lines():
+        words = shlex.split(line)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words.pop(0)
+        if words:
+            yield page, [word for word in words if word != "..."]
 
 
 def wrong_with(words: list[str]) -> str:

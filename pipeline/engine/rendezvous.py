@@ -151,15 +151,16 @@ class Rendezvous:
         label = self._label(self.rank, number)
         own, theirs = self._name(self.rank), self._name(other)
         gone = [self._ranks_of[pidfd] for pidfd, _ in self._poll.poll(0)]
+        # First what it did otherwise: it may have found that out as well, and ended.
+        parted = self._board.difference(other)
+        if parted is not None:
+            here, there = parted
+            raise DesyncError(f"{own} came to {here} while {theirs} came to {there}; {SAME_ORDER}")
         if other in gone and self._counts[other][0] < number:
             raise DesyncError(
                 f"{theirs} ended while {own} waited for it at {label}; what ended it stands in that"
                 " rank's own output"
             )
-        parted = self._board.difference(other)
-        if parted is not None:
-            here, there = parted
-            raise DesyncError(f"{own} came to {here} while {theirs} came to {there}; {SAME_ORDER}")
         if time.monotonic() > deadline:
             last = self._counts[other][0]
             place = f"last at {self._label(other, last)}" if last else "at none yet"

@@ -3,7 +3,7 @@
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +22,7 @@ from pipeline.kernels.decode_attention.cpu import kernel
 from pipeline.kernels.linear.cpu import order_of
 from pipeline.kernels.toolchain.cpp import Built
 from pipeline.models.load import load_causal_lm
-from pipeline.parallel.group import Group
-from tests.distributed import rank, run_ranks
 from tests.families import random_rows, saved, tiny_causal_lm
-from tests.inference.weights.test_sharding import divided, prepared
 
 PROMPTS = [tuple(row.input_ids) for row in random_rows((7, 3, 12, 5, 1, 6, 9, 4))]
 WARM = Sampler(temperature=1.0, seed=3, stop_ids=(2, 3, 4, 5))
@@ -407,57 +404,3 @@ def test_a_pass_that_fails_ends_all_that_run_and_the_batch_goes_on(llama: PreTra
 def test_a_closed_batch_hands_on_what_went_wrong(llama: PreTrainedModel) -> None:
     with pytest.raises(OverflowError):
         list(generate_each(llama, [[5], [6]], WARM, max_new_tokens=3, keys=[0, -(2**70)]))
-
-
-def run_divided() -> dict[str, object]:
-    """What a process hears that submits at other times than its peer, and what it has alone."""
-    model = divided(prepared("llama", {}), 2)
-    greedy = Sampler(temperature=0.0, seed=0)
-    batch = OpenBatch(model, num_slots=2, capacity=40)
-    tickets: list[Ticket] = []
-    events: list[Event] = []
-    for number in range(40):
-        if number % 4 == 2 * rank() and len(tickets) < 3:
-            tickets.append(batch.submit(asked(len(tickets) + 3 * rank(), greedy)))
-        if number == 13:
-            batch.cancel(tickets[2])
-        events += batch.step()
-    told = {event.ticket for event in events}
-    ended = reasons(events)
-    return {
-        "own": told <= set(tickets),
-        "ended": [ended[ticket] for ticket in tickets],
-        "ids": [ticket.response.ids for ticket in tickets],
-        "busy": batch.busy,
-    }
-
-
-def test_peers_agree_on_what_each_of_them_submits_and_cancels() -> None:
-    model = prepared("llama", {})
-    greedy = Sampler(temperature=0.0, seed=0)
-
-    for of, heard in enumerate(run_ranks(run_divided)):
-        assert heard["own"]
-        assert not heard["busy"]
-        assert heard["ended"] == [["length"], ["length"], ["cancelled"]]
-        for number, ids in enumerate(heard["ids"]):
-            expected = alone(model, asked(number + 3 * of, greedy)).ids
-            assert ids == expected[: len(ids)]
-
-
-def count_talk() -> int:
-    model = divided(prepared("llama", {}), 2)
-    counted: list[Callable] = []
-    gather = Group.gather_objects
-
-    def count(self: Group, value: object) -> list:
-        counted.append(gather)
-        return gather(self, value)
-
-    Group.gather_objects = count  # pyright: ignore[reportAttributeAccessIssue]  # of this process
-    list(generate_each(model, PROMPTS, WARM, max_new_tokens=9, cache_bytes=10**6))
-    return len(counted)
-
-
-def test_peers_of_a_closed_batch_exchange_prompts_and_a_sum_of_tokens_alone() -> None:
-    assert run_ranks(count_talk) == [3, 3]  # prompts, room for the cache, tokens

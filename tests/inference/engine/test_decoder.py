@@ -154,7 +154,7 @@ def test_long_answers_have_the_log_probabilities_of_training_to_the_bit_too(
     assert torch.equal(said, recomputed(model, responses))
 
 
-def test_a_proved_tape_serves_the_sequences_that_are_left(
+def test_a_proved_trace_serves_the_sequences_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded("llama", tmp_path, **_LLAMA)
@@ -248,7 +248,7 @@ def test_mixtures_answer_as_their_modules_do(family: str, tmp_path: Path) -> Non
     assert [each.ids for each in ours] == [each.ids for each in answered(model, len(PROMPTS))]
 
 
-def test_modules_that_do_what_no_tape_can_run_each_time(
+def test_modules_that_do_what_no_trace_can_run_each_time(
     replays: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded("llama", tmp_path)

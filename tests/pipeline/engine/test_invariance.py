@@ -239,7 +239,7 @@ def test_adapters_agree_at_every_stage_and_the_base_has_no_state_and_never_chang
 
 
 def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
-    """Whether a nap in the middle of an accumulation changes nothing; bytes that were moved."""
+    """Whether offloading amid an accumulation changes nothing; bytes that were moved."""
     config = settings(stage, max_norm=0.5)
     plain = train(build("llama", dtype), config, accumulation=2)
     model = build("llama", dtype)
@@ -263,7 +263,7 @@ def slept(stage: int, dtype: str) -> tuple[bool, list[int]]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_nap_in_the_middle_of_an_accumulation_changes_nothing(stage: int, dtype: str) -> None:
+def test_offloading_amid_an_accumulation_changes_nothing(stage: int, dtype: str) -> None:
     same, moved = slept(stage, dtype)
 
     # All weights, in bf16 in two halves, gradients and, from the second step, two moments.
