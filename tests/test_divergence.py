@@ -80,7 +80,7 @@ def test_all_processes_end_alike_and_one_sentence_is_shown(start: Path, tmp_path
 
 def train_py(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     few = ("--sft.data.max_eval_rows", "4", "--reward.data.max_eval_rows", "4")
-    command = [sys.executable, "train.py", "--output-dir", str(out), "--step", "1", "2", *few]
+    command = [sys.executable, "train.py", "--output-dir", str(out), *few]
     return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -89,7 +89,7 @@ def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path
     short = ("--sft.max_steps", "6", "--reward.max_steps", "2", "--sft.save_every", "1")
     short += ("--reward.normalization_prompts", "4")
 
-    first = train_py(out, *short, "--sft.model.optim.lr", "1e10")
+    first = train_py(out, "--step", "1", "2", *short, "--sft.model.optim.lr", "1e10")
 
     assert first.returncode == EXIT_DIVERGED
     assert "Traceback" not in first.stderr
@@ -100,10 +100,10 @@ def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path
     assert not (out / "step2_reward").exists()
     assert "step1_sft diverged after step 1" in (out / "report.html").read_text()
 
-    again = train_py(out, *short, "--sft.model.optim.lr", "1e-3", "--resume")
+    again = train_py(out, "--step", "1", *short, "--sft.model.optim.lr", "1e-3", "--resume")
 
     assert again.returncode == 0, again.stderr
-    assert (out / "step2_reward" / "result.json").exists()
+    assert (out / "step1_sft" / "result.json").exists()
     assert not (out / "step1_sft" / "diverged.json").exists()
     assert "diverged" not in (out / "report.html").read_text()
 

@@ -69,7 +69,14 @@ def greedy(directory: Path, text: str) -> str:
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
 
 
-@pytest.fixture(scope="module", params=["one process", "two processes with LoRA and an EMA"])
+LAYOUTS = [
+    "two processes with LoRA and an EMA",
+    # Every other test of a whole run, as that of the installed package, is of one process.
+    pytest.param("one process", marks=pytest.mark.grid),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of a short run of all three steps."""
     out = tmp_path_factory.mktemp("run") / "out"

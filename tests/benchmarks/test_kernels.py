@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def run(*words: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.grid
 def test_the_benchmark_shows_every_way_beside_the_others(tmp_path: Path) -> None:
     options = ("--quick", "--forms", "mixed", "--threads", "1")
     said = run("benchmarks.kernels", *options, "--output", str(tmp_path / "kernels.json"))
@@ -26,6 +29,7 @@ def test_the_benchmark_shows_every_way_beside_the_others(tmp_path: Path) -> None
     assert said.count("| any loss |") == said.count("| uniform |") == 1
 
 
+@pytest.mark.grid
 def test_attention_is_measured_forward_and_backward() -> None:
     said = run("benchmarks.attention", "--rounds", "1", "--threads", "1")
 

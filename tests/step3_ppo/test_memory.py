@@ -98,11 +98,22 @@ def compared(
     return planned(config), measured(toy_models(config), config)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+ITERATIONS = [
+    # Each way of checkpointing with and without reuse; the others are the grid.
+    pytest.param(*way, checkpointing, marks=() if once == checkpointing else pytest.mark.grid)
+    for once, way in (
+        (False, (None, False, 8)),
+        (True, (None, True, 8)),
+        (False, (None, True, 4)),
+        (True, (8000, False, 8)),
+        (False, (8000, True, 8)),
+    )
+    for checkpointing in (False, True)
+]
+
+
 @pytest.mark.parametrize(
-    ("larger", "reuse", "micro_batch_size"),
-    [(None, False, 8), (None, True, 8), (None, True, 4), (8000, False, 8), (8000, True, 8)],
-    indirect=["larger"],
+    ("larger", "reuse", "micro_batch_size", "checkpointing"), ITERATIONS, indirect=["larger"]
 )
 def test_an_iteration_takes_what_was_planned(
     larger: Path, *, reuse: bool, micro_batch_size: int, checkpointing: bool

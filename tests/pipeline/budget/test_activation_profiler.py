@@ -1,5 +1,7 @@
 """Bytes counted on tensors without memory are those of a run."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,9 +135,17 @@ def larger(family: str, **changes: object) -> dict[str, object]:
     return {**SIZES[family], **layers, **context, **WITHOUT_DROPOUT, "vocab_size": 1000, **changes}
 
 
-@pytest.mark.parametrize("checkpoint_every", [None, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", MODELS)
+PASSES = [
+    # Each family, each dtype and each way of checkpointing; the others are the grid.
+    pytest.param(family, dtype, every, marks=() if number % 4 == row else pytest.mark.grid)
+    for row, family in enumerate(MODELS)
+    for number, (dtype, every) in enumerate(
+        itertools.product((torch.float32, torch.bfloat16), (None, 1))
+    )
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "checkpoint_every"), PASSES)
 def test_a_real_pass_takes_what_was_counted(
     family: str, dtype: torch.dtype, checkpoint_every: int | None
 ) -> None:
