@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import require
+from rewards.code_tests import check_sandbox, code_scorer
 from rewards.config import RewardConfig
 from rewards.functions import FORMS, FunctionFile, read_function, read_text
 from rewards.json_schema import json_schema_scorer
@@ -46,6 +47,9 @@ class Source:
     def call_seconds(self, count: int) -> float:
         """The time that a call with `count` episodes may take."""
         del count
+        if self.config.kind == "code":
+            # Programs have a time of their own: one that hangs is wrong, and no failure.
+            return self.config.seconds + self.timeout_seconds
         return self.timeout_seconds
 
     @property
@@ -87,6 +91,8 @@ def read_source(
     source = Source(config, function, text, cache_dir, timeout_seconds)
     if function is None:
         scorer_of(source)
+    if config.kind == "code":
+        check_sandbox(config)
     return source
 
 
@@ -122,6 +128,7 @@ _SCORERS: dict[str, Callable[[Source], Scorer]] = {
     "exact": lambda source: exact_scorer(source.config),
     "regex": lambda source: regex_scorer(source.config),
     "json_schema": lambda source: json_schema_scorer(source.config, source.text),
+    "code": lambda source: code_scorer(source.config),
     "length": lambda source: length_scorer(source.config),
     "repetition": lambda source: repetition_scorer(source.config),
 }
