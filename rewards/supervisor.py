@@ -59,6 +59,7 @@ class Supervisor:
         self._results = _Results.of(len(setup.sources))
         self._collecting = False
         self._number = 0
+        self._batched: dict[int, bool] = {}
         self._lanes = _lanes(setup, self._take)
 
     def serve(self) -> None:
