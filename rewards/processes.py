@@ -1,0 +1,116 @@
+"""Processes that end with the one that started them, and their descendants with them."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+import psutil
+
+from pipeline.signals import INTERRUPTS, STOP_SIGNALS
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when the thread that started it ends, on Linux.
+
+    Elsewhere, and where the parent's parent ends first, the end of the pipe between them tells.
+
+    Args:
+        parent: pid of the process that started this one, which may have ended by now.
+        how: the signal to end it with.
+    """
+    _prctl(_PR_SET_PDEATHSIG, how)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def leave_signals_to(parent: int) -> None:
+    """Have Ctrl-C and a scheduler's signals change nothing while the parent lives.
+
+    They may reach every process of a job; it is the training process that stops, after its step,
+    for which it needs its rewards. Afterwards each ends this process and its descendants. Handlers,
+    unlike ignored signals, are not inherited by what a function starts.
+    """
+
+    def heed(_number: int, _frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            # Nothing is raised: it could interrupt the same work at its end.
+            kill_children()
+            os._exit(1)
+
+    for number in (*STOP_SIGNALS, *INTERRUPTS):
+        signal.signal(number, heed)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends, so that `kill_children` finds them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process, its group and its descendants, whatever sessions they made for themselves."""
+    try:
+        process = psutil.Process(pid)
+        below = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        _kill(process)
+    for each in below:
+        _kill(each)
+
+
+def kill_descendants(pid: int) -> None:
+    """Kill what a process and its children have started, and not itself."""
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for each in below:
+        _kill(each)
+
+
+def kill_children(seconds: float = 5.0) -> None:
+    """Kill all descendants of this process and wait for them, at most so long."""
+    deadline = time.monotonic() + seconds
+    own = psutil.Process()
+    while (below := own.children(recursive=True)) and time.monotonic() < deadline:
+        for each in below:
+            _kill(each)
+        for each in below:
+            _reap(each.pid)
+        time.sleep(0.005)
+
+
+def reap_orphans(known: set[int]) -> None:
+    """Wait for adopted children that have ended; `known` are waited for by others."""
+    for each in psutil.Process().children():
+        if each.pid not in known:
+            _reap(each.pid)
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.Error:
+        return
+
+
+def _reap(pid: int) -> None:
+    """Wait for a child that has ended; for one that has not, or is none of ours, do nothing."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
