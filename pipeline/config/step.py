@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -128,6 +128,11 @@ class StepConfig(ABC):
             for role, model in models.items()
             if isinstance(model, FrozenModelConfig) and model.path is not None
         }
+
+    @property
+    def kept_columns(self) -> Collection[str] | None:
+        """Columns of the rows that the step reads beside the dialogue; None keeps all."""
+        return ()
 
     @abstractmethod
     def workload(self, world: int) -> Workload:

@@ -14,7 +14,8 @@ from pipeline.data.examples import Example
 from pipeline.data.parts import assign_steps, held_out_prompts
 from pipeline.data.prompt_hash import draw, prompt_hash
 from pipeline.data.prompt_record import PromptRecord, as_hashes, contained
-from pipeline.data.reading import ReadPath, RowReader
+from pipeline.data.reading import ReadPath, RowReader, Wanted
+from pipeline.data.turns import names
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def load_examples(
     seed: int,
     earlier: PromptRecord | None = None,
     reader: RowReader | None = None,
+    kept: Collection[str] | None = (),
 ) -> StageData:
     """The examples `step` (1, 2 or 3) trains on and is evaluated on; the log gets the notes.
 
@@ -74,28 +76,35 @@ def load_examples(
         earlier: the prompts of the steps before, which stay apart: those they trained on are not
             held out here, and those they held out are not trained on.
         reader: reads each path once, where several steps are loaded one after the other.
+        kept: columns that the examples have as `extra`, beside the dialogue; None keeps all.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
     earlier = earlier or PromptRecord()
+    wanted = Wanted(config.fields, kept)
     if EMBEDDED in config.path:
+        if kept:
+            raise DataError(
+                f"the built-in task has no columns, and a reward reads {names(kept)}; give"
+                " --data-path"
+            )
         data = _embedded(config, earlier, step=step, seed=seed)
     else:
-        data = _read_and_share(config, earlier, reader or RowReader(), step=step)
+        data = _read_and_share(config, wanted, earlier, reader or RowReader(), step=step)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
     return data
 
 
 def _read_and_share(
-    config: DataConfig, earlier: PromptRecord, reader: RowReader, *, step: int
+    config: DataConfig, wanted: Wanted, earlier: PromptRecord, reader: RowReader, *, step: int
 ) -> StageData:
     notes: list[str] = []
-    paths = reader.read(config.path, config.fields, step=step, notes=notes)
+    paths = reader.read(config.path, wanted, step=step, notes=notes)
     rows = _mix(paths, config, notes)
     if config.eval_path:
-        given = reader.read(config.eval_path, config.fields, step=step, notes=notes)
+        given = reader.read(config.eval_path, wanted, step=step, notes=notes)
         held_out = _hashed(row for path in given for row in path.eval or path.train)
     else:
         uncut = [path.name for path in paths if not path.eval]
