@@ -1,4 +1,4 @@
-"""Imports point one way: train.py, then steps, then inference, then pipeline, floor by floor."""
+"""Imports point one way: train.py, then steps, rewards, inference and pipeline, floor by floor."""
 
 import ast
 import subprocess
@@ -10,14 +10,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STEPS = {"step1_sft", "step2_reward", "step3_ppo"}
-OURS = STEPS | {"inference", "pipeline", "rlhf_pipeline", "train", "chat"}
+OURS = STEPS | {"inference", "pipeline", "rewards", "rlhf_pipeline", "train", "chat"}
 
 MAY_IMPORT = {
     "pipeline": {"pipeline"},
     "inference": {"inference", "pipeline"},
-    **{step: {step, "inference", "pipeline"} for step in STEPS},
+    "rewards": {"rewards", "inference", "pipeline"},
+    **{step: {step, "inference", "pipeline", "rewards"} for step in STEPS},
     "chat": {"inference", "pipeline"},
-    "train": STEPS | {"inference", "pipeline"},
+    "train": STEPS | {"inference", "pipeline", "rewards"},
     "rlhf_pipeline": {"rlhf_pipeline", "train", "inference", "pipeline"},
 }
 
@@ -149,7 +150,8 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "step1_sft.config", "step2_reward.config", "step3_ppo.config"]
+    "module",
+    ["train", "step1_sft.config", "step2_reward.config", "step3_ppo.config", "rewards.sources"],
 )
 def test_settings_and_train_import_nothing_heavy(module: str) -> None:
     program = f"import sys, {module}; print(*sys.modules)"

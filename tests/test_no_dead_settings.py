@@ -10,18 +10,20 @@ import pipeline.config
 import pipeline.launch.deployment
 import pipeline.plan.request
 import pipeline.plan.tuning_options
+import rewards.config
 import step1_sft.config
 import step2_reward.config
 import step3_ppo.config
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo")
+PACKAGES = ("inference", "pipeline", "rewards", "step1_sft", "step2_reward", "step3_ppo")
 CONFIG_MODULES = (
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,
     pipeline.launch.deployment,
     pipeline.plan.request,
+    rewards.config,
     step1_sft.config,
     step2_reward.config,
     step3_ppo.config,

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("pipeline", "inference", "step1_sft", "step2_reward", "step3_ppo", "rlhf_pipeline")
+PACKAGES = (
+    *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
+    "rlhf_pipeline",
+)
 
 ALLOWED = ("pipeline/parallel/", "pipeline/launch/")
 """The mesh itself, and the launcher, which makes the environment that the mesh is made of."""

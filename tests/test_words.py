@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("pipeline", "inference", "step1_sft", "step2_reward", "step3_ppo", "benchmarks")
+PACKAGES = (
+    *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
+    "benchmarks",
+)
 
 FIELD_WORDS = {
     "said": "outputs, given, message",

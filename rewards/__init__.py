@@ -1,0 +1,1 @@
+"""Rewards that programs give: a user's functions, verifiers, sandboxed tests, endpoints."""

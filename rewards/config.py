@@ -1,0 +1,174 @@
+"""Settings of one source of rewards."""
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from pipeline.errors import require
+
+Kind = Literal[
+    "function",
+    "math",
+    "exact",
+    "regex",
+    "json_schema",
+    "length",
+    "repetition",
+    "code",
+    "remote",
+    "judge",
+]
+
+Form = Literal["auto", "episodes", "trl", "trl_conversational", "openrlhf", "verl"]
+
+COLUMNS = {
+    "math": "answer",
+    "exact": "answer",
+    "json_schema": "schema",
+    "code": "tests",
+    "remote": "label",
+}
+"""The column that a kind reads, where the settings name no other."""
+
+_USED_BY: dict[str, set[str]] = {
+    "path": {"function", "json_schema", "remote", "judge"},
+    "pattern": {"regex", "exact"},
+    "column": {"function", "math", "exact", "json_schema", "code", "remote"},
+    "form": {"function"},
+    "max_tokens": {"length"},
+    "buffer_tokens": {"length"},
+    "ngram": {"repetition"},
+    "seconds": {"code"},
+    "memory_mb": {"code"},
+    "sandbox": {"code"},
+    "model": {"judge"},
+    "template": {"judge"},
+    "scale": {"judge"},
+    "concurrency": {"judge"},
+    "attempts": {"remote", "judge"},
+    "key_variable": {"remote", "judge"},
+    "insecure": {"remote", "judge"},
+}
+"""Which kinds read a setting: beside another kind it is a mistake, and refused."""
+
+_NEEDED = {
+    "function": ("path", "the function, as file.py:name"),
+    "regex": ("pattern", "a regular expression"),
+    "length": ("max_tokens", "the longest response that costs nothing"),
+    "remote": ("path", "the address of the service"),
+    "judge": ("path", "the address of the endpoint, as https://HOST/v1"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """A source of rewards: what gives a number for each response, and what it weighs."""
+
+    name: str
+    """What metrics and messages call it."""
+
+    kind: Kind
+    """function: a Python function of yours; math, exact, regex, json_schema, length, repetition:
+    programs that read the response; code: tests that run the program in the response; remote: a
+    service; judge: a language model behind an OpenAI-compatible endpoint."""
+
+    weight: float = 1.0
+    """What it weighs in the sum; a source of weight 0 is measured alone."""
+
+    path: str | None = None
+    """function: file.py:name; json_schema: the file of the schema; remote and judge: an address."""
+
+    pattern: str | None = None
+    """regex: what the response must contain, `.` matches line ends too; exact: what finds the
+    answer in the response, in its first group, at its last match."""
+
+    column: str | None = None
+    """Column of the rows that it compares with: the answer, label, tests or schema."""
+
+    form: Form = "auto"
+    """function: which parameters it takes; auto goes by their names."""
+
+    max_tokens: int | None = None
+    """length: tokens of the longest response that costs nothing."""
+
+    buffer_tokens: int = 0
+    """length: tokens beyond that over which the reward falls from 0 to -1."""
+
+    ngram: int = 4
+    """repetition: words of a phrase that counts as repeated."""
+
+    seconds: float = 5.0
+    """code: time of the program with all tests of a row."""
+
+    memory_mb: int = 512
+    """code: address space of the program."""
+
+    sandbox: Literal["namespaces", "process"] = "namespaces"
+    """code: namespaces keeps the program from files, network and other processes by the kernel's
+    means; process does without, where the kernel refuses them: for programs that you trust."""
+
+    model: str | None = None
+    """judge: the model's name at the endpoint."""
+
+    template: str | None = None
+    """judge: a text file with {prompt}, {response} and columns in braces; null takes ours."""
+
+    scale: tuple[float, float] = (0.0, 10.0)
+    """judge: its lowest and highest score, which become 0 and 1."""
+
+    concurrency: int = 8
+    """judge: requests at once."""
+
+    attempts: int = 4
+    """remote, judge: requests until an answer comes, with growing pauses between them."""
+
+    key_variable: str | None = None
+    """remote, judge: name of the environment variable that holds the key."""
+
+    insecure: bool = False
+    """remote, judge: allow http:// to other machines."""
+
+    def __post_init__(self) -> None:
+        require(
+            re.fullmatch(r"[A-Za-z]\w*", self.name) is not None,
+            f"rewards: a source's name must be letters, digits and _, got {self.name!r}",
+        )
+        where = f"rewards.{self.name}"
+        for field in fields(self):
+            kinds = _USED_BY.get(field.name)
+            given = getattr(self, field.name) != field.default
+            require(
+                kinds is None or self.kind in kinds or not given,
+                f"{where}.{field.name} is a setting of kind {', '.join(sorted(kinds or ()))};"
+                f" {self.kind} does not read it",
+            )
+        if needed := _NEEDED.get(self.kind):
+            name, meaning = needed
+            require(
+                getattr(self, name) is not None,
+                f"{where}.{name} is missing: kind {self.kind} needs {meaning}",
+            )
+        self._check_numbers(where)
+
+    def _check_numbers(self, where: str) -> None:
+        require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")
+        for name in ("ngram", "memory_mb", "concurrency", "attempts"):
+            value = getattr(self, name)
+            require(value >= 1, f"{where}.{name} must be 1 or more, got {value}")
+        require(
+            self.max_tokens is None or self.max_tokens >= 0,
+            f"{where}.max_tokens must be 0 or more, got {self.max_tokens}",
+        )
+        require(
+            self.buffer_tokens >= 0,
+            f"{where}.buffer_tokens must be 0 or more, got {self.buffer_tokens}",
+        )
+        require(self.seconds > 0, f"{where}.seconds must be above 0, got {self.seconds}")
+        low, high = self.scale
+        require(low < high, f"{where}.scale must be a low and a higher score, got {low} {high}")
+
+    @property
+    def reads_column(self) -> str | None:
+        """The column of the rows that it compares with; None where it reads none by itself."""
+        return self.column or COLUMNS.get(self.kind)

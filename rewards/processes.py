@@ -1,0 +1,84 @@
+"""Processes that end with the one that started them, and their descendants with them."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, on Linux.
+
+    Elsewhere, and where the parent's parent ends first, the end of the pipe between them tells.
+
+    Args:
+        parent: pid of the process that started this one, which may have ended by now.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends, so that `kill_children` finds them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process, its group and its descendants, whatever sessions they made for themselves."""
+    try:
+        process = psutil.Process(pid)
+        below = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        _kill(process)
+    for each in below:
+        _kill(each)
+
+
+def kill_children(seconds: float = 5.0) -> None:
+    """Kill all descendants of this process and wait for them, at most so long."""
+    deadline = time.monotonic() + seconds
+    own = psutil.Process()
+    while (below := own.children(recursive=True)) and time.monotonic() < deadline:
+        for each in below:
+            _kill(each)
+        for each in below:
+            _reap(each.pid)
+        time.sleep(0.005)
+
+
+def reap_orphans(known: set[int]) -> None:
+    """Wait for adopted children that have ended; `known` are waited for by others."""
+    for each in psutil.Process().children():
+        if each.pid not in known:
+            _reap(each.pid)
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.Error:
+        return
+
+
+def _reap(pid: int) -> None:
+    """Wait for a child that has ended; for one that has not, or is none of ours, do nothing."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

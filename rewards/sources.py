@@ -1,0 +1,118 @@
+"""Sources of rewards with the files they need, read once and checked before a model is loaded."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import require
+from rewards.config import RewardConfig
+from rewards.functions import FORMS, FunctionFile, read_function
+from rewards.matching import exact_scorer, regex_scorer
+from rewards.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Source:
+    """The settings of a source and the contents of its files."""
+
+    config: RewardConfig
+
+    function: FunctionFile | None = None
+
+    text: str | None = None
+    """Of its schema or template."""
+
+    cache_dir: Path | None = None
+    """Where answers of endpoints are kept."""
+
+    timeout_seconds: float = 10.0
+    """Of a call, and of a request."""
+
+    @property
+    def name(self) -> str:
+        """What metrics and messages call it."""
+        return self.config.name
+
+    @property
+    def waits_for_network(self) -> bool:
+        """Whether it asks an endpoint, and computes next to nothing."""
+        return self.config.kind in ("remote", "judge")
+
+    def call_seconds(self, count: int) -> float:
+        """The time that a call with `count` episodes may take."""
+        del count
+        return self.timeout_seconds
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns of the rows that it reads; `functions.ALL_COLUMNS` where it may read any."""
+        if self.function is not None:
+            return self.function.columns
+        column = self.config.reads_column
+        return frozenset() if column is None else frozenset({column})
+
+    @property
+    def fingerprint(self) -> str | None:
+        """SHA-256 of its file, None where it has none."""
+        if self.function is not None:
+            return self.function.sha256
+        return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def note(self) -> str | None:
+        """What the log says of it: as what a function was recognized."""
+        if self.function is None:
+            return None
+        form = FORMS[self.function.form]
+        return f"rewards.{self.name}: {self.config.path} is called as {form}"
+
+
+def read_source(
+    config: RewardConfig, *, cache_dir: Path | None = None, timeout_seconds: float = 10.0
+) -> Source:
+    """A source whose files exist and can be used; no code of a user has run.
+
+    Raises:
+        ConfigError: a file, function, pattern or schema can't be used.
+    """
+    function = read_function(config) if config.kind == "function" else None
+    text = None
+    source = Source(config, function, text, cache_dir, timeout_seconds)
+    if function is None:
+        scorer_of(source)
+    return source
+
+
+def read_sources(
+    configs: Sequence[RewardConfig], *, cache_dir: Path | None = None, timeout_seconds: float = 10.0
+) -> list[Source]:
+    """The sources of a run, which have names of their own."""
+    names = [config.name for config in configs]
+    for name in names:
+        require(names.count(name) == 1, f"rewards: two sources are named {name}; rename one")
+    return [
+        read_source(config, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
+        for config in configs
+    ]
+
+
+def scorer_of(source: Source) -> Scorer:
+    """What scores in a worker process.
+
+    Raises:
+        ConfigError: a pattern or schema can't be used.
+        Exception: whatever the file of a user's function raises.
+    """
+    if source.function is not None:
+        from rewards.forms import function_scorer
+
+        return function_scorer(source.function, source.config.column)
+    return _SCORERS[source.config.kind](source)
+
+
+_SCORERS: dict[str, Callable[[Source], Scorer]] = {
+    "exact": lambda source: exact_scorer(source.config),
+    "regex": lambda source: regex_scorer(source.config),
+}
+"""By kind; `function` has its file."""

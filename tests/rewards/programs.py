@@ -1,0 +1,64 @@
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202, ARG001, S307
+"""Reward functions of the tests, in the forms of several projects."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+
+def length(episodes):
+    return [float(len(episode.response)) for episode in episodes]
+
+
+async def slow_length(episodes):
+    async def one(episode):
+        await asyncio.sleep(0.05)
+        return len(episode.response)
+
+    return await asyncio.gather(*map(one, episodes))
+
+
+def trl_plain(prompts, completions, answer, **kwargs):
+    assert all(isinstance(each, str) for each in (*prompts, *completions))
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def trl_messages(prompts, completions, answer):
+    assert prompts[0][-1]["role"] == "user"
+    return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def openrlhf(queries, prompts, labels):
+    right = [q == p + a for q, p, a in zip(queries, prompts, labels, strict=True)]
+    return {"rewards": [float(each) for each in right], "scores": right, "extra_logs": {}}
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "acc": True}
+
+
+def returns(solution_str, ground_truth):
+    """What the test wrote into the response."""
+    return eval(solution_str)
+
+
+def by_text(solution_str, ground_truth):
+    if solution_str == "hang":
+        time.sleep(1000)
+    if solution_str == "spin":
+        while True:
+            pass
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "orphan":
+        command = [sys.executable, "-c", "import time; time.sleep(1000)", str(ground_truth)]
+        subprocess.Popen(command, start_new_session=True)
+        time.sleep(1000)
+    return 1.0
+
+
+def batch(episodes):
+    """What the test wrote into the first response."""
+    return eval(episodes[0].response)

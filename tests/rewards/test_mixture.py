@@ -1,0 +1,324 @@
+"""rewards/mixture.py and the processes below it, with real functions in real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.data.examples import Message
+from pipeline.errors import ConfigError
+from rewards.config import RewardConfig
+from rewards.contract import Episode, RewardError, Scored
+from rewards.mixture import Rewards
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAMS = Path(__file__).parent / "programs.py"
+
+
+def function(name: str, *, weight: float = 1.0, column: str | None = None) -> RewardConfig:
+    path = f"{PROGRAMS}:{name}"
+    return RewardConfig(name=name, kind="function", path=path, weight=weight, column=column)
+
+
+def episodes(*responses: str, answer: object = "4") -> list[Episode]:
+    prompt = (Message("user", "2 + 2?"),)
+    return [
+        Episode(prompt, response, extra={"answer": answer}, slot=slot)
+        for slot, response in enumerate(responses)
+    ]
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def test_functions_of_every_form_run_unchanged() -> None:
+    answer = {"column": "answer"}
+    sources = [
+        function("length"),
+        function("slow_length"),
+        function("trl_plain"),
+        function("trl_messages"),
+        function("openrlhf", **answer),
+        function("verl", **answer),
+    ]
+
+    with Rewards(sources, workers=1) as rewards:
+        rewards.submit(episodes("4", "five"))
+        verdicts = rewards.results()
+        notes = " ".join(rewards.notes)
+
+    assert verdicts.sources["length"].values == [1, 4]
+    assert verdicts.sources["slow_length"].values == [1, 4]
+    for name in ("trl_plain", "trl_messages", "openrlhf", "verl"):
+        assert verdicts.sources[name] == Scored([1, 0], [None, None]), name
+    assert verdicts.combined == [6, 8]
+    assert rewards.columns == {"answer", "data_source", "extra_info"}
+    for form in ("(episodes)", "with text", "with messages", "OpenRLHF's", "verl's"):
+        assert form in notes
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ("'0.5'", "it gave str '0.5' where a number or None belongs"),
+        ("[1]", "it gave list [1] where a number or None belongs"),
+        ("float('nan')", "it gave nan, which is not finite"),
+        ("float('-inf')", "it gave -inf, which is not finite"),
+        ("1 / 0", "it raised ZeroDivisionError: division by zero"),
+        ("exit(3)", "the call ended its process, with code 3"),
+        ("{'value': 1}", "it gave dict {'value': 1} where a number or None belongs"),
+    ],
+)
+def test_what_is_no_number_is_a_failure_of_its_response_alone(returned: str, sentence: str) -> None:
+    with Rewards([function("returns")], workers=1) as rewards:
+        rewards.submit(episodes(returned, "None", "True", "__import__('numpy').float32(2)"))
+        scored = rewards.results().sources["returns"]
+
+    assert scored == Scored([None, None, 1.0, 2.0], [sentence, None, None, None])
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ("[1.0]", "it returned 1 results for 2 responses"),
+        ("0.5", "it returned float 0.5, not a list of numbers"),
+        ("'12'", "it returned str '12', not a list of numbers"),
+        ("{0: 1, 1: 2}", "it returned dict {0: 1, 1: 2}, not a list of numbers"),
+    ],
+)
+def test_a_wrong_number_of_results_fails_all_of_a_call(returned: str, sentence: str) -> None:
+    with Rewards([function("batch")], workers=1) as rewards:
+        rewards.submit(episodes(returned, ""))
+        scored = rewards.results().sources["batch"]
+
+    assert scored == Scored([None, None], [sentence, sentence])
+
+
+def test_results_are_ordered_by_slot_however_they_were_submitted() -> None:
+    whole = episodes("a", "bb", "ccc", "dddd")
+
+    with Rewards([function("length"), function("returns")]) as rewards:
+        rewards.submit([whole[3]])
+        rewards.submit([whole[1], whole[0]])
+        rewards.submit([])
+        rewards.submit([whole[2]])
+        verdicts = rewards.results()
+        empty = rewards.results()
+
+    assert verdicts.slots == [0, 1, 2, 3]
+    assert verdicts.sources["length"].values == [1, 2, 3, 4]
+    assert (empty.slots, empty.combined) == ([], [])
+
+
+def test_one_of_64_calls_that_hangs_costs_its_deadline_and_no_more() -> None:
+    responses = ["hang" if number == 5 else "" for number in range(64)]
+
+    with Rewards([function("by_text")], timeout_seconds=1.0) as rewards:
+        began = time.monotonic()
+        rewards.submit(episodes(*responses))
+        submitted = time.monotonic() - began
+        verdicts = rewards.results()
+        seconds = time.monotonic() - began
+
+    scored = verdicts.sources["by_text"]
+    assert submitted < 0.1
+    assert seconds < 1.5
+    assert scored.failed[5] == "the call took longer than 1 s"
+    assert scored.num_failed == 1
+    assert scored.values == [None if number == 5 else 1.0 for number in range(64)]
+
+
+def test_a_worker_that_dies_or_spins_is_replaced() -> None:
+    with Rewards([function("by_text")], workers=1, timeout_seconds=0.3) as rewards:
+        rewards.submit(episodes("exit", "spin", "", "exit", ""))
+        scored = rewards.results().sources["by_text"]
+
+    died = "the call ended its process, with code 3"
+    late = "the call took longer than 0.3 s"
+    assert scored == Scored([None, None, 1.0, None, 1.0], [died, late, None, died, None])
+
+
+def check_memory(count: int, seconds: float) -> None:
+    with Rewards([function("by_text")], timeout_seconds=seconds) as rewards:
+        supervisor = psutil.Process().children()[0]
+        rewards.submit(episodes(*["hang"] * 4))
+        rewards.results()
+        before = supervisor.memory_info().rss
+        rewards.submit(episodes(*["hang"] * count))
+        scored = rewards.results().sources["by_text"]
+        after = supervisor.memory_info().rss
+        num_processes = len(descendants())
+
+    assert scored.num_failed == count
+    assert num_processes == 3
+    assert after - before < 2_000_000
+    assert not descendants()
+
+
+def test_hangs_in_a_row_leave_no_process_and_no_memory() -> None:
+    check_memory(10, 0.05)
+
+
+@pytest.mark.faults
+def test_a_hundred_hangs_in_a_row_leave_no_process_and_no_memory() -> None:
+    check_memory(100, 0.2)
+
+
+def test_what_a_killed_call_had_started_ends_with_it() -> None:
+    mark = f"mark-{os.getpid()}"
+
+    def orphans() -> list[psutil.Process]:
+        return [each for each in descendants() if mark in each.cmdline()]
+
+    source = function("by_text", column="answer")
+    with Rewards([source], workers=1, timeout_seconds=0.5) as rewards:
+        rewards.submit(episodes("orphan", answer=mark))
+        assert until(lambda: bool(orphans()))
+        rewards.results()
+
+        assert until(lambda: not orphans())
+
+
+KILLED = """
+import os, sys, time
+from tests.rewards.test_mixture import episodes, function
+from rewards.mixture import Rewards
+rewards = Rewards([function("by_text", column="answer")], timeout_seconds=60.0)
+rewards.submit(episodes("spin", "orphan", answer=sys.argv[1]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("victim", ["trainer", "supervisor"])
+def test_nothing_outlives_a_killed_training_process_or_supervisor(victim: str) -> None:
+    mark = f"mark-{os.getpid()}-{victim}"
+    command = [sys.executable, "-c", KILLED, mark]
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"ready\n"
+    below = psutil.Process(trainer.pid)
+    # The supervisor, two workers, and the process that one of them has started.
+    assert until(lambda: len(below.children(recursive=True)) == 4)
+    processes = below.children(recursive=True)
+
+    # Without the supervisor a process that a function made independent is nobody's.
+    ours = [each for each in processes if mark not in each.cmdline()]
+
+    os.kill(trainer.pid if victim == "trainer" else processes[0].pid, signal.SIGKILL)
+
+    checked = processes if victim == "trainer" else ours
+    gone = until(lambda: not any(alive(each) for each in checked))
+    for each in [*processes, psutil.Process(trainer.pid)]:
+        if alive(each):
+            each.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert gone
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_lost_supervisor_is_said_in_a_sentence() -> None:
+    with Rewards([function("length")]) as rewards:
+        supervisor = psutil.Process().children()[0]
+        supervisor.kill()
+
+        with pytest.raises(RewardError, match="the process that keeps the reward workers"):
+            rewards.results()
+    assert until(lambda: not descendants())
+
+
+def test_a_file_that_can_not_be_imported_is_an_error_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import no_such_module\ndef score(episodes): return []")
+    config = RewardConfig(name="mine", kind="function", path=f"{file}:score")
+
+    with pytest.raises(ConfigError, match=r"rewards\.mine can't be loaded: ModuleNotFoundError"):
+        Rewards([config])
+    assert until(lambda: not descendants())
+
+
+def test_an_edit_during_the_run_changes_nothing_and_another_file_another_fingerprint(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.py"
+    source = "import os\ndef score(episodes):\n    if episodes[0].response: os._exit(1)\n"
+    file.write_text(source + "    return [1.0]\n")
+    config = RewardConfig(name="mine", kind="function", path=f"{file}:score")
+
+    with Rewards([config], workers=1) as rewards:
+        before = rewards.fingerprint
+        file.write_text(source + "    return [2.0]\n")
+        rewards.submit(episodes("end the process"))
+        rewards.results()
+        rewards.submit(episodes(""))
+        values = rewards.results().combined
+    with Rewards([config], workers=1) as again:
+        after = again.fingerprint
+
+    assert values == [1.0]
+    assert before.keys() == after.keys() == {"mine"}
+    assert before != after
+
+
+def test_a_failed_row_is_masked_and_a_source_without_weight_masks_nothing() -> None:
+    sources = [function("returns"), function("length", weight=0.5), function("verl", weight=0.0)]
+    gold = function("batch")
+
+    with Rewards(sources, gold=gold) as rewards:
+        rewards.submit(episodes("None", "1/0", "3"))
+        verdicts = rewards.results()
+
+    assert verdicts.sources["returns"].values == [None, None, 3.0]
+    # Where only length applies it weighs what both do: 1.5 of its own weight's 0.5.
+    assert verdicts.combined == [1.5 * 4, None, 3 + 0.5]
+    assert verdicts.masked == [False, True, False]
+    assert verdicts.gold is not None
+    assert verdicts.gold.num_failed == 3
+    assert set(verdicts.seconds) == {"returns", "length", "verl", "batch"}
+
+
+def test_failures_past_the_share_stop_the_run_in_one_sentence() -> None:
+    with Rewards([function("returns")], workers=1, max_failures=0.25) as rewards:
+        rewards.check_failures({"returns": 2}, num_rows=8, first={"returns": "it is broken"})
+
+        with pytest.raises(RewardError) as error:
+            rewards.check_failures({"returns": 3}, num_rows=8, first={"returns": "it is broken"})
+
+    assert str(error.value) == (
+        "rewards.returns failed on 3 of 8 responses, more than max_failures 0.25 allows; the first"
+        " failure: it is broken"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([function("length"), function("length")], "two sources are named length"),
+        ([RewardConfig(name="a", kind="regex", pattern="(")], r"rewards\.a\.pattern is no regular"),
+    ],
+)
+def test_sources_that_can_not_be_used_are_refused_before_a_process_starts(
+    given: Sequence[RewardConfig], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Rewards(given)
+
+    assert not descendants()
