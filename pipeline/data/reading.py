@@ -1,11 +1,12 @@
 """From data paths to examples: each path's rows read once, and told what was not used."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from pipeline.config import RowColumns
 from pipeline.data.examples import Example
 from pipeline.data.named import NamedSet, named_set
-from pipeline.data.shapes import check_fields, kept_columns, read_row
+from pipeline.data.shapes import check_fields, read_row
 from pipeline.data.sources import Reader, Row, Source
 from pipeline.data.turns import NO_ANSWER, Reading, names
 from pipeline.errors import DataError
@@ -37,14 +38,14 @@ class Wanted:
     fields: Mapping[str, str]
     """Our names of columns to the rows'."""
 
-    kept: Collection[str] | None = ()
-    """Columns that examples have as `extra` too; None keeps all."""
+    kept: RowColumns = field(default_factory=RowColumns)
+    """Columns that examples have as `extra` too."""
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError for a name that none of the rows' columns has."""
         if self.fields:
             check_fields(self.fields, columns)
-        for name in self.kept or ():
+        for name in sorted(self.kept.needed):
             if name not in columns:
                 raise DataError(
                     f"no row has the column {name}, which a reward reads; there are"
@@ -54,8 +55,7 @@ class Wanted:
     @property
     def key(self) -> tuple[object, ...]:
         """The same for what is read in the same way."""
-        kept = None if self.kept is None else tuple(sorted(self.kept))
-        return tuple(sorted(self.fields.items())), kept
+        return tuple(sorted(self.fields.items())), self.kept
 
 
 class RowReader:
@@ -74,7 +74,7 @@ class RowReader:
             DataError: a path, a row or a name in `wanted` can't be used.
         """
         sources = [self._reader.read(path, step=step) for path in paths]
-        if wanted.fields or wanted.kept:
+        if wanted.fields or wanted.kept.needed:
             rows = (row for source in sources for row in (*source.train, *source.eval))
             wanted.check({name for row in rows for name in row.columns})
         read = []
@@ -108,7 +108,7 @@ def _convert(source: Source, wanted: Wanted, known: NamedSet | None) -> _Convert
         if known is None:
             return read_row(row, wanted.fields, reading, kept=wanted.kept)
         found = known.read(row)
-        return found and replace(found, extra=kept_columns(row, wanted.kept))
+        return found and replace(found, extra=wanted.kept.of(row.columns))
 
     def examples(rows: list[Row]) -> list[Example]:
         read = [example(row) for row in rows]

@@ -7,8 +7,8 @@ reads the row.
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from pipeline.config import RowColumns
 from pipeline.data.dialogues import Turns, common_prompt, last_response
 from pipeline.data.examples import Example, Message
 from pipeline.data.sources import Row
@@ -52,7 +52,7 @@ def read_row(
     fields: Mapping[str, str],
     reading: Reading | None = None,
     *,
-    kept: Collection[str] | None = (),
+    kept: RowColumns | None = None,
 ) -> Example | None:
     """The example in `row`; None where it holds nothing to train on, such as an empty dialogue.
 
@@ -60,7 +60,7 @@ def read_row(
         row: the columns and their origin.
         fields: our names of columns to the row's, `{"prompt": "question"}`.
         reading: receives which columns were read, and why a row is left out.
-        kept: columns that the example has as `extra` too; None keeps all.
+        kept: columns that the example has as `extra` too.
 
     Raises:
         DataError: no shape fits the row's columns, or a column holds something else than it should.
@@ -75,20 +75,15 @@ def read_row(
         raise DataError(_unknown_shape(row, columns))
     try:
         example = _example(shape, columns, row.origin, reading)
-        return replace(example, extra=kept_columns(row, kept))
+        return replace(example, extra=kept.of(row.columns)) if kept else example
     except LeftOut as reason:
         reading.left_out[str(reason)] += 1
         return None
     finally:
         reading.columns.update(row.columns)
         reading.used.update(fields[name] if name in given else name for name in columns.read)
-        reading.used.update(name for name in kept or () if name in row.columns)
-
-
-def kept_columns(row: Row, kept: Collection[str] | None) -> dict[str, Any]:
-    """The columns of these names that the row has a value in; None names all."""
-    names = row.columns if kept is None else kept
-    return {name: row.columns[name] for name in names if row.columns.get(name) is not None}
+        if kept is not None:
+            reading.used.update(kept.needed & row.columns.keys())
 
 
 def _example(shape: Shape, columns: Columns, origin: str, reading: Reading) -> Example:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import DataConfig
+from pipeline.config import DataConfig, RowColumns
 from pipeline.data.arithmetic import ArithmeticConfig, main, sums
 from pipeline.data.stages import load_examples
 from pipeline.errors import ConfigError
@@ -46,7 +46,8 @@ def test_the_directory_is_a_data_path_with_its_held_out_rows(tmp_path: Path) -> 
     main(["--out", str(out), "--rows", "300", "--held-out", "40"])
 
     config = DataConfig(path=(str(out),))
-    first, third = (load_examples(config, step=step, seed=0, kept=("answer",)) for step in (1, 3))
+    kept = RowColumns(needed=frozenset({"answer"}))
+    first, third = (load_examples(config, step=step, seed=0, kept=kept) for step in (1, 3))
     assert len(first.eval) == len(third.eval) == 40
     assert len(first.train) + len(third.train) == 260
     written = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
