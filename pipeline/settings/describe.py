@@ -82,6 +82,12 @@ def section_class(kind: object) -> type | None:
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
+def items_class(kind: object) -> type | None:
+    """The dataclass in `tuple[SomeConfig, ...]`."""
+    items = typing.get_args(kind) if typing.get_origin(kind) is tuple else ()
+    return section_class(items[0]) if items[1:] == (...,) else None
+
+
 def without_none(kind: object) -> object:
     """`X` for `X | None`; every other type as it is."""
     parts = typing.get_args(kind)
