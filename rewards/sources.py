@@ -10,6 +10,7 @@ from rewards.config import RewardConfig
 from rewards.functions import FORMS, FunctionFile, read_function
 from rewards.matching import exact_scorer, regex_scorer
 from rewards.scorer import Scorer
+from rewards.verifier import verifier_scorer
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def scorer_of(source: Source) -> Scorer:
 
 _SCORERS: dict[str, Callable[[Source], Scorer]] = {
     "exact": lambda source: exact_scorer(source.config),
+    "verifier": lambda source: verifier_scorer(source.config),
     "regex": lambda source: regex_scorer(source.config),
 }
 """By kind; `function` has its file."""
