@@ -155,6 +155,10 @@ class RewardConfig:
                 getattr(self, name) is not None,
                 f"{where}.{name} is missing: kind {self.kind} needs {meaning}",
             )
+        require(
+            self.kind != "json_schema" or self.path is None or self.column is None,
+            f"{where} has a path and a column: take the schema from one of them",
+        )
         self._check_numbers(where)
 
     def _check_numbers(self, where: str) -> None:
@@ -177,4 +181,6 @@ class RewardConfig:
     @property
     def reads_column(self) -> str | None:
         """The column of the rows that it compares with; None where it reads none by itself."""
+        if self.kind == "json_schema" and self.path is not None:
+            return None
         return self.column or COLUMNS.get(self.kind)

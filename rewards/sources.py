@@ -7,8 +7,12 @@ from pathlib import Path
 
 from pipeline.errors import require
 from rewards.config import RewardConfig
-from rewards.functions import FORMS, FunctionFile, read_function
+from rewards.functions import FORMS, FunctionFile, read_function, read_text
+from rewards.json_schema import json_schema_scorer
+from rewards.length import length_scorer
 from rewards.matching import exact_scorer, regex_scorer
+from rewards.math_answers import math_scorer
+from rewards.repetition import repetition_scorer
 from rewards.scorer import Scorer
 from rewards.verifier import verifier_scorer
 
@@ -79,6 +83,8 @@ def read_source(
     """
     function = read_function(config) if config.kind == "function" else None
     text = None
+    if config.kind == "json_schema" and config.path is not None:
+        text = read_text(Path(config.path), f"rewards.{config.name}.path")
     source = Source(config, function, text, cache_dir, timeout_seconds)
     if function is None:
         scorer_of(source)
@@ -113,8 +119,12 @@ def scorer_of(source: Source) -> Scorer:
 
 
 _SCORERS: dict[str, Callable[[Source], Scorer]] = {
+    "math": lambda source: math_scorer(source.config),
     "exact": lambda source: exact_scorer(source.config),
     "verifier": lambda source: verifier_scorer(source.config),
     "regex": lambda source: regex_scorer(source.config),
+    "json_schema": lambda source: json_schema_scorer(source.config, source.text),
+    "length": lambda source: length_scorer(source.config),
+    "repetition": lambda source: repetition_scorer(source.config),
 }
 """By kind; `function` has its file."""

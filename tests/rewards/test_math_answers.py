@@ -1,0 +1,125 @@
+r"""rewards/math_answers.py: numbers as people and models write them."""
+
+import time
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from rewards.config import RewardConfig
+from rewards.contract import Episode
+from rewards.math_answers import gold_answer, math_scorer, read_number, response_answer
+
+NUMBERS = (
+    ("18", 18),
+    ("-3", -3),
+    ("\u22123", -3),
+    ("+7", 7),
+    ("1,234,567.50", Fraction("1234567.5")),
+    ("1{,}000", 1000),
+    (".5", Fraction(1, 2)),
+    ("5.", 5),
+    ("$18.00", 18),
+    (r"\$18", 18),
+    ("20%", 20),
+    (r"20\%", 20),
+    ("1/2", Fraction(1, 2)),
+    ("-1/3", Fraction(-1, 3)),
+    ("3 1/2", Fraction(7, 2)),
+    (r"\frac{1}{2}", Fraction(1, 2)),
+    (r"\dfrac34", Fraction(3, 4)),
+    (r"-2\frac{1}{4}", Fraction(-9, 4)),
+    (r"\frac{-1}{2}", Fraction(-1, 2)),
+    ("1.5e3", 1500),
+    (r"3 \times 10^{4}", 30000),
+    ("2*10^-1", Fraction(1, 5)),
+    ("(4)", 4),
+    ("x = 5", 5),
+    ("5 apples", 5),
+    ("5cm", 5),
+    ("12 cm^2", 12),
+    ("12 m", 12),
+    (r"18 \text{ dollars}", 18),
+    (r"60^\circ", 60),
+    ("90 km/h", 90),
+    ("0.333", Fraction(333, 1000)),
+)
+
+NO_NUMBERS = ("", "many", "2x", r"2\pi", r"\sqrt{2}", "5 or 6", "(1, 2)", "2x+3", "5:30", "1/0",
+              "1.2.3", r"\frac{a}{b}", "1e999999999", "9" * 5000, "1 2")  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS)
+def test_a_number_is_read_exactly_however_it_is_written(text: str, number: Fraction) -> None:
+    assert read_number(text) == number
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_what_is_no_rational_number_is_none(text: str) -> None:
+    assert read_number(text) is None
+
+
+RESPONSES = (
+    (r"It is \boxed{7}, no, \boxed{\frac{1}{2}}. Check: 9", Fraction(1, 2)),
+    (r"\boxed{\text{about } 5}", None),
+    (r"so \boxed{12", None),
+    ("6 * 3 = 18\n#### 18", 18),
+    ("#### 1\n#### 2,000 dollars\n", 2000),
+    ("She has 5 apples and 18 pears.", 18),
+    ("The answer is **18**.", 18),
+    ("It costs $1,234.50!", Fraction("1234.5")),
+    ("between 1/4 and -3/4.", Fraction(-3, 4)),
+    ("version v2 of the file", None),
+    ("no idea", None),
+)
+
+
+@pytest.mark.parametrize(("response", "number"), RESPONSES)
+def test_the_answer_is_the_last_box_else_the_last_mark_else_the_last_number(
+    response: str, number: Fraction | None
+) -> None:
+    assert response_answer(response) == number
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "reward"),
+    [
+        ("18", "#### 18.0", 1.0),
+        (18, r"\boxed{18}", 1.0),
+        (0.5, "1/2", 1.0),
+        ("long reasoning\n#### 1,000", "1000", 1.0),
+        ("18", "17", 0.0),
+        ("18", "I don't know", 0.0),
+        ("1/3", "0.3333333333", 0.0),
+        ("20%", "0.2", 0.0),
+        ("5 or 6", "6", None),
+        (r"2\sqrt{3}", r"\boxed{2\sqrt{3}}", None),
+        (True, "1", None),
+        (None, "18", None),
+    ],
+)
+def test_a_gold_that_can_not_be_read_gives_no_reward_and_no_0(
+    gold: object, response: str, reward: float | None
+) -> None:
+    scorer = math_scorer(RewardConfig(name="correct", kind="math"))
+
+    (outcome,) = scorer.score([Episode((), response, extra={"answer": gold})])
+
+    assert (outcome.value, outcome.failure) == (reward, None)
+
+
+def test_the_answers_that_gsm8k_has_each_match_themselves_alone() -> None:
+    """Its golds are whole numbers, some with commas or a sign; unequal ones must not match."""
+    texts = [f"{n:,}" for n in (*range(-20, 2000), 10**6, 2_125_000)]
+    golds = [f"Some reasoning with 3 * 4 = <<3*4=12>>12 apples.\n#### {text}" for text in texts]
+
+    began = time.perf_counter()
+    read = [gold_answer(gold) for gold in golds]
+    answers = [response_answer(gold) for gold in golds]
+    seconds = time.perf_counter() - began
+
+    assert None not in read
+    assert read == answers
+    assert all(a != b for a, b in pairwise(read))
+    assert len(set(read)) == len(golds)
+    assert seconds < len(golds) / 2000 * 2  # both sides at 2,000 each second
