@@ -64,14 +64,16 @@ class Course:
 
         Raises:
             ModelError: its figures are not finite.
+            RewardError: a source of rewards fails on too many answers.
+            ConfigError: no source applies to any.
         """
-        plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out)))
+        plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out, strict=True)))
         self.before = Answers.read(plain)
         answers = self.before.sampled[: len(self.watched.prompts)]
         require(
             any(answer.score is not None for answer in answers),
-            "no answer to a held-out prompt has a reward: every source of ppo.rewards failed on it"
-            " or says that it does not apply; look at the columns that they read",
+            "no answer to a held-out prompt has a reward: no source of ppo.rewards applies to one;"
+            " look at the columns that they read, such as an answer that is no number",
         )
         figures = self._figures(answers, kl=self.before.kl)
         check_start(self.config.actor.path, figures)

@@ -68,9 +68,13 @@ class HeldOut:
             batch_size=self.config.generation_batch_size,
         )
 
-    def answers(self, responses: Sequence[Response]) -> list[Answer]:
-        """Text and score of the responses of all processes, in the order of the prompts."""
-        rewards = self._rewards(responses)
+    def answers(self, responses: Sequence[Response], *, strict: bool = False) -> list[Answer]:
+        """Text and score of the responses of all processes, in the order of the prompts.
+
+        Raises:
+            RewardError: as `rewards_of`, with `strict`; else rewards that failed are not known.
+        """
+        rewards = self._rewards(responses, strict=strict)
         known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
         scores = [score if is_known else None for score, is_known in known]
         by_source = rewards.by_source()
@@ -132,7 +136,7 @@ class HeldOut:
     def _inputs(self) -> list[list[int]]:
         return [self.prompts[row].input_ids for row in self.rows]
 
-    def _rewards(self, responses: Sequence[Response]) -> ResponseRewards:
+    def _rewards(self, responses: Sequence[Response], *, strict: bool) -> ResponseRewards:
         models = self.models
         submit = models.sources.submitting(
             [self.prompts[row] for row in self.rows], models.tokenizer
@@ -142,7 +146,7 @@ class HeldOut:
         has_model = models.reward is not None
         score = raw_scores(models, self._inputs(), responses, self.config) if has_model else None
         stopped = torch.tensor([each.stopped for each in responses], device=local_device())
-        return rewards_of(models, score, stopped, self.config, learns=False)
+        return rewards_of(models, score, stopped, self.config, learns=False, strict=strict)
 
     def objective(self, answers: Sequence[Answer], *, kl: float) -> float:
         """What is maximized, on these prompts: mean reward less kl_coef times the KL in nats.

@@ -82,6 +82,7 @@ def rewards_of(
     config: PPOConfig,
     *,
     learns: bool = True,
+    strict: bool = True,
 ) -> ResponseRewards:
     """The rewards of the responses that were submitted to the sources since the last call.
 
@@ -90,8 +91,9 @@ def rewards_of(
         score: the reward model's raw score of each response.
         stopped: whether each ended by itself.
         config: settings of the step.
-        learns: whether a rollout is learned from, so that failures may stop the run and
-            `reward_combine` says how sources add up; else they are summed.
+        learns: whether it is a rollout, and not the answers to held-out prompts, whose sources are
+            summed whatever `reward_combine` says.
+        strict: whether failures may stop the run.
 
     Raises:
         RewardError: a source failed on a larger share of all processes' responses than
@@ -99,7 +101,7 @@ def rewards_of(
     """
     of_model = None if score is None else reward_of(score, stopped, models, config)
     given = models.sources.results()
-    if learns:
+    if strict:
         check_failures(given, models, num_rows=len(stopped))
     if not config.rewards:
         assert of_model is not None
