@@ -65,7 +65,7 @@ def math_scorer(config: RewardConfig) -> Scorer:
 
 
 def gold_answer(gold: object) -> Fraction | None:
-    r"""The answer in a row: a number, its text, or a solution that ends in #### or \\boxed{...}.
+    r"""The answer in a row: a number, its text, or a solution that ends in #### or \boxed{...}.
 
     None where there is none. A text with several numbers and no mark is none: its last number
     may not be the answer.
@@ -130,7 +130,7 @@ def _plain(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    r"""What the last \\boxed{...} holds, else the rest of the line after the last ####."""
+    r"""What the last \boxed{...} holds, else the rest of the line after the last ####."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start >= 0:
         first = text.index("{", start) + 1

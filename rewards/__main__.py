@@ -1,0 +1,135 @@
+"""Try sources of rewards on a file of rows, without a model: `python -m rewards`.
+
+Each row's own response is scored: its demonstration or better response, else its answer. A source
+that compares with the answer should find all of them right.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.cli import run_main, say, split_options
+from pipeline.data.sources import read_source
+from pipeline.errors import EXIT_FAILED, require
+from pipeline.help import help_entry, settings_help
+from pipeline.installation import MODULE
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import list_settings
+from rewards.config import RewardConfig
+from rewards.mixture import Rewards
+from rewards.sources import read_sources
+from rewards.spec import read_spec
+from rewards.verify import Rows, Summary, read_rows, verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """What to try."""
+
+    reward: tuple[str, ...] = ()
+    """Sources: file.py:function; a kind (math, exact, code, ...); a kind with what it needs
+    (regex:PATTERN, length:256, json_schema:FILE); or all settings,
+    '{kind: math, column: solution}'."""
+
+    data_path: str = ""
+    """A .json, .jsonl, .csv, .tsv or .parquet file, a directory, or a Hub name."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Column names where they differ from the usual: prompt=question."""
+
+    response: str | None = None
+    """Column with the response to score; null takes the demonstration or better response of each
+    row, else its answer."""
+
+    limit: int | None = None
+    """Rows to read, from the first."""
+
+    timeout_seconds: float = 10.0
+    """Time of one call."""
+
+    workers: int = 2
+    """Processes that compute."""
+
+    cache_dir: Path | None = None
+    """Where answers of endpoints are kept."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
+        require(bool(self.data_path), "--data-path is missing: give a file of rows")
+        require(self.limit is None or self.limit > 0, f"limit must be above 0, got {self.limit}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print a table of the sources; exit with code 1 where one failed."""
+    options = split_options(argv)
+    if any(name == "help" for name, _ in options):
+        say(_help())
+        return
+    # --reward may be given once for all, or once for each.
+    words = [word for name, several in options if name == "reward" for word in several]
+    rest = [option for option in options if option[0] != "reward"]
+    given = [("reward", [json.dumps(words)])] if words else []
+    config = build_config(VerifyConfig, [], [*rest, *given])
+    sources: list[RewardConfig] = []
+    for spec in config.reward:
+        sources.append(read_spec(spec, [source.name for source in sources]))
+    read_sources(sources)  # what is wrong with them is said before the rows are read
+    columns = [each.reads_column for each in sources if each.reads_column is not None]
+    rows = read_rows(
+        read_source(config.data_path).train[: config.limit],
+        fields=config.fields,
+        response=config.response,
+        column=columns[0] if columns else None,
+    )
+    with Rewards(
+        sources,
+        timeout_seconds=config.timeout_seconds,
+        workers=config.workers,
+        cache_dir=config.cache_dir,
+    ) as rewards:
+        for note in rewards.notes:
+            say(note)
+        summaries, seconds = verify(rewards, rows)
+    say("\n".join(table(config.data_path, rows, summaries, seconds)))
+    if any(summary.failed for summary in summaries.values()):
+        raise SystemExit(EXIT_FAILED)
+
+
+def table(path: str, rows: Rows, summaries: dict[str, Summary], seconds: float) -> list[str]:
+    """The lines that say how the sources did."""
+    count = len(rows.episodes)
+    without = f", {rows.left_out} left out without a response" if rows.left_out else ""
+    lines = [f"{path}: {count} responses{without}, {count / max(seconds, 1e-9):,.0f} a second", ""]
+    width = max(len("source"), *(len(name) for name in summaries))
+    heads = ("= 1", "= 0", "None", "failed", "mean")
+    lines.append("  ".join([f"{'source':{width}}", *(f"{head:>7}" for head in heads)]))
+    for name, each in summaries.items():
+        none = each.rows - each.applies - each.failed
+        shares = [f"{n / each.rows:7.1%}" for n in (each.right, each.zero, none, each.failed)]
+        lines.append("  ".join([f"{name:{width}}", *shares, f"{each.mean:7.3f}"]))
+    for name, each in summaries.items():
+        if each.preferred is not None:
+            lines.append(
+                f"{name}: the better response of {len(rows.rejected)} preferences has the higher"
+                f" reward in {each.preferred:.1%} (ties as a half)"
+            )
+        lines += [f"{name}: first {what}: {where}" for what, where in each.examples.items()]
+    return lines
+
+
+def _help() -> str:
+    return "\n".join(
+        [
+            f"usage: {MODULE} rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
+            "",
+            "Score the responses that rows have, without a model, and print how the sources did.",
+            "",
+            *help_entry("--help", "Print this and stop."),
+            *settings_help(list_settings(VerifyConfig), dashes=True),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,115 @@
+"""`python -m rewards`, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from rewards.config import RewardConfig
+from rewards.spec import read_spec
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rewards", *words]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """GSM8K's form: a solution that ends in the answer; the third has none that can be read."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    answers = ["3 * 6 = 18\n#### 18", "#### 1,000", "either 5 or 6", "#### 7"]
+    lines = [json.dumps({"question": "How many?", "answer": answer}) for answer in answers]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
+    (rows / "mine.py").write_text(
+        "def score(solution_str, ground_truth):\n"
+        "    print('this is no output')\n"
+        "    return 1 / ('18' in solution_str)\n"
+    )
+
+    done = run(rows, "--data-path", "rows.jsonl", "--reward", "math", "--reward", "mine.py:score")
+
+    assert done.returncode == 1  # since a source failed
+    lines = done.stdout.splitlines()
+    assert lines[0] == (
+        "rewards.score: mine.py:score is called as"
+        " verl's (data_source, solution_str, ground_truth, extra_info)"
+    )
+    assert lines[1].startswith("rows.jsonl: 4 responses, ")
+    assert [line.split() for line in lines[3:6]] == [
+        ["source", "=", "1", "=", "0", "None", "failed", "mean"],
+        ["math", "75.0%", "0.0%", "25.0%", "0.0%", "1.000"],
+        ["score", "25.0%", "0.0%", "0.0%", "75.0%", "1.000"],
+    ]
+    assert lines[6] == "math: first None: rows.jsonl line 3"
+    assert lines[7] == (
+        "score: first failed: rows.jsonl line 2: it raised ZeroDivisionError: division by zero"
+    )
+    assert "this is no output" in done.stderr
+
+
+def test_of_preferences_it_says_how_often_the_better_response_wins(rows: Path) -> None:
+    (rows / "pairs.jsonl").write_text(
+        '{"prompt": "a", "chosen": "two words", "rejected": "one more word"}\n'
+        '{"prompt": "b", "chosen": "yes", "rejected": "no"}\n'
+        '{"prompt": "c", "chosen": "much too long", "rejected": "short"}\n'
+    )
+
+    done = run(rows, "--data-path", "pairs.jsonl", "--reward", "length:2")
+
+    assert done.returncode == 0, done.stderr
+    assert "of 3 preferences has the higher reward in 50.0% (ties as a half)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--reward", "math"], "error: --data-path is missing"),
+        (["--data-path", "rows.jsonl"], "error: --reward is missing"),
+        (["--reward", "mth", "--data-path", "rows.jsonl"], "did you mean math?"),
+        (["--reward", "no.py:f", "--data-path", "rows.jsonl"], "there is no file no.py"),
+        (["--reward", "math", "--data-path", "rows.jsonl", "--response", "x"], "no column x"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(rows: Path, words: list[str], sentence: str) -> None:
+    done = run(rows, *words)
+
+    assert done.returncode == 2
+    assert sentence in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_word_describes_a_source() -> None:
+    assert read_spec("math") == RewardConfig(name="math", kind="math")
+    assert read_spec("math", ["math"]).name == "math_2"
+    assert read_spec("regex:a:b") == RewardConfig(name="regex", kind="regex", pattern="a:b")
+    assert read_spec("length:5") == RewardConfig(name="length", kind="length", max_tokens=5)
+    function = RewardConfig(name="f", kind="function", path="dir/a.py:f")
+    assert read_spec("dir/a.py:f") == function
+    assert read_spec("{kind: math, name: x, weight: 2}") == RewardConfig(
+        name="x", kind="math", weight=2.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
+        ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be a whole number"),
+        ("{weight: 3}", "kind is missing; it takes code, exact, function"),
+        ("{kind: length", "is no mapping of settings"),
+        ("judge:x", "takes its settings in braces"),
+    ],
+)
+def test_a_word_that_describes_none_is_refused(word: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_spec(word)
