@@ -180,13 +180,7 @@ def load_models(
     )
     critic_engine = None
     if critic is not None:
-        critic_engine = Engine(
-            Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
-            config.critic,
-            total_steps=iterations * updates,
-            name="critic",
-            group=mesh.data,
-        )
+        critic_engine = engine_of_critic(critic, config, total_steps=iterations * updates)
     trained = (engine,) if critic_engine is None else (engine, critic_engine)
     return Models(
         actor=engine,
@@ -213,6 +207,17 @@ def load_critic(
     if not config.has_critic:
         return None
     return trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
+
+
+def engine_of_critic(critic: nn.Module, config: PPOConfig, *, total_steps: int) -> Engine:
+    """What trains the critic, over so many updates."""
+    return Engine(
+        Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
+        config.critic,
+        total_steps=total_steps,
+        name="critic",
+        group=current_mesh().data,
+    )
 
 
 def load_reward(

@@ -35,25 +35,15 @@ class RewardSources:
     def __init__(self, config: PPOConfig, *, cache_dir: Path | None = None) -> None:
         """`cache_dir` keeps what services answered, so that a new start asks for none twice."""
         self.config = config
-        self._rewards: Rewards | None = None
-        if config.programs or config.gold is not None:
-            self._rewards = Rewards(
-                config.programs,
-                gold=config.gold,
-                timeout_seconds=config.reward_timeout,
-                workers=config.reward_workers,
-                max_failures=config.max_reward_failures,
-                cache_dir=cache_dir,
-            )
-            for note in self._rewards.notes:
-                logger.info("%s", note)
         self.seconds = 0.0
         """That were waited for the last results."""
+        self._cache_dir = cache_dir
+        self._rewards: Rewards | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether a reward model alone looks at the responses."""
-        return self._rewards is None
+        return not self.config.programs and self.config.gold is None
 
     def submitting(
         self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
@@ -107,6 +97,23 @@ class RewardSources:
                 )
 
     def __enter__(self) -> "RewardSources":
+        """Start the worker processes.
+
+        Raises:
+            ConfigError: a source can't be used.
+        """
+        config = self.config
+        if not self.is_empty:
+            self._rewards = Rewards(
+                config.programs,
+                gold=config.gold,
+                timeout_seconds=config.reward_timeout,
+                workers=config.reward_workers,
+                max_failures=config.max_reward_failures,
+                cache_dir=self._cache_dir,
+            )
+            for note in self._rewards.notes:
+                logger.info("%s", note)
         return self
 
     def __exit__(

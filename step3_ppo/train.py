@@ -30,7 +30,7 @@ from step3_ppo.off_policy import check_rollout_gap
 from step3_ppo.prompts import load_prompts
 from step3_ppo.response_rewards import rewards_of
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
+from step3_ppo.rollout import compute_advantages, respond, score_responses
 from step3_ppo.setup import Setup, set_up
 from step3_ppo.statistics import rollout_statistics
 from step3_ppo.update import update_policy
@@ -65,10 +65,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     """
     models, clock = ppo.models, Clock()
     batch = ppo.prompts.next_batch(step)
-    submit = models.sources.submitting(batch.prompts, models.tokenizer)
-    responses = generate_responses(
-        models, batch.inputs, config, keys=batch.keys, on_response=submit
-    )
+    responses = respond(models, batch, config)
     clock.end("generation")
 
     experience = score_responses(

@@ -84,8 +84,9 @@ def section_class(kind: object) -> type | None:
 
 def items_class(kind: object) -> type | None:
     """The dataclass in `tuple[SomeConfig, ...]`."""
-    items = typing.get_args(kind) if typing.get_origin(kind) is tuple else ()
-    return section_class(items[0]) if items[1:] == (...,) else None
+    first, *rest = typing.get_args(kind) or (None,)
+    is_list = typing.get_origin(kind) is tuple and rest == [...]
+    return section_class(first) if is_list else None
 
 
 def without_none(kind: object) -> object:
