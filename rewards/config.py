@@ -159,6 +159,10 @@ class RewardConfig:
             self.kind != "json_schema" or self.path is None or self.column is None,
             f"{where} has a path and a column: take the schema from one of them",
         )
+        require(
+            self.kind != "judge" or self.model is not None,
+            f"{where}.model is missing: kind judge needs the model's name at the endpoint",
+        )
         self._check_numbers(where)
 
     def _check_numbers(self, where: str) -> None:

@@ -224,5 +224,5 @@ def _keys(tree: ast.AST, is_mapping: Callable[[ast.AST], bool]) -> Iterator[str]
         elif isinstance(above, ast.Attribute) and above.attr == "get":
             call = parents.get(above)
             key = call.args[0] if isinstance(call, ast.Call) and call.args else None
-        constant = isinstance(key, ast.Constant) and isinstance(key.value, str)
-        yield str(key.value) if constant else ALL_COLUMNS
+        value = key.value if isinstance(key, ast.Constant) else None
+        yield value if isinstance(value, str) else ALL_COLUMNS

@@ -12,15 +12,16 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, on Linux.
+def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when the thread that started it ends, on Linux.
 
     Elsewhere, and where the parent's parent ends first, the end of the pipe between them tells.
 
     Args:
         parent: pid of the process that started this one, which may have ended by now.
+        how: the signal to end it with.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -41,6 +42,16 @@ def kill_tree(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         _kill(process)
+    for each in below:
+        _kill(each)
+
+
+def kill_descendants(pid: int) -> None:
+    """Kill what a process and its children have started, and not itself."""
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
     for each in below:
         _kill(each)
 

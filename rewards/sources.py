@@ -1,17 +1,23 @@
 """Sources of rewards with the files they need, read once and checked before a model is loaded."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import require
+from rewards.answers import Answers
+from rewards.code_tests import check_sandbox, code_scorer
 from rewards.config import RewardConfig
+from rewards.endpoint import Endpoint, endpoint_of
 from rewards.functions import FORMS, FunctionFile, read_function, read_text
 from rewards.json_schema import json_schema_scorer
+from rewards.judge import TEMPLATE, columns_in, judge_scorer
 from rewards.length import length_scorer
 from rewards.matching import exact_scorer, regex_scorer
 from rewards.math_answers import math_scorer
+from rewards.remote import remote_scorer
 from rewards.repetition import repetition_scorer
 from rewards.scorer import Scorer
 from rewards.verifier import verifier_scorer
@@ -46,14 +52,35 @@ class Source:
 
     def call_seconds(self, count: int) -> float:
         """The time that a call with `count` episodes may take."""
-        del count
+        if self.config.kind == "code":
+            # Programs have a time of their own: one that hangs is wrong, and no failure.
+            return self.config.seconds + self.timeout_seconds
+        if self.waits_for_network:
+            # Requests end by themselves; this is for what does not.
+            judges = self.config.concurrency if self.config.kind == "judge" else count
+            return math.ceil(count / judges) * self.endpoint.longest_seconds + 5.0
         return self.timeout_seconds
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where a remote service or judge is asked."""
+        url = self.config.path or ""
+        if self.config.kind == "judge":
+            url = f"{url.rstrip('/')}/chat/completions"
+        return endpoint_of(self.config, url, self.timeout_seconds)
+
+    @property
+    def kept(self) -> Answers:
+        """What endpoints have answered before."""
+        return Answers(self.cache_dir)
 
     @property
     def columns(self) -> frozenset[str]:
         """Columns of the rows that it reads; `functions.ALL_COLUMNS` where it may read any."""
         if self.function is not None:
             return self.function.columns
+        if self.config.kind == "judge":
+            return columns_in(self.text or "", self.name)
         column = self.config.reads_column
         return frozenset() if column is None else frozenset({column})
 
@@ -85,9 +112,15 @@ def read_source(
     text = None
     if config.kind == "json_schema" and config.path is not None:
         text = read_text(Path(config.path), f"rewards.{config.name}.path")
+    if config.kind == "judge":
+        where = f"rewards.{config.name}.template"
+        text = TEMPLATE if config.template is None else read_text(Path(config.template), where)
+        columns_in(text, config.name)
     source = Source(config, function, text, cache_dir, timeout_seconds)
     if function is None:
         scorer_of(source)
+    if config.kind == "code":
+        check_sandbox(config)
     return source
 
 
@@ -124,6 +157,11 @@ _SCORERS: dict[str, Callable[[Source], Scorer]] = {
     "verifier": lambda source: verifier_scorer(source.config),
     "regex": lambda source: regex_scorer(source.config),
     "json_schema": lambda source: json_schema_scorer(source.config, source.text),
+    "code": lambda source: code_scorer(source.config),
+    "remote": lambda source: remote_scorer(source.config, source.endpoint, source.kept),
+    "judge": lambda source: judge_scorer(
+        source.config, source.text or "", source.endpoint, source.kept
+    ),
     "length": lambda source: length_scorer(source.config),
     "repetition": lambda source: repetition_scorer(source.config),
 }

@@ -7,6 +7,7 @@ threads are. `python -m rewards.supervisor FD PARENT [ends with the parent's thr
 """
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -116,8 +117,10 @@ def main(argv: Sequence[str]) -> None:
     """Serve the training process behind the connection until it closes its end."""
     descriptor, parent, ends_with_thread = map(int, argv)
     adopt_orphans()
+    # Not killed, since nobody else knows what its workers have started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if ends_with_thread:
-        end_with_parent(parent)
+        end_with_parent(parent, signal.SIGTERM)
     trainer = Connection(descriptor)
     try:
         with contextlib.suppress(EOFError, OSError):  # the training process has ended

@@ -1,13 +1,15 @@
 """`python -m rewards`, as a user runs it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
+from rewards.__main__ import main
 from rewards.config import RewardConfig
 from rewards.spec import read_spec
 
@@ -70,22 +72,22 @@ def test_of_preferences_it_says_how_often_the_better_response_wins(rows: Path) -
     assert "of 3 preferences has the higher reward in 50.0% (ties as a half)" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--reward", "math"], "error: --data-path is missing"),
-        (["--data-path", "rows.jsonl"], "error: --reward is missing"),
-        (["--reward", "mth", "--data-path", "rows.jsonl"], "did you mean math?"),
-        (["--reward", "no.py:f", "--data-path", "rows.jsonl"], "there is no file no.py"),
-        (["--reward", "math", "--data-path", "rows.jsonl", "--response", "x"], "no column x"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(rows: Path, words: list[str], sentence: str) -> None:
-    done = run(rows, *words)
+WRONG = {
+    "--data-path is missing": ["--reward", "math"],
+    "--reward is missing": ["--data-path", "rows.jsonl"],
+    "did you mean math?": ["--reward", "mth", "--data-path", "rows.jsonl"],
+    "there is no file no.py": ["--reward", "no.py:f", "--data-path", "rows.jsonl"],
+    "no column x": ["--reward", "math", "--data-path", "rows.jsonl", "--response", "x"],
+    "limit must be above 0": ["--reward", "math", "--data-path", "rows.jsonl", "--limit", "0"],
+}
 
-    assert done.returncode == 2
-    assert sentence in done.stderr, done.stderr
-    assert done.stderr.count("\n") == 1
+
+def test_what_is_wrong_is_said_in_one_sentence(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(rows)
+
+    for sentence, words in WRONG.items():
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            main(words)
 
 
 def test_a_word_describes_a_source() -> None:

@@ -64,48 +64,45 @@ def test_functions_of_every_form_run_unchanged() -> None:
     assert verdicts.sources["length"].values == [1, 4]
     assert verdicts.sources["slow_length"].values == [1, 4]
     for name in ("trl_plain", "trl_messages", "openrlhf", "verl"):
-        assert verdicts.sources[name] == Scored([1, 0], [None, None]), name
+        assert verdicts.sources[name] == Scored([1.0, 0.0], [None, None]), name
     assert verdicts.combined == [6, 8]
     assert rewards.columns == {"answer", "data_source", "extra_info"}
     for form in ("(episodes)", "with text", "with messages", "OpenRLHF's", "verl's"):
         assert form in notes
 
 
-@pytest.mark.parametrize(
-    ("returned", "sentence"),
-    [
-        ("'0.5'", "it gave str '0.5' where a number or None belongs"),
-        ("[1]", "it gave list [1] where a number or None belongs"),
-        ("float('nan')", "it gave nan, which is not finite"),
-        ("float('-inf')", "it gave -inf, which is not finite"),
-        ("1 / 0", "it raised ZeroDivisionError: division by zero"),
-        ("exit(3)", "the call ended its process, with code 3"),
-        ("{'value': 1}", "it gave dict {'value': 1} where a number or None belongs"),
-    ],
-)
-def test_what_is_no_number_is_a_failure_of_its_response_alone(returned: str, sentence: str) -> None:
+def test_what_is_no_number_is_a_failure_of_its_response_alone() -> None:
+    wrong = {
+        "'0.5'": "it gave str '0.5' where a number or None belongs",
+        "[1]": "it gave list [1] where a number or None belongs",
+        "{'value': 1}": "it gave dict {'value': 1} where a number or None belongs",
+        "float('nan')": "it gave nan, which is not finite",
+        "float('-inf')": "it gave -inf, which is not finite",
+        "1 / 0": "it raised ZeroDivisionError: division by zero",
+        "exit(3)": "the call ended its process, with code 3",
+    }
+
     with Rewards([function("returns")], workers=1) as rewards:
-        rewards.submit(episodes(returned, "None", "True", "__import__('numpy').float32(2)"))
+        rewards.submit(episodes(*wrong, "None", "True", "__import__('numpy').float32(2)"))
         scored = rewards.results().sources["returns"]
 
-    assert scored == Scored([None, None, 1.0, 2.0], [sentence, None, None, None])
+    assert scored.failed == [*wrong.values(), None, None, None]
+    assert scored.values == [*[None] * len(wrong), None, 1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("returned", "sentence"),
-    [
-        ("[1.0]", "it returned 1 results for 2 responses"),
-        ("0.5", "it returned float 0.5, not a list of numbers"),
-        ("'12'", "it returned str '12', not a list of numbers"),
-        ("{0: 1, 1: 2}", "it returned dict {0: 1, 1: 2}, not a list of numbers"),
-    ],
-)
-def test_a_wrong_number_of_results_fails_all_of_a_call(returned: str, sentence: str) -> None:
+def test_a_wrong_number_of_results_fails_all_of_a_call() -> None:
+    wrong = {
+        "[1.0]": "it returned 1 results for 2 responses",
+        "0.5": "it returned float 0.5, not a list of numbers",
+        "'12'": "it returned str '12', not a list of numbers",
+        "{0: 1, 1: 2}": "it returned dict {0: 1, 1: 2}, not a list of numbers",
+    }
+
     with Rewards([function("batch")], workers=1) as rewards:
-        rewards.submit(episodes(returned, ""))
-        scored = rewards.results().sources["batch"]
-
-    assert scored == Scored([None, None], [sentence, sentence])
+        for returned, sentence in wrong.items():
+            rewards.submit(episodes(returned, ""))
+            scored = rewards.results().sources["batch"]
+            assert scored == Scored([None, None], [sentence, sentence])
 
 
 def test_results_are_ordered_by_slot_however_they_were_submitted() -> None:

@@ -1,0 +1,189 @@
+"""POST of JSON with retries, by the standard library.
+
+What fails for a while (no connection, a timeout, 408, 425, 429, 5xx) is tried again, after as long
+as the server's Retry-After says, else after pauses that double. Keys are read from environment
+variables that the settings name, and never leave the machine in clear unless the settings allow it.
+"""
+
+import http.client
+import ipaddress
+import json
+import os
+import random
+import time
+import urllib.parse
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import ConfigError, require
+from rewards.config import RewardConfig
+
+FIRST_PAUSE = 0.5
+"""Seconds before the second attempt."""
+
+LONGEST_PAUSE = 30.0
+"""The server's Retry-After is followed up to this."""
+
+LARGEST_ANSWER = 16 << 20
+"""Bytes."""
+
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+
+
+class EndpointError(Exception):
+    """An endpoint gave no usable answer; the message is a sentence."""
+
+
+class _PassingError(EndpointError):
+    """An error that may be gone at the next attempt."""
+
+    def __init__(self, sentence: str, pause: float | None = None) -> None:
+        super().__init__(sentence)
+        self.pause = pause
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to send requests, and how often."""
+
+    url: str
+    timeout_seconds: float
+    """Of one request, from its first byte to the last of its answer."""
+
+    attempts: int
+    key_variable: str | None
+
+    def post(self, body: object) -> Any:  # noqa: ANN401
+        """The JSON that comes back.
+
+        Raises:
+            EndpointError: after the last attempt, or at once where another would fail as well.
+        """
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return self._once(json.dumps(body).encode())
+            except _PassingError as error:
+                if attempt == self.attempts:
+                    tries = f" ({attempt} attempts)" if attempt > 1 else ""
+                    raise EndpointError(f"{error}{tries}") from None
+                pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+                time.sleep(min(LONGEST_PAUSE, pause if error.pause is None else error.pause))
+        raise AssertionError
+
+    @property
+    def longest_seconds(self) -> float:
+        """The time of all attempts with the longest pauses between them."""
+        return self.attempts * self.timeout_seconds + (self.attempts - 1) * LONGEST_PAUSE
+
+    def _once(self, body: bytes) -> Any:  # noqa: ANN401
+        parts = urllib.parse.urlsplit(self.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        host = parts.hostname or ""
+        connection = kind(host, parts.port, timeout=self.timeout_seconds)
+        deadline = time.monotonic() + self.timeout_seconds
+        path = parts.path or "/"
+        try:
+            connection.request(
+                "POST", f"{path}?{parts.query}" if parts.query else path, body, self._headers()
+            )
+            response = connection.getresponse()
+            content = self._read(connection, response, deadline)
+        except TimeoutError:
+            raise _PassingError(
+                f"{self.url} gave no answer within {self.timeout_seconds:g} s"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise _PassingError(f"{self.url} can't be reached: {error or type(error)}") from None
+        finally:
+            connection.close()
+        return _answer(self.url, response, content)
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.key_variable is not None:
+            headers["Authorization"] = f"Bearer {os.environ.get(self.key_variable, '')}"
+        return headers
+
+    def _read(
+        self,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        deadline: float,
+    ) -> bytes:
+        """The body, within the deadline also from a server that sends a byte at a time."""
+        chunks: list[bytes] = []
+        size = 0
+        while size <= LARGEST_ANSWER:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if connection.sock is not None:
+                connection.sock.settimeout(left)
+            chunk = response.read1(1 << 16)
+            if not chunk:
+                return b"".join(chunks)
+            chunks.append(chunk)
+            size += len(chunk)
+        raise EndpointError(f"{self.url} answered more than {LARGEST_ANSWER >> 20} MiB")
+
+
+def endpoint_of(config: RewardConfig, url: str, timeout_seconds: float) -> Endpoint:
+    """The endpoint of a source.
+
+    Raises:
+        ConfigError: the address is none, or would send the data in clear over a network, or the
+            environment variable of the key is not set.
+    """
+    where = f"rewards.{config.name}"
+    parts = urllib.parse.urlsplit(url)
+    try:
+        known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        local = _is_local(parts.hostname or "") and (parts.port or 1) > 0
+    except ValueError:
+        known = local = False
+    require(known, f"{where}.path must be an address as https://HOST/PATH, got {url}")
+    require(
+        parts.username is None,
+        f"{where}.path holds a password; name the environment variable of a key in key_variable",
+    )
+    require(
+        parts.scheme == "https" or local or config.insecure,
+        f"{where}.path: http:// sends prompts and keys in clear to {parts.hostname}; use https://,"
+        " or say insecure: true within a network of your own",
+    )
+    variable = config.key_variable
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"{where}.key_variable: the environment variable {variable} is not set")
+    return Endpoint(url, timeout_seconds, config.attempts, variable)
+
+
+def _answer(url: str, response: http.client.HTTPResponse, content: bytes) -> Any:  # noqa: ANN401
+    if response.status in _PASSING:
+        pause = _seconds(response.getheader("Retry-After"))
+        raise _PassingError(f"{url} answered {response.status} {response.reason}", pause)
+    if response.status != 200:
+        text = " ".join(content[:200].decode(errors="replace").split())
+        raise EndpointError(f"{url} answered {response.status} {response.reason}: {text}")
+    try:
+        return json.loads(content)
+    except ValueError:
+        text = content[:80].decode(errors="replace")
+        raise EndpointError(f"{url} answered what is no JSON: {text}") from None
+
+
+def _seconds(header: str | None) -> float | None:
+    """Of Retry-After; a date is not followed, since clocks differ."""
+    try:
+        return max(0.0, float(header)) if header is not None else None
+    except ValueError:
+        return None
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

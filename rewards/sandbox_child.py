@@ -1,0 +1,257 @@
+"""The inside of the sandbox: the kernel's limits are put on, then the program is started.
+
+Runs as a script of its own, `python -I -S sandbox_child.py JOB STATUS`, since a process that may
+have threads can't safely run Python between fork and exec. JOB is a descriptor with the settings,
+STATUS one for a sentence where the sandbox can't be built; it is closed once it is.
+
+Four processes: this one outside, which waits; a member of the new namespaces, which waits; their
+first process, with whose end the kernel ends all others there; and the program.
+
+It runs for every program, and modules such as json and signal would double the time of its start.
+"""
+
+import ctypes
+import marshal
+import os
+import resource
+import sys
+
+NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+"""Mounts, host name, System V IPC, users, processes, network: from linux/sched.h."""
+
+NOBODY = 65534
+
+SIGKILL = 9
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445, 446
+"""Numbers of system calls, which all architectures share."""
+
+AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
+LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
+READ, READ_WRITE = 0b1101, 0b111
+"""Of files: execute, read a file, read a directory; execute, write, read a file."""
+
+ACCESS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Kinds of access to files that a version of Landlock knows; from 5 on there are 16."""
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Build the sandbox, run the program in it and end with its exit code."""
+    job_descriptor, status = map(int, sys.argv[1:])
+    with os.fdopen(job_descriptor, "rb") as file:
+        job = marshal.load(file)
+    os.set_inheritable(status, False)
+    try:
+        _end_with(job["parent"])
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        code = _isolated(job, status) if job["isolated"] else _run(job, status)
+    except OSError as error:
+        _report(status, error)
+        code = 1
+    _end_orphans()
+    os._exit(code)
+
+
+def checked(name: str, result: int) -> int:
+    """The result of a system call; raises `OSError`, named after it, where it failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
+    return result
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        checked("prctl", libc.prctl(option, value, 0, 0, 0))
+
+
+def _report(status: int, error: OSError) -> None:
+    os.write(status, f"{error.filename or 'system call'}: {error.strerror}".encode())
+
+
+def _end_with(parent: int) -> None:
+    _prctl(PR_SET_PDEATHSIG, SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _isolated(job: dict, status: int) -> int:
+    """Run in new namespaces, whose users this process maps from outside; returns the exit code."""
+    outside, inside = os.getpid(), os.pipe()
+    mapped = os.pipe()
+    member = os.fork()
+    if member == 0:
+        try:
+            _end_with(outside)
+            checked("unshare", libc.unshare(NEW_NAMESPACES))
+            os.write(inside[1], b"!")
+            os.close(mapped[1])
+            code = _run(job, status) if os.read(mapped[0], 1) else 1
+        except OSError as error:
+            _report(status, error)
+            code = 1
+        os._exit(code)
+    os.close(inside[1])
+    if os.read(inside[0], 1):
+        _map_users(member)
+        os.write(mapped[1], b"!")
+    os.close(status)
+    return _exit_code(os.waitpid(member, 0)[1])
+
+
+def _map_users(member: int) -> None:
+    """Who the users of the new namespace are outside: nobody, and root where this is root."""
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        # The kernel limits no number of processes of root: the program itself runs as nobody.
+        users = groups = f"0 0 1\n{NOBODY} {NOBODY} 1"
+    else:
+        _write(f"/proc/{member}/setgroups", "deny")
+        users, groups = f"{NOBODY} {user} 1", f"{NOBODY} {group} 1"
+    _write(f"/proc/{member}/uid_map", users)
+    _write(f"/proc/{member}/gid_map", groups)
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(descriptor)
+
+
+def _run(job: dict, status: int) -> int:
+    """Start the first process of the namespace and wait for it; returns its exit code."""
+    alive, own = os.pipe()
+    first = os.fork()
+    if first:
+        os.close(status)
+        return _exit_code(os.waitpid(first, 0)[1])
+    os.close(own)
+    try:
+        _prctl(PR_SET_PDEATHSIG, SIGKILL)
+        os.set_blocking(alive, False)
+        try:
+            os.read(alive, 1)  # ends where the parent had ended before that
+            os._exit(1)
+        except BlockingIOError:
+            os.close(alive)
+        _prepare(job)
+        program = os.fork()
+        if program == 0:
+            _start(job)
+        os.close(status)
+        while True:  # also the orphans of the program are children of this process
+            ended, how = os.wait()
+            if ended == program:
+                os._exit(_exit_code(how))
+    except OSError as error:
+        _report(status, error)
+    os._exit(1)
+
+
+def _end_orphans() -> None:
+    """Kill what the program has left behind: without namespaces the kernel doesn't."""
+    while True:
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as children:  # noqa: PTH123
+                for child in children.read().split():
+                    os.kill(int(child), SIGKILL)
+            os.wait()
+        except OSError:  # there are none, or this system does not list them
+            return
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _prepare(job: dict) -> None:
+    """Put the program's files into an empty directory, and make everything else read-only."""
+    directory = job["directory"]
+    if job["isolated"]:
+        _write("/proc/sys/user/max_user_namespaces", "0")
+        checked("mount", libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+        _make_read_only(b"/")
+        options = f"size={job['disk_mb']}m,mode=755".encode()
+        place = job["place"].encode()
+        checked("mount", libc.mount(b"tmpfs", place, b"tmpfs", MS_NOSUID | MS_NODEV, options))
+        # At a place that nobody can reach, which a home directory may not be.
+        python = job["python"].encode()
+        os.mkdir(python)  # noqa: PTH102 - pathlib takes as long as all of this
+        checked("mount", libc.mount(job["prefix"].encode(), python, None, MS_BIND | MS_REC, None))
+        _make_read_only(python)
+        os.mkdir(directory)  # noqa: PTH102
+        os.chown(directory, NOBODY, NOBODY)
+    os.chdir(directory)
+    for name, text in job["files"].items():
+        with open(name, "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            file.write(text)
+
+
+def _make_read_only(place: bytes) -> None:
+    """All mounts from a place on."""
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
+    result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place, AT_RECURSIVE, attributes, 32)
+    checked("mount_setattr", result)
+
+
+def _start(job: dict) -> None:
+    """Become the program."""
+    if job["isolated"]:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        _prctl(PR_SET_NO_NEW_PRIVS, 1)
+        _restrict_files(job["readable"], job["directory"])
+    _limit(job)
+    os.execve(job["command"][0], job["command"], job["environment"])
+
+
+def _restrict_files(readable: list[str], directory: str) -> None:
+    """Landlock: of all files of the machine the program reads those of Python alone."""
+    version = checked("landlock", libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION))
+    everything = (1 << ACCESS_BY_VERSION.get(version, 16)) - 1
+    handled = ctypes.c_uint64(everything)
+    rules = checked("landlock", libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), 8, 0))
+    allowed = [(path, READ) for path in readable]
+    allowed += [(directory, everything), ("/dev/null", READ_WRITE), ("/dev/urandom", 0b100)]
+    for path, access in allowed:
+        try:
+            descriptor = os.open(path, os.O_PATH)
+        except FileNotFoundError:
+            continue
+        kinds = access if os.path.isdir(path) else access & READ_WRITE  # noqa: PTH112
+        rule = kinds.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
+        checked("landlock", libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0))
+        os.close(descriptor)
+    checked("landlock", libc.syscall(LANDLOCK_RESTRICT, rules, 0))
+    os.close(rules)
+
+
+def _limit(job: dict) -> None:
+    """What one process of the program may use."""
+    memory = job["memory_mb"] << 20
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    if job["isolated"]:
+        # Elsewhere it would count all processes of the user.
+        limits[resource.RLIMIT_NPROC] = job["processes"]
+    for each, most in limits.items():
+        resource.setrlimit(each, (most, most))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""rewards/code_tests.py: programs against the tests of their rows."""
+
+import pytest
+
+from pipeline.errors import ConfigError
+from rewards.code_tests import cases_of, program_in
+from rewards.config import RewardConfig
+from rewards.contract import Episode, Outcome
+from rewards.sources import read_source, scorer_of
+from tests.rewards.test_sandbox import isolated
+
+ADD = "def add(a, b):\n    return a + b\n"
+SUM = "print(sum(map(int, input().split())))"
+ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+
+
+def outcome(program: str, tests: object, **settings: object) -> Outcome:
+    config = RewardConfig(name="runs", kind="code", **settings)  # type: ignore[arg-type]
+    response = f"Let me see.\n```python\n{program}\n```\n"
+    (scored,) = scorer_of(read_source(config)).score(
+        [Episode((), response, extra={"tests": tests})]
+    )
+    return scored
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("program", "tests", "reward"),
+    [
+        (ADD, ASSERTS, 1),
+        (ADD.replace("+", "-"), ASSERTS, 0),
+        ("def add(a, b) return", ASSERTS, 0),
+        (ADD + "import sys; sys.exit(0)", ASSERTS, 0),
+        (ADD + "import os; os._exit(0)", ASSERTS, 0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 2"], 1),
+        (SUM, [{"input": "1 2", "output": "3"}, {"input": "2 2\n", "output": "4\n"}], 1),
+        (SUM, '{"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]}', 0.5),
+        ("print('1 ')\nprint(2)", [{"input": "", "output": "1\n2\n\n"}], 1),
+        (ADD, None, None),
+        (ADD, "", None),
+    ],
+)
+def test_the_reward_is_the_share_of_tests_that_pass(
+    program: str, tests: object, reward: float | None
+) -> None:
+    scored = outcome(program, tests)
+
+    assert (scored.value, scored.failure) == (reward, None)
+
+
+@isolated
+def test_a_program_that_hangs_is_wrong_and_tests_that_can_not_be_read_are_a_failure() -> None:
+    slow = [{"input": "1", "output": "1"}, {"input": "2", "output": "2"}]
+
+    hangs = outcome("x = input()\nwhile x == '2': pass\nprint(x)", slow, seconds=1.0)
+    unread = outcome(SUM, {"question": "?"})
+
+    assert hangs == Outcome(0.5)
+    assert unread.value is None
+    assert "neither code nor inputs and outputs" in str(unread.failure)
+
+
+def test_without_isolation_tests_run_where_the_settings_say_so() -> None:
+    assert outcome(ADD, ASSERTS, sandbox="process") == Outcome(1.0)
+
+
+def test_a_sandbox_that_can_not_run_python_is_refused_at_the_start() -> None:
+    config = RewardConfig(name="runs", kind="code", sandbox="process", memory_mb=1)
+
+    with pytest.raises(ConfigError, match=r"^rewards\.runs\.sandbox: .*give it more memory_mb"):
+        read_source(config)
+
+
+def test_the_program_is_the_last_fenced_block_else_all() -> None:
+    assert program_in("```python\na\n```\nno:\n```\nb\n```") == "b\n"
+    assert program_in("```py\nnever closed") == "never closed"
+    assert program_in("a = 1") == "a = 1"
+
+
+def test_inputs_of_several_lines_may_be_lists() -> None:
+    assert cases_of({"inputs": [["1", "2"]], "outputs": [[3]]}) == [("1\n2", "3")]
+    assert cases_of("[x for x in ()]") is None

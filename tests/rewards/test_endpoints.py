@@ -1,0 +1,322 @@
+"""rewards/endpoint.py, remote.py, judge.py: real servers on loopback, well and badly behaved."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.examples import Message
+from pipeline.errors import ConfigError
+from rewards.config import RewardConfig
+from rewards.contract import Episode, Outcome
+from rewards.endpoint import Endpoint, EndpointError
+from rewards.judge import score_in
+from rewards.mixture import Rewards
+from rewards.sources import read_source, scorer_of
+
+
+@dataclass
+class Server:
+    """What a server was asked, and how it answers."""
+
+    answer: Callable[["Server", BaseHTTPRequestHandler, Any], None]
+    url: str = ""
+    asked: list[Any] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def say(handler: BaseHTTPRequestHandler, body: object, status: int = 200, **headers: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@contextmanager
+def serving(answer: Callable[[Server, BaseHTTPRequestHandler, Any], None]) -> Iterator[Server]:
+    known = Server(answer)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with known.lock:
+                known.asked.append(body)
+                known.headers.append(dict(self.headers))
+                known.at_once += 1
+                known.most_at_once = max(known.most_at_once, known.at_once)
+            try:
+                known.answer(known, self, body)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the client has given up, as it should
+            finally:
+                with known.lock:
+                    known.at_once -= 1
+
+        def log_message(self, *args: object) -> None:
+            del args
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    known.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield known
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def judged(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def episodes(*responses: str, **extra: object) -> list[Episode]:
+    prompt = (Message("user", "2 + 2?"),)
+    return [Episode(prompt, each, extra=extra, slot=n) for n, each in enumerate(responses)]
+
+
+def judge(server: Server, **settings: Any) -> RewardConfig:
+    return RewardConfig(name="taste", kind="judge", path=f"{server.url}/v1", model="m", **settings)
+
+
+def scored(
+    config: RewardConfig, given: list[Episode], *, cache: Path | None = None, seconds: float = 5.0
+) -> list[Outcome]:
+    source = read_source(config, cache_dir=cache, timeout_seconds=seconds)
+    return scorer_of(source).score(given)
+
+
+def test_a_service_gets_openrlhfs_form_and_its_null_is_no_reward() -> None:
+    with serving(lambda _s, handler, _b: say(handler, {"rewards": [0.5, None]})) as server:
+        config = RewardConfig(name="far", kind="remote", path=f"{server.url}/score?x=1")
+        outcomes = scored(config, episodes("4", "5", label="four"))
+
+    assert outcomes == [Outcome(0.5), Outcome(None)]
+    assert server.asked == [
+        {"query": ["2 + 2?4", "2 + 2?5"], "prompts": ["2 + 2?"] * 2, "labels": ["four"] * 2}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ({"rewards": [1.0]}, "it returned 1 results for 2 responses"),
+        ({"scores": [1.0, 2.0]}, "it returned dict"),
+        ({"rewards": ["1", "1"]}, "it gave str '1' where a number or None belongs"),
+        (b"<html>", "answered what is no JSON: <html>"),
+        (b'{"rewards": [NaN, NaN]}', "it gave nan, which is not finite"),
+    ],
+)
+def test_a_service_that_lies_has_failed(answer: object, sentence: str) -> None:
+    with serving(lambda _s, handler, _b: say(handler, answer)) as server:
+        config = RewardConfig(name="far", kind="remote", path=server.url)
+        outcomes = scored(config, episodes("4", "5"))
+
+    assert all(each.value is None and sentence in str(each.failure) for each in outcomes)
+    assert len(server.asked) == 1
+
+
+def test_a_busy_server_is_asked_again_after_the_time_that_it_names() -> None:
+    def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
+        if len(server.asked) < 3:
+            say(handler, {}, 429, Retry_After="0.2")
+        else:
+            say(handler, {"rewards": [1.0]})
+
+    with serving(answer) as server:
+        config = RewardConfig(name="far", kind="remote", path=server.url)
+        began = time.monotonic()
+        outcomes = scored(config, episodes("4"))
+        seconds = time.monotonic() - began
+
+    assert outcomes == [Outcome(1.0)]
+    assert len(server.asked) == 3
+    assert 0.4 <= seconds < 1.5
+
+
+def test_what_another_attempt_would_not_change_is_not_tried_again() -> None:
+    with serving(lambda _s, handler, _b: say(handler, {"error": "no"}, 401)) as server:
+        config = RewardConfig(name="far", kind="remote", path=server.url)
+        (outcome,) = scored(config, episodes("4"))
+
+    assert outcome.value is None
+    assert "answered 401 Unauthorized" in str(outcome.failure)
+    assert len(server.asked) == 1
+
+
+def test_a_server_that_is_down_or_slow_fails_after_its_attempts() -> None:
+    with serving(lambda *_: None) as gone:
+        pass
+
+    def trickle(_server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+            time.sleep(0.05)
+
+    with pytest.raises(EndpointError, match=r"can't be reached: .*refused.* \(2 attempts\)"):
+        Endpoint(gone.url, 1.0, 2, None).post({})
+    with serving(trickle) as slow:
+        began = time.monotonic()
+        with pytest.raises(EndpointError, match=r"gave no answer within 0\.3 s$"):
+            Endpoint(slow.url, 0.3, 1, None).post({})
+        assert time.monotonic() - began < 1.0
+
+
+def test_a_judge_is_asked_at_once_but_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(_server: Server, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        time.sleep(0.1)
+        content = body["messages"][0]["content"]
+        say(handler, judged(f'Fine. {{"score": {7.5 if "[good]" in content else 0}}}'))
+
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    given = [f"[good] {n}" if n % 2 == 0 else f"bad {n}" for n in range(12)]
+    with serving(answer) as server:
+        config = judge(server, concurrency=3, key_variable="JUDGE_KEY")
+        outcomes = scored(config, episodes(*given))
+
+    assert [each.value for each in outcomes] == [0.75, 0.0] * 6
+    assert server.most_at_once == 3
+    assert {each["Authorization"] for each in server.headers} == {"Bearer secret"}
+    assert {(each["model"], each["temperature"]) for each in server.asked} == {("m", 0)}
+    assert "secret" not in json.dumps(server.asked)
+
+
+def test_a_resumed_run_repeats_no_request_and_gets_the_same_rewards(tmp_path: Path) -> None:
+    def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
+        say(handler, judged(f'{{"score": {len(server.asked)}}}'))
+
+    with serving(answer) as server:
+        config = judge(server, concurrency=1)
+        first = scored(config, episodes("a", "b"), cache=tmp_path)
+        again = scored(config, episodes("b", "c", "a"), cache=tmp_path)
+        other = scored(judge(server, scale=(0.0, 20.0)), episodes("a"), cache=tmp_path)
+
+    assert [each.value for each in first] == [0.1, 0.2]
+    assert [each.value for each in again] == [0.2, 0.3, 0.1]
+    assert len(server.asked) == 4  # another scale is another question
+    assert other == [Outcome(0.2)]
+
+
+def test_failures_are_not_kept_and_a_damaged_file_is_asked_for_again(tmp_path: Path) -> None:
+    texts = ["I like it", '{"score": 10}', '{"score": 5}']
+
+    def answer(server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
+        say(handler, judged(texts[len(server.asked) - 1]))
+
+    with serving(answer) as server:
+        config = judge(server)
+        outcomes = [scored(config, episodes("a"), cache=tmp_path)[0] for _ in range(3)]
+        (file,) = tmp_path.rglob("*.json")
+        file.write_text("{")
+        outcomes += scored(config, episodes("a"), cache=tmp_path)
+
+    assert [each.value for each in outcomes] == [None, 1.0, 1.0, 0.5]
+    assert "no JSON with a score: I like it" in str(outcomes[0].failure)
+
+
+def test_rewards_of_a_service_are_kept_one_by_one(tmp_path: Path) -> None:
+    def answer(_server: Server, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        say(handler, {"rewards": [float(len(each)) for each in body["query"]]})
+
+    with serving(answer) as server:
+        config = RewardConfig(name="far", kind="remote", path=server.url)
+        scored(config, episodes("a", "bb"), cache=tmp_path)
+        again = scored(config, episodes("bb", "ccc", "a"), cache=tmp_path)
+
+    assert [each.value for each in again] == [8, 9, 7]
+    assert [len(each["query"]) for each in server.asked] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"score": 10}', 1.0),
+        ('{"score": 1} no: ```json\n{"score": 5, "why": "x"}\n```', 0.5),
+        ('{"score": 2.5} {"note": "done"}', 0.25),
+        ('{"score": 11}', "the judge gave 11, outside 0 to 10"),
+        ('{"score": "9"}', "no JSON with a score"),
+        ('{"score": true}', "no JSON with a score"),
+        ("9/10", "no JSON with a score"),
+        ("", "no JSON with a score"),
+    ],
+)
+def test_a_judges_answer_without_a_score_on_its_scale_is_a_failure(
+    text: str, score: float | str
+) -> None:
+    if isinstance(score, float):
+        assert score_in(judged(text), (0.0, 10.0)) == score
+    else:
+        with pytest.raises(EndpointError, match=score):
+            score_in(judged(text), (0.0, 10.0))
+
+
+def test_a_template_names_columns_and_responses_can_not_break_it(tmp_path: Path) -> None:
+    file = tmp_path / "template.txt"
+    file.write_text("{prompt}|{response}|{answer}|{{}}")
+
+    with serving(lambda _s, handler, _b: say(handler, judged('{"score": 1}'))) as server:
+        config = judge(server, template=str(file))
+        source = read_source(config)
+        scorer_of(source).score(episodes("{prompt} {x}", answer=4))
+
+    assert source.columns == {"answer"}
+    assert source.fingerprint is not None
+    assert server.asked[0]["messages"][0]["content"] == "2 + 2?|{prompt} {x}|4|{}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"path": "http://example.com/v1"}, "sends prompts and keys in clear to example.com"),
+        ({"path": "ftp://example.com"}, "must be an address"),
+        ({"path": "https://me:word@example.com"}, "holds a password"),
+        ({"path": "https://example.com", "key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
+        ({"path": "https://example.com", "template": "none.txt"}, "there is no file none.txt"),
+    ],
+)
+def test_an_endpoint_that_can_not_be_meant_is_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_source(RewardConfig(name="taste", kind="judge", model="m", **settings))
+
+
+def test_within_a_network_of_ones_own_http_is_allowed() -> None:
+    config = RewardConfig(name="far", kind="remote", path="http://example.com/score", insecure=True)
+
+    assert read_source(config).endpoint.url == "http://example.com/score"
+
+
+def test_what_computes_does_not_wait_for_a_judge() -> None:
+    def answer(_server: Server, handler: BaseHTTPRequestHandler, _body: Any) -> None:
+        time.sleep(0.5)
+        say(handler, judged('{"score": 5}'))
+
+    with serving(answer) as server:
+        exact = RewardConfig(name="right", kind="exact")
+        with Rewards([judge(server), exact], workers=1) as rewards:
+            rewards.submit(episodes("a", "b", answer="a"))
+            verdicts = rewards.results()
+
+    assert verdicts.sources["taste"].values == [0.5, 0.5]
+    assert verdicts.sources["right"].values == [1.0, 0.0]
+    assert verdicts.seconds["right"] < 0.2

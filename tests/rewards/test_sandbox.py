@@ -1,0 +1,234 @@
+"""rewards/sandbox.py: attacks by real programs, on the kernel of this machine.
+
+Where the kernel gives no namespaces or no Landlock the attacks can't run, and the refusal is tested
+instead.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rewards.sandbox import OUTPUT_BYTES, Ended, Limits, SandboxError, run_python
+
+LIMITS = Limits(seconds=10.0, memory_mb=512)
+PLAIN = Limits(seconds=10.0, memory_mb=512, isolated=False)
+
+
+def run(program: str, *, limits: Limits = LIMITS, stdin: str = "") -> Ended:
+    return run_python({"main.py": program}, main="main.py", stdin=stdin, limits=limits)
+
+
+def is_possible() -> bool:
+    try:
+        return run("print(1)").output == b"1\n"
+    except SandboxError:
+        return False
+
+
+isolated = pytest.mark.skipif(not is_possible(), reason="the kernel refuses namespaces here")
+
+
+def children() -> int:
+    return len(psutil.Process().children(recursive=True))
+
+
+@isolated
+def test_a_program_has_its_input_and_files_and_nothing_else() -> None:
+    program = """
+import os, sys
+import helper
+print(sys.stdin.read(), helper.value, sorted(os.environ), os.getuid(), len(list(os.scandir("."))))
+"""
+    files = {"main.py": program.replace("import helper", "sys.path.insert(0, '.'); import helper")}
+    files["helper.py"] = "value = 42"
+
+    ended = run_python(files, main="main.py", stdin="given", limits=LIMITS)
+
+    # The two files, and what Python compiled of one.
+    known = ["HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR"]
+    assert ended.code == 0
+    assert ended.output.decode().split("\n")[0] == f"given 42 {known} 65534 3"
+
+
+ATTACKS = {
+    "a file of the machine": "open('/etc/passwd').read()",
+    "a directory of the machine": "import os; os.listdir('/')",
+    "the rights of a file": "import os; os.chmod('/etc/passwd', 0o777)",
+    "a file in a directory of all": "open('/tmp/left-behind', 'w')",
+    "a file of Python": "import os; open(os.__file__, 'a')",
+    "the environment of another process": "open('/proc/1/environ').read()",
+    "the table of processes": "import os; os.listdir('/proc')",
+    "another process": "import os, signal; os.kill({pid}, 0)",
+    "a server of this machine": "import socket; socket.create_connection(('127.0.0.1', {port}), 3)",
+    "another machine": "import socket; socket.create_connection(('8.8.8.8', 53), 3)",
+    "a user namespace of its own":
+        "import ctypes, os\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError",
+    "a package of the environment": "import psutil",
+}  # fmt: skip
+
+
+@isolated
+def test_nothing_of_the_machine_can_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        facts = {"pid": os.getpid(), "port": server.getsockname()[1]}
+        whole = "\n".join(
+            f"try:\n    exec({attack.format(**facts)!r})\n    print({name!r})\n"
+            f"except (OSError, ImportError):\n    pass"
+            for name, attack in ATTACKS.items()
+        )
+
+        ended = run(whole + "\nprint('end')")
+
+    assert ended.output.decode().splitlines() == ["end"]
+
+
+HUNGRY = {
+    "memory": "x = bytearray(1 << 30)",
+    "a file": "open('x', 'wb').write(bytes(1) * (100 << 20))",
+    "many files": "for n in range(20): open(str(n), 'wb').write(bytes(1) * (10 << 20))",
+    "processes": "import os, time\nwhile True:\n    os.fork() or time.sleep(100)",
+    "threads": "import threading, time\n"
+               "while True: threading.Thread(target=time.sleep, args=(9,)).start()",
+    "descriptors": "import os\nwhile True: os.open('main.py', 0)",
+    "the stack": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "a signal": "import os\nos.abort()",
+}  # fmt: skip
+
+
+@isolated
+@pytest.mark.parametrize("what", ["memory", "processes"])
+def test_what_takes_too_much_ends_alone(what: str) -> None:
+    check_hungry(what)
+
+
+@pytest.mark.faults
+@isolated
+@pytest.mark.parametrize("what", sorted(HUNGRY.keys() - {"memory", "processes"}))
+def test_what_takes_too_much_of_anything_ends_alone(what: str) -> None:
+    check_hungry(what)
+
+
+def check_hungry(what: str) -> None:
+    before = children()
+
+    ended = run(HUNGRY[what])
+
+    assert ended.code != 0
+    assert ended.seconds < 11
+    assert children() == before
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [pytest.param(LIMITS, marks=isolated, id="namespaces"), pytest.param(PLAIN, id="process")],
+)
+def test_a_loop_ends_at_its_deadline_and_much_output_at_its_limit(limits: Limits) -> None:
+    short = Limits(0.5, limits.memory_mb, isolated=limits.isolated)
+
+    loop = run("while True: pass", limits=short)
+    much = run("while True: print('x' * 100_000)", limits=limits)
+
+    assert loop.code is None
+    assert loop.seconds < 1.5
+    assert (much.code, len(much.output)) == (None, OUTPUT_BYTES)
+
+
+ORPHAN = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv({python!r}, [{python!r}, "-c", "import time; time.sleep(1000)", {mark!r}])
+    os._exit(0)
+os.wait()
+time.sleep({seconds})
+"""
+
+WITH_ORPHAN = """
+import sys
+from tests.rewards.test_sandbox import *
+limits = LIMITS if sys.argv[1] == "namespaces" else PLAIN
+python = "/mnt/python/bin/python3" if sys.argv[1] == "namespaces" else sys.executable
+for seconds in (0.3, 1000):
+    program = ORPHAN.format(python=python, mark=sys.argv[2], seconds=seconds)
+    run(program, limits=Limits(1.0, 512, isolated=limits.isolated))
+    assert not psutil.Process().children(recursive=True)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "kind", [pytest.param("namespaces", marks=isolated), pytest.param("process")]
+)
+def test_a_process_that_left_its_parent_and_session_ends_with_the_program(kind: str) -> None:
+    mark = f"mark-{os.getpid()}-{kind}"
+
+    subprocess.run([sys.executable, "-c", WITH_ORPHAN, kind, mark], check=True)
+
+    assert not [each for each in psutil.process_iter() if mark in _words(each)]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.mark.faults
+@isolated
+def test_a_sandbox_ends_with_a_killed_worker() -> None:
+    program = "from tests.rewards.test_sandbox import *\nrun('import time; time.sleep(1000)')"
+    worker = subprocess.Popen([sys.executable, "-c", program])
+    process = psutil.Process(worker.pid)
+    # Outside, member, first, program.
+    assert until(lambda: len(process.children(recursive=True)) == 4)
+    inside = process.children(recursive=True)
+
+    worker.kill()
+    worker.wait()
+
+    assert until(lambda: not any(each.is_running() for each in inside))
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_kernel_without_namespaces_is_said_and_nothing_is_run(tmp_path: Path) -> None:
+    """As within the sandbox itself, where no namespaces are to be had."""
+    if not is_possible():
+        with pytest.raises(SandboxError, match="the sandbox can't be built"):
+            run("print(1)")
+        return
+    program = f"""
+import resource
+from tests.rewards.test_sandbox import *
+import ctypes
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x10000000) == 0
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+try:
+    run("open({str(tmp_path / "ran")!r}, 'w')")
+except SandboxError as error:
+    print(error)
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert done.stdout.startswith("the sandbox can't be built (unshare: "), done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert not list(Path(tempfile.gettempdir()).glob("left-behind"))
