@@ -1,6 +1,5 @@
 """Settings of step 3."""
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +18,7 @@ from pipeline.config import (
 )
 from pipeline.errors import require
 from pipeline.settings.plain import Option
-from pipeline.settings.reward_sources import reward_sources
-from step3_ppo.reward_settings import MODEL, RewardSettings
+from step3_ppo.reward_settings import MODEL, RewardSettings, without_reward_options
 from step3_ppo.workload import workload_of
 
 
@@ -245,22 +243,7 @@ class PPOConfig(StepConfig, RewardSettings):
     @classmethod
     def without_short_forms(cls, options: list[Option]) -> list[Option]:
         """`--reward-function FILE.py:NAME` and `--reward KIND` as a list of `rewards`."""
-        short = {"reward_function": [], "reward": []}
-        rest: list[Option] = []
-        for name, words in options:
-            if name in short:
-                require(bool(words), f"--{name.replace('_', '-')} needs at least one value")
-                short[name] += words
-            else:
-                rest.append((name, words))
-        sources = reward_sources(short["reward_function"], short["reward"])
-        if not sources:
-            return rest
-        require(
-            all(name != "rewards" for name, _ in rest),
-            "--rewards lists the sources already; leave --reward-function and --reward away",
-        )
-        return [*rest, ("rewards", [json.dumps(sources)])]
+        return without_reward_options(options)
 
     def trains_actor(self, step: int) -> bool:
         """Whether iteration `step` updates the actor beside the critic."""
@@ -341,6 +324,11 @@ class PPOConfig(StepConfig, RewardSettings):
         for source in self.rewards:
             if source.kind == MODEL and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))
+        require(
+            self.reward_combine == "sum" or self.group_size > 1,
+            "ppo.reward_combine normalize_then_sum compares the responses to a prompt: set"
+            " ppo.group_size to 2 or more",
+        )
         for name in ("missing_eos_score", "score_clip"):
             value, usual = getattr(self, name), getattr(PPOConfig, name)
             require(

@@ -1,11 +1,15 @@
 """Settings of where step 3's rewards come from."""
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import RowColumns
 from pipeline.errors import require
+from pipeline.settings.plain import Option, plain
 from rewards.config import RewardConfig
+from rewards.spec import read_spec
 
 MODEL = "model"
 """The kind of the source that is the reward model; step 3 scores for it itself."""
@@ -21,7 +25,7 @@ class RewardSettings:
     rewards: tuple[RewardConfig, ...] = ()
     """Sources whose weighted sum is maximized (reward_funcs), each with a name and a kind: a list
     in a file of settings, or JSON; --reward-function FILE.py:NAME and --reward KIND are short for
-    simple ones. Empty takes the reward model alone; a source of kind model is its score, normalized
+    it. Empty takes the reward model alone; a source of kind model is its score, normalized
     and clipped as these settings have it."""
 
     gold: RewardConfig | None = None
@@ -100,3 +104,30 @@ class RewardSettings:
             0 <= self.max_reward_failures <= 1,
             f"ppo.max_reward_failures must lie in [0, 1], got {self.max_reward_failures}",
         )
+
+
+def without_reward_options(options: list[Option]) -> list[Option]:
+    """The options with the sources of `--reward-function` and `--reward` as `--rewards` has them.
+
+    Raises:
+        ConfigError: a word describes no source, or --rewards is there as well.
+    """
+    short = ("reward_function", "reward")
+    rest = [option for option in options if option[0] not in short]
+    sources: list[RewardConfig] = []
+    for name, words in options:
+        if name in short:
+            require(bool(words), f"--{name.replace('_', '-')} needs at least one value")
+            for word in words:
+                require(
+                    name == "reward" or re.fullmatch(r".+\.py:\w+", word) is not None,
+                    f"--reward-function {word}: give FILE.py:NAME",
+                )
+                sources.append(read_spec(word, [source.name for source in sources]))
+    if not sources:
+        return rest
+    require(
+        all(name != "rewards" for name, _ in rest),
+        "--rewards lists the sources already; leave --reward-function and --reward away",
+    )
+    return [*rest, ("rewards", [json.dumps(plain(sources))])]

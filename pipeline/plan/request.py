@@ -42,8 +42,8 @@ class Request(Deployment, Autotuning):
     model: sources of --ppo.rewards."""
 
     reward: tuple[str, ...] = ()
-    """Programs of ours that give them: math, exact, regex, ... or verifier for the embedded task;
-    the same sources by kind."""
+    """Programs of ours that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, the one of
+    the embedded task; or settings in braces. Also model, the reward model, beside the others."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 1 and 3."""

@@ -6,6 +6,7 @@ each `--config` in order; the DeepSpeed file of `--zero-config`; train.py's own 
 `--actor-model` and the short forms such as `--lr`; dotted options such as `--ppo.kl_coef`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_type_hints
@@ -19,7 +20,6 @@ from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.plain import flatten
-from pipeline.settings.reward_sources import reward_sources
 
 DEFAULT_DATA = "Dahoas/rm-static"
 """Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""
@@ -221,9 +221,12 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "save_every": request.save_every,
         "threads": request.threads,
     }
-    if "rewards" in get_type_hints(stage.config_class):
-        sources = reward_sources(request.reward_function, request.reward)
-        own["rewards"] = sources or None
+    # Steps that have no such short forms leave them as they are.
+    short = [("reward_function", [*request.reward_function]), ("reward", [*request.reward])]
+    given = [option for option in short if option[1]]
+    for name, words in stage.config_class.without_short_forms(given):
+        if (name, words) not in given:
+            own[name] = json.loads(words[0])
     return Layer(_given({"data": data, **own, **models}), "the command line")
 
 
