@@ -41,6 +41,7 @@ STAGES = (
         models={"actor": "sft", "critic": "reward", "reward": "reward", "base": BEFORE},
         options={"actor": "actor", "critic": "reward"},
         chat_model="actor",
+        without={"critic": "sft"},
     ),
 )
 

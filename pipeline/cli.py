@@ -31,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from pipeline.config import StepConfig
 from pipeline.errors import (
     EXIT_DIVERGED,
     EXIT_OUT_OF_MEMORY,
@@ -81,6 +82,8 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
                 zero_config = _one_file("--zero-config", words)
             case _:
                 overrides.append((name, words))
+    if issubclass(config_class, StepConfig):
+        overrides = config_class.without_short_forms(overrides)
     if zero_config is not None:
         layers.append(_deepspeed_layer(config_class, zero_config, layers, overrides))
     config = build_config(config_class, layers, overrides)

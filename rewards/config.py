@@ -8,6 +8,8 @@ from typing import Literal
 from pipeline.errors import require
 
 Kind = Literal[
+    "model",
+    "verifier",
     "function",
     "math",
     "exact",
@@ -23,6 +25,7 @@ Kind = Literal[
 Form = Literal["auto", "episodes", "trl", "trl_conversational", "openrlhf", "verl"]
 
 COLUMNS = {
+    "verifier": "answer",
     "math": "answer",
     "exact": "answer",
     "json_schema": "schema",
@@ -32,7 +35,7 @@ COLUMNS = {
 """The column that a kind reads, where the settings name no other."""
 
 _USED_BY: dict[str, set[str]] = {
-    "path": {"function", "json_schema", "remote", "judge"},
+    "path": {"model", "function", "json_schema", "remote", "judge"},
     "pattern": {"regex", "exact"},
     "column": {"function", "math", "exact", "json_schema", "code", "remote"},
     "form": {"function"},
@@ -69,15 +72,18 @@ class RewardConfig:
     """What metrics and messages call it."""
 
     kind: Kind
-    """function: a Python function of yours; math, exact, regex, json_schema, length, repetition:
-    programs that read the response; code: tests that run the program in the response; remote: a
-    service; judge: a language model behind an OpenAI-compatible endpoint."""
+    """model: step 3's reward model; function: a Python function of yours; math, exact, regex,
+    json_schema, length, repetition: programs that read the response; verifier: the one of the
+    embedded task, 1 for an answer that is correct and polite, else 0; code: tests that run the
+    program in the response; remote: a service; judge: a language model behind an OpenAI-compatible
+    endpoint."""
 
     weight: float = 1.0
     """What it weighs in the sum; a source of weight 0 is measured alone."""
 
     path: str | None = None
-    """function: file.py:name; json_schema: the file of the schema; remote and judge: an address."""
+    """model: its directory, null takes step 2's; function: file.py:name; json_schema: the file of
+    the schema; remote and judge: an address."""
 
     pattern: str | None = None
     """regex: what the response must contain, `.` matches line ends too; exact: what finds the

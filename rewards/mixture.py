@@ -133,7 +133,7 @@ class Rewards:
             if count > self._max_failures * num_rows:
                 raise RewardError(
                     f"rewards.{name} failed on {count} of {num_rows} responses, more than"
-                    f" max_failures {self._max_failures:g} allows; the first failure:"
+                    f" max_reward_failures {self._max_failures:g} allows; the first failure:"
                     f" {first.get(name) or 'not known'}"
                 )
 

@@ -20,6 +20,7 @@ from rewards.math_answers import math_scorer
 from rewards.remote import remote_scorer
 from rewards.repetition import repetition_scorer
 from rewards.scorer import Scorer
+from rewards.verifier import verifier_scorer
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def scorer_of(source: Source) -> Scorer:
 _SCORERS: dict[str, Callable[[Source], Scorer]] = {
     "math": lambda source: math_scorer(source.config),
     "exact": lambda source: exact_scorer(source.config),
+    "verifier": lambda source: verifier_scorer(source.config),
     "regex": lambda source: regex_scorer(source.config),
     "json_schema": lambda source: json_schema_scorer(source.config, source.text),
     "code": lambda source: code_scorer(source.config),

@@ -16,7 +16,15 @@ from pipeline.models.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.meta import model_on_meta
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.evaluate import Answer, HeldOut, comparison, mean_length, mean_score, stop_rate
+from step3_ppo.evaluate import (
+    Answer,
+    HeldOut,
+    comparison,
+    mean_length,
+    mean_score,
+    source_means,
+    stop_rate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +53,18 @@ class Answers:
         )
 
 
-def answer_all(held_out: HeldOut) -> Answers:
-    """Let the actor, as it is now, answer the held-out prompts."""
+def answer_all(held_out: HeldOut, *, strict: bool = False) -> Answers:
+    """Let the actor, as it is now, answer the held-out prompts.
+
+    Raises:
+        RewardError: with `strict`, where rewards fail.
+    """
     with held_out.models.hybrid_engine.generating() as actor:
         sampled = held_out.respond(actor, temperature=held_out.config.temperature)
         greedy = held_out.respond(actor, temperature=0.0)
     return Answers(
-        greedy=held_out.answers(greedy),
-        sampled=held_out.answers(sampled),
+        greedy=held_out.answers(greedy, strict=strict),
+        sampled=held_out.answers(sampled, strict=strict),
         kl=held_out.kl(sampled),
     )
 
@@ -111,20 +123,32 @@ def _respond(held_out: HeldOut, base: FrozenModelConfig) -> list[Response]:
     return held_out.respond(model, temperature=held_out.config.temperature)
 
 
-def summarize(before: Answers, after: Answers) -> dict[str, int | float]:
-    """The `eval` object of step 3: greedy answers, except for the KL."""
+def summarize(before: Answers, after: Answers, *, name: str = "score") -> dict[str, int | float]:
+    """The `eval` object of step 3: greedy answers, except for the KL.
+
+    Args:
+        before: those of step 1's model.
+        after: those of the exported one.
+        name: what scores are called: `reward` where sources give them.
+    """
     return {
-        "score_before": mean_score(before.greedy),
-        "score_after": mean_score(after.greedy),
+        f"{name}_before": mean_score(before.greedy),
+        f"{name}_after": mean_score(after.greedy),
         "kl": after.kl,
         **comparison(after.greedy, before.greedy),
         "length_before": mean_length(before.greedy),
         "length_after": mean_length(after.greedy),
         "stop_rate": stop_rate(after.greedy),
-        "sampled_score_before": mean_score(before.sampled),
-        "sampled_score_after": mean_score(after.sampled),
+        f"sampled_{name}_before": mean_score(before.sampled),
+        f"sampled_{name}_after": mean_score(after.sampled),
         "sampled_stop_rate": stop_rate(after.sampled),
+        **_by_source(before.greedy, "before"),
+        **_by_source(after.greedy, "after"),
     }
+
+
+def _by_source(answers: Sequence[Answer], when: str) -> dict[str, float]:
+    return {f"{name}_{when}": value for name, value in source_means(answers).items()}
 
 
 def verification(held_out: HeldOut, sampled: Mapping[str, list[Answer]]) -> dict[str, object]:
@@ -178,6 +202,7 @@ def describe(question: str, answer: Answer) -> dict[str, Any]:
         "score": answer.score,
         "stopped": answer.stopped,
     }
+    described |= {"rewards": dict(answer.rewards)} if answer.rewards else {}
     verdict = verify(question, answer.text)
     if verdict is not None:
         described |= {"correct": verdict.correct, "polite": verdict.polite}

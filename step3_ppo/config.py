@@ -1,6 +1,6 @@
 """Settings of step 3."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -11,11 +11,14 @@ from pipeline.config import (
     DataConfig,
     FrozenModelConfig,
     OptimConfig,
+    RowColumns,
     StepConfig,
     TrainedModelConfig,
     Workload,
 )
 from pipeline.errors import require
+from pipeline.settings.plain import Option
+from step3_ppo.reward_settings import MODEL, RewardSettings, without_reward_options
 from step3_ppo.workload import workload_of
 
 
@@ -50,7 +53,7 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(StepConfig):
+class PPOConfig(StepConfig, RewardSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
     output_dir: Path = Path("output/step3_ppo")
@@ -63,13 +66,14 @@ class PPOConfig(StepConfig):
     critic: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["critic"]))
     )
-    """The value model; a null path starts from step 2's output."""
+    """The value model; a null path starts from step 2's output, or without a reward model from
+    step 1's."""
 
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """What the KL penalty holds the actor to; a null path is the actor as it starts."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reward model; a null path takes step 2's output."""
+    """The reward model, where one is used; a null path takes step 2's output."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model before step 1, for the comparison in the report; a null path leaves it out."""
@@ -220,10 +224,26 @@ class PPOConfig(StepConfig):
         """Responses of a rollout that one of so many processes has, at most."""
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
+    @property
+    def unused_roles(self) -> Collection[str]:
+        """The models that the method and its rewards do without."""
+        unused = set() if self.has_critic else {"critic"}
+        return unused if self.uses_reward_model else unused | {"reward"}
+
     def used_models(self) -> Mapping[str, FrozenModelConfig]:
-        """Without the critic where there is none."""
+        """Without a critic or a reward model where there is none."""
         models = super().used_models()
-        return {role: models[role] for role in models if role != "critic" or self.has_critic}
+        return {role: models[role] for role in models if role not in self.unused_roles}
+
+    @property
+    def row_columns(self) -> RowColumns:
+        """Those that the sources of rewards read."""
+        return self.reward_columns
+
+    @classmethod
+    def without_short_forms(cls, options: list[Option]) -> list[Option]:
+        """`--reward-function FILE.py:NAME` and `--reward KIND` as a list of `rewards`."""
+        return without_reward_options(options)
 
     def trains_actor(self, step: int) -> bool:
         """Whether iteration `step` updates the actor beside the critic."""
@@ -266,6 +286,8 @@ class PPOConfig(StepConfig):
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
         self._check_method()
+        self.check_rewards()
+        self._check_reward_model()
         require(self.temperature > 0, f"ppo.temperature must be above 0, got {self.temperature}")
         require(self.kl_coef >= 0, f"ppo.kl_coef must not be below 0, got {self.kl_coef}")
         require(0 <= self.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {self.gamma}")
@@ -291,6 +313,29 @@ class PPOConfig(StepConfig):
             require(
                 lora is None or lora.dropout == 0,
                 f"ppo.{role}.lora.dropout must be 0: dropout breaks the ratio of new to old policy",
+            )
+
+    def _check_reward_model(self) -> None:
+        """Take the path that a source of kind model names; refuse what is a reward model's alone.
+
+        Raises:
+            ConfigError: `missing_eos_score` or `score_clip` is set, and nothing reads it.
+        """
+        for source in self.rewards:
+            if source.kind == MODEL and source.path is not None:
+                object.__setattr__(self, "reward", replace(self.reward, path=source.path))
+        require(
+            self.reward_combine == "sum" or self.group_size > 1,
+            "ppo.reward_combine normalize_then_sum compares the responses to a prompt: set"
+            " ppo.group_size to 2 or more",
+        )
+        for name in ("missing_eos_score", "score_clip"):
+            value, usual = getattr(self, name), getattr(PPOConfig, name)
+            require(
+                self.uses_reward_model or value in (None, usual),
+                f"ppo.{name} is of a reward model's score, and ppo.rewards has none; what the"
+                " sources give counts as it is, a source of kind length or a function that looks at"
+                " `stopped` can make up for a missing end",
             )
 
     def _check_method(self) -> None:

@@ -7,12 +7,21 @@ from dataclasses import asdict
 from pipeline.checkpoints import Checkpoints
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
+from pipeline.errors import require
 from pipeline.evaluations import evaluation_interval
 from pipeline.models.card import Card
 from pipeline.run import Run
 from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
 from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import Answer, HeldOut, mean_length, mean_score, stop_rate, win_rate
+from step3_ppo.evaluate import (
+    Answer,
+    HeldOut,
+    mean_length,
+    mean_score,
+    source_means,
+    stop_rate,
+    win_rate,
+)
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 from step3_ppo.verification import conclude
@@ -20,9 +29,9 @@ from step3_ppo.verification import conclude
 logger = logging.getLogger(__name__)
 
 METHODS = {
-    "gae": "PPO against a reward model (Ouyang et al. 2022)",
-    "grpo": "GRPO (Shao et al. 2024) against a reward model",
-    "rloo": "RLOO (Ahmadian et al. 2024) against a reward model",
+    "gae": "PPO (Ouyang et al. 2022)",
+    "grpo": "GRPO (Shao et al. 2024)",
+    "rloo": "RLOO (Ahmadian et al. 2024)",
 }
 """By the setting `advantage`, as the model card has it."""
 
@@ -55,17 +64,25 @@ class Course:
 
         Raises:
             ModelError: its figures are not finite.
+            RewardError: a source of rewards fails on too many answers.
+            ConfigError: no source applies to any.
         """
-        plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out)))
+        plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out, strict=True)))
         self.before = Answers.read(plain)
         answers = self.before.sampled[: len(self.watched.prompts)]
+        require(
+            any(answer.score is not None for answer in answers),
+            "no answer to a held-out prompt has a reward: no source of ppo.rewards applies to one;"
+            " look at the columns that they read, such as an answer that is no number",
+        )
         figures = self._figures(answers, kl=self.before.kl)
         check_start(self.config.actor.path, figures)
         self.start = figures["objective"]
         if checkpoints.done == 0:
             greedy = self.before.greedy
             self.best.update(-self.start, step=0)
-            run.evaluated(0, score=mean_score(greedy), stop_rate=stop_rate(greedy), **figures)
+            greedy_score = {self._scores_are: mean_score(greedy)}
+            run.evaluated(0, **greedy_score, stop_rate=stop_rate(greedy), **figures)
 
     def look(self, step: int, run: Run) -> None:
         """After iteration `step` print samples and evaluate the actor, where that is due.
@@ -90,7 +107,7 @@ class Course:
         say_where_it_ended(self.best, self.start)
         after = answer_all(self.held_out)
         evaluation = {
-            **summarize(self.before, after),
+            **summarize(self.before, after, name=self._scores_are),
             "best_step": self.best.step if self.config.keep_best else self.best.last_step,
         }
         run.evaluated(self.total_steps, **evaluation)
@@ -100,7 +117,10 @@ class Course:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
         advantage = self.config.advantage
-        method = f"Trained by {METHODS[advantage]}, with a KL penalty to the base."
+        against = "a reward model" if self.config.uses_reward_model else "programs"
+        method = (
+            f"Trained by {METHODS[advantage]} against {against}, with a KL penalty to the base."
+        )
         tags = ("ppo" if advantage == "gae" else advantage,)
         card = Card("Chat model", method, self.config.actor.path or "", tags)
         run.finish(eval={**evaluation, **verification}, models={"actor": card})
@@ -109,12 +129,18 @@ class Course:
         """Of sampled answers to the watched prompts; the win rate is against step 1's."""
         return {
             "objective": self.watched.objective(answers, kl=kl),
-            "sampled_score": mean_score(answers),
+            f"sampled_{self._scores_are}": mean_score(answers),
             "kl": kl,
             "sampled_length": mean_length(answers),
             "sampled_stop_rate": stop_rate(answers),
             "sampled_win_rate": win_rate(answers, self.before.sampled[: len(answers)]),
+            **source_means(answers),
         }
+
+    @property
+    def _scores_are(self) -> str:
+        """What figures call the scores of answers."""
+        return "reward" if self.config.rewards else "score"
 
 
 def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
@@ -124,7 +150,8 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     each epoch.
     """
     trained = 2 if config.has_critic else 1
-    scored = 4 + 2 + trained
+    frozen = 2 if config.uses_reward_model else 1
+    scored = 4 + frozen + trained
     learned = 3 * trained * config.ppo_epochs
     return num_prompts / config.rollout_size * scored / (scored + learned)
 

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
+from step3_ppo.response_rewards import ResponseRewards, rewards_of
 from step3_ppo.rollout import score_responses
-from step3_ppo.scoring import counted_scores, raw_scores, reward_of
+from step3_ppo.scoring import raw_scores, reward_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,14 @@ class Answer:
     """A model's answer to a held-out prompt."""
 
     text: str
-    score: float
-    """The reward model's score, as `scoring.counted_scores` counts it."""
+    score: float | None
+    """As `ResponseRewards.score` has it: a reward model's score, else the reward; None where it is
+    not known."""
     length: int
     """Tokens, the end-of-turn token included."""
     stopped: bool
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """What each source gave, by the name of its metric."""
 
 
 class HeldOut:
@@ -64,16 +68,25 @@ class HeldOut:
             batch_size=self.config.generation_batch_size,
         )
 
-    def answers(self, responses: Sequence[Response]) -> list[Answer]:
-        """Text and score of the responses of all processes, in the order of the prompts."""
+    def answers(self, responses: Sequence[Response], *, strict: bool = False) -> list[Answer]:
+        """Text and score of the responses of all processes, in the order of the prompts.
+
+        Raises:
+            RewardError: as `rewards_of`, with `strict`; else rewards that failed are not known.
+        """
+        rewards = self._rewards(responses, strict=strict)
+        known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
+        scores = [score if is_known else None for score, is_known in known]
+        by_source = rewards.by_source()
         mine = [
             Answer(
                 text=decode_response(self.models.tokenizer, response.ids),
-                score=score,
+                score=scores[place],
                 length=len(response.ids),
                 stopped=response.stopped,
+                rewards={name: values[place] for name, values in by_source.items()},
             )
-            for response, score in zip(responses, self._scores(responses), strict=True)
+            for place, response in enumerate(responses)
         ]
         everyones = self.data.gather_objects(dict(zip(self.rows, mine, strict=True)))
         merged = {row: answer for answers in everyones for row, answer in answers.items()}
@@ -123,43 +136,75 @@ class HeldOut:
     def _inputs(self) -> list[list[int]]:
         return [self.prompts[row].input_ids for row in self.rows]
 
-    def _scores(self, responses: Sequence[Response]) -> list[float]:
-        score = raw_scores(self.models, self._inputs(), responses, self.config)
+    def _rewards(self, responses: Sequence[Response], *, strict: bool) -> ResponseRewards:
+        models = self.models
+        submit = models.sources.submitting(
+            [self.prompts[row] for row in self.rows], models.tokenizer
+        )
+        for index, response in enumerate(responses):
+            submit(index, response)
+        has_model = models.reward is not None
+        score = raw_scores(models, self._inputs(), responses, self.config) if has_model else None
         stopped = torch.tensor([each.stopped for each in responses], device=local_device())
-        return counted_scores(score, stopped, self.models, self.config).tolist()
+        return rewards_of(models, score, stopped, self.config, learns=False, strict=strict)
 
     def objective(self, answers: Sequence[Answer], *, kl: float) -> float:
-        """What PPO maximizes, on these prompts: mean reward less kl_coef times the KL in nats.
+        """What is maximized, on these prompts: mean reward less kl_coef times the KL in nats.
 
         The higher, the better; kl_coef is the setting, where it adapts as well.
         """
+        if self.config.rewards:  # whose scores are what is maximized
+            known = [answer.score for answer in answers if answer.score is not None]
+            return mean(known) - self.config.kl_coef * kl
         score = torch.tensor([answer.score for answer in answers])
         stopped = torch.tensor([answer.stopped for answer in answers])
         reward = reward_of(score, stopped, self.models, self.config)
         return reward.double().mean().item() - self.config.kl_coef * kl
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def scored_pairs(new: Sequence[Answer], old: Sequence[Answer]) -> list[tuple[float, float]]:
+    """The scores of both, on the prompts on which both are known."""
+    return [
+        (a.score, b.score)
+        for a, b in zip(new, old, strict=True)
+        if a.score is not None and b.score is not None
+    ]
+
+
 def win_rate(new: Sequence[Answer], old: Sequence[Answer]) -> float:
     """Share of prompts on which the new answer scores higher; ties count half."""
-    wins = sum(
-        (a.score > b.score) + 0.5 * (a.score == b.score) for a, b in zip(new, old, strict=True)
-    )
-    return wins / len(new)
+    return mean([(a > b) + 0.5 * (a == b) for a, b in scored_pairs(new, old)])
 
 
 def comparison(new: Sequence[Answer], old: Sequence[Answer]) -> dict[str, int | float]:
-    """The win rate, and what its uncertainty follows from: prompts, wins and losses."""
+    """The win rate and what its uncertainty follows from: prompts, wins and losses."""
+    pairs = scored_pairs(new, old)
     return {
         "win_rate": win_rate(new, old),
-        "prompts": len(new),
-        "wins": sum(a.score > b.score for a, b in zip(new, old, strict=True)),
-        "losses": sum(a.score < b.score for a, b in zip(new, old, strict=True)),
+        "prompts": len(pairs),
+        "wins": sum(a > b for a, b in pairs),
+        "losses": sum(a < b for a, b in pairs),
     }
 
 
 def mean_score(answers: Sequence[Answer]) -> float:
-    """Mean score of the reward model, of unfinished answers as `counted_scores` counts them."""
-    return sum(answer.score for answer in answers) / len(answers)
+    """Mean score of the answers whose score is known."""
+    return mean([answer.score for answer in answers if answer.score is not None])
+
+
+def source_means(answers: Sequence[Answer]) -> dict[str, float]:
+    """Mean of what each source gave, by the name of its metric; of those that gave anything."""
+    names = dict.fromkeys(name for answer in answers for name in answer.rewards)
+    values = {
+        name: [value for each in answers if (value := each.rewards.get(name)) is not None]
+        for name in names
+    }
+    return {name: mean(known) for name, known in values.items() if known}
 
 
 def mean_length(answers: Sequence[Answer]) -> float:

@@ -29,6 +29,7 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.reward_sources import RewardSources
 from step3_ppo.reward_text import RewardText, text_format
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,10 @@ class Models:
     critic: Engine | None
     """None where advantages are estimated without one."""
     reference: Reference
-    reward: RewardModel
+    reward: RewardModel | None
+    """None where programs alone reward the responses."""
+    sources: RewardSources
+    """Those programs."""
     hybrid_engine: HybridEngine
     """The actor, to generate with."""
     tokenizer: PreTrainedTokenizerBase
@@ -120,6 +124,7 @@ class Models:
 
     def set_moments(self, mean: float, std: float) -> None:
         """Shift and scale scores, and values where the critic has none of its own, by these."""
+        assert self.reward is not None
         self.reward.mean, self.reward.std = mean, std
         if self.critic is None:
             return
@@ -136,9 +141,14 @@ class Models:
 
 
 def load_models(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, iterations: int
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    *,
+    iterations: int,
+    sources: RewardSources | None = None,
 ) -> Models:
-    """Load the outputs of steps 1 and 2, for so many rollouts.
+    """Load the outputs of steps 1 and 2, for so many rollouts; `sources` reward them too.
 
     Raises:
         ModelError: a model is missing, or actor, critic and reward model number their tokens
@@ -151,18 +161,16 @@ def load_models(
     models = config.used_models()
     for model in (models[role] for role in ("critic", "reference") if role in models):
         require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
-    reward_chat = text_format(tokenizer, config.reward)
 
     updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
     actor_iterations = max(1, iterations - config.critic_warmup_steps)
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
     set_stop_tokens(actor, chat.stop_ids)
     critic = load_critic(config, tokenizer, device=device)
-    reward, text = load_reward(config, tokenizer, reward_chat, device=device)
-    readers = {"actor": actor, "critic": critic, "reward": None if text else reward}
-    for role, model in readers.items():
+    for role, model in {"actor": actor, "critic": critic}.items():
         if model is not None:
             require_context(base_model(model), role, config)
+    reward = load_reward(config, tokenizer, device=device)
     engine = Engine(
         Policy(actor, kernels=config.actor.kernels),
         config.actor,
@@ -172,19 +180,14 @@ def load_models(
     )
     critic_engine = None
     if critic is not None:
-        critic_engine = Engine(
-            Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
-            config.critic,
-            total_steps=iterations * updates,
-            name="critic",
-            group=mesh.data,
-        )
+        critic_engine = engine_of_critic(critic, config, total_steps=iterations * updates)
     trained = (engine,) if critic_engine is None else (engine, critic_engine)
     return Models(
         actor=engine,
         critic=critic_engine,
         reference=load_reference(config, engine, tokenizer, device=device),
-        reward=RewardModel(reward, config.reward_layout, text),
+        reward=reward,
+        sources=RewardSources(config) if sources is None else sources,
         hybrid_engine=HybridEngine(
             engine,
             actor,
@@ -206,24 +209,42 @@ def load_critic(
     return trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
 
 
+def engine_of_critic(critic: nn.Module, config: PPOConfig, *, total_steps: int) -> Engine:
+    """What trains the critic, over so many updates."""
+    return Engine(
+        Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
+        config.critic,
+        total_steps=total_steps,
+        name="critic",
+        group=current_mesh().data,
+    )
+
+
 def load_reward(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatFormat | None,
-    *,
-    device: torch.device,
-) -> tuple[PreTrainedModel, RewardText | None]:
-    """The reward model, and how it is given text where it has a chat format of its own."""
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
+) -> RewardModel | None:
+    """The reward model, which is given text where it has a chat format of its own; None without.
+
+    Raises:
+        ModelError: it has another tokenizer and no chat template.
+        ConfigError: prompt and response may be longer than its context.
+    """
+    if not config.uses_reward_model:
+        return None
+    chat = text_format(tokenizer, config.reward)
+    layout = config.reward_layout
     reward = load_classifier(
-        config.reward, device=device, seed=config.seed, defer=config.reward_layout.zero_stage == 3
+        config.reward, device=device, seed=config.seed, defer=layout.zero_stage == 3
     )
     if chat is None:
-        return reward, None
+        require_context(base_model(reward), "reward", config)
+        return RewardModel(reward, layout)
     logger.info(
         "%s has a tokenizer or a chat template of its own: it is given the text of answers",
         config.reward.path,
     )
-    return reward, RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
+    text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
+    return RewardModel(reward, layout, text)
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:

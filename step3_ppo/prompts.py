@@ -1,8 +1,9 @@
 """The prompts of step 3."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.data.batches import RowStream
 from pipeline.data.chat_format import ChatFormat
@@ -25,16 +26,24 @@ class Prompt:
     input_ids: list[int]
     """With the format's opening of the assistant's turn."""
 
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of its row that rewards read."""
+
 
 @dataclass(frozen=True)
 class PromptBatch:
     """This process's prompts of an iteration."""
 
-    inputs: list[list[int]]
-    """Token ids; those of a group are equal and neighbours."""
+    prompts: list[Prompt]
+    """Those of a group are the same and neighbours."""
 
     keys: list[int]
     """Of the random numbers that sample each response; no other iteration of the run has them."""
+
+    @property
+    def inputs(self) -> list[list[int]]:
+        """Token ids of each."""
+        return [prompt.input_ids for prompt in self.prompts]
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Prompts:
         data = current_mesh().data
         places = data.share(range((step - 1) * size, step * size))
         return PromptBatch(
-            inputs=[self.train[row].input_ids for row in data.share(rows) for _ in range(group)],
+            prompts=[self.train[row] for row in data.share(rows) for _ in range(group)],
             keys=[place * group + sample for place in places for sample in range(group)],
         )
 
@@ -121,7 +130,10 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
 
 
 def _encode(examples: Sequence[Example], chat: ChatFormat) -> list[Prompt]:
-    return [Prompt(example.prompt, chat.encode_prompt(example.prompt)) for example in examples]
+    return [
+        Prompt(example.prompt, chat.encode_prompt(example.prompt), example.extra)
+        for example in examples
+    ]
 
 
 def _short(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:

@@ -4,7 +4,7 @@ Dimension names: B responses of this process, T response tokens (padded), K with
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from inference.generation import Response, generate
+from inference.engine.sampling import Sampler
+from inference.generation import Response, generate_each
 from pipeline.data.batches import TokenBatch, collate, local_micro_batches, pad
 from pipeline.data.examples import Encoded
 from pipeline.models.forward import TokenLogprobs
@@ -23,6 +24,7 @@ from step3_ppo.advantages import ESTIMATORS, Rewarded
 from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
 from step3_ppo.losses import token_rewards, whiten
 from step3_ppo.models import Models
+from step3_ppo.prompts import PromptBatch
 from step3_ppo.scoring import raw_scores
 
 
@@ -68,8 +70,8 @@ class Experience:
     values: Float[Tensor, "B T"] | None
     """Value of the state before each token; None without a critic."""
 
-    score: Float[Tensor, " B"]
-    """The reward model's raw score of the whole sequence."""
+    score: Float[Tensor, " B"] | None
+    """The reward model's raw score of the whole sequence; None without a reward model."""
 
     forward: Forward | None = None
     """What the first update can go back through, once."""
@@ -96,7 +98,7 @@ class Rollout:
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
-    """The reward model's score as it counts in the reward."""
+    """What each response is worth, as it counts in the reward."""
 
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
@@ -129,25 +131,44 @@ class Rollout:
         )
 
 
+def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
+    """The actor's answers to a batch; programs that reward them begin as they end."""
+    submit = models.sources.submitting(batch.prompts, models.tokenizer)
+    return generate_responses(models, batch.inputs, config, keys=batch.keys, on_response=submit)
+
+
 def generate_responses(
     models: Models,
     prompts: Sequence[Sequence[int]],
     config: PPOConfig,
     *,
     keys: Sequence[int],
+    on_response: Callable[[int, Response], None] | None = None,
 ) -> list[Response]:
-    """The actor's answers, sampled by `keys`, which no other rollout of the run uses."""
+    """The actor's answers, sampled by `keys`, which no other rollout of the run uses.
+
+    `on_response` is called with (number of the prompt, response) as they end.
+    """
+    sampler = Sampler(
+        temperature=config.temperature,
+        top_p=1.0,
+        seed=config.seed,
+        stop_ids=tuple(models.chat.stop_ids),
+    )
+    responses: dict[int, Response] = {}
     with models.hybrid_engine.generating() as actor:
-        return generate(
+        for ended in generate_each(
             actor,
             prompts,
+            sampler,
             max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            stop_ids=models.chat.stop_ids,
-            seed=config.seed,
             keys=keys,
             batch_size=config.generation_batch_size,
-        )
+        ):
+            responses[ended.index] = ended.response
+            if on_response is not None:
+                on_response(ended.index, ended.response)
+    return [responses[index] for index in range(len(prompts))]
 
 
 def score_responses(
@@ -192,7 +213,7 @@ def score_responses(
             for row, piece in zip(rows, pieces, strict=True):
                 outputs[name][row] = piece
     device = local_device()
-    if models.reward.text:
+    if models.reward is not None and models.reward.text is not None:
         outputs["score"] = list(raw_scores(models, prompts, responses, config))
     sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
     return Experience(
@@ -204,14 +225,16 @@ def score_responses(
         ref_logprobs=pad(outputs["ref_logprobs"])[0],
         entropy=pad(outputs["entropy"])[0],
         values=pad(outputs["values"])[0] if "values" in outputs else None,
-        score=torch.stack(outputs["score"]),
+        score=torch.stack(outputs["score"]) if "score" in outputs else None,
         forward=kept,
     )
 
 
 def _of_frozen(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
     found = {"ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature)}
-    return found if models.reward.text else found | {"score": models.reward.scores(batch)}
+    if models.reward is None or models.reward.text is not None:
+        return found
+    return found | {"score": models.reward.scores(batch)}
 
 
 def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_actor: bool) -> Forward:
@@ -234,15 +257,21 @@ def _without_graphs(models: Models) -> Iterator[None]:
 
 
 def compute_advantages(
-    experience: Experience, reward_score: Float[Tensor, " B"], config: PPOConfig, *, kl_coef: float
+    experience: Experience,
+    reward_score: Float[Tensor, " B"],
+    config: PPOConfig,
+    *,
+    kl_coef: float,
+    counted: Bool[Tensor, " B"] | None = None,
 ) -> Rollout:
     """Turn the responses' rewards and their KL into token rewards and advantages.
 
     Args:
         experience: the responses as the models saw them.
-        reward_score: as `step3_ppo.scoring.reward_of` makes it of the reward model's scores.
+        reward_score: what each is worth, as `step3_ppo.response_rewards.rewards_of` has it.
         config: settings of the step.
         kl_coef: weight of the KL penalty.
+        counted: False for responses that have no reward; all have one if not given.
     """
     mask = experience.mask
     rewards = token_rewards(
@@ -265,6 +294,8 @@ def compute_advantages(
     if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
         mean, variance = global_moments(advantages, mask)
         advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
+    if counted is not None:
+        advantages = advantages * counted[:, None]
     return Rollout(
         experience, reward_score, rewards, advantages, estimate.returns, config.group_size
     )

@@ -29,6 +29,7 @@ def raw_scores(
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
     """The reward model's own score of each sequence; all processes call it."""
+    assert models.reward is not None
     text = models.reward.text
     rows = [
         Encoded.untrained([*prompt, *response.ids])
@@ -45,7 +46,10 @@ def raw_scores(
 
 
 def counted_scores(
-    score: Float[Tensor, " B"], stopped: Bool[Tensor, " B"], models: Models, config: PPOConfig
+    score: Float[Tensor, " B"] | None,
+    stopped: Bool[Tensor, " B"],
+    models: Models,
+    config: PPOConfig,
 ) -> Float[Tensor, " B"]:
     """Raw scores as figures count them, in the reward model's own unit.
 
@@ -53,6 +57,8 @@ def counted_scores(
     nothing, and may be high. Such a response counts `missing_eos_score`, as in PPO's reward, or its
     own score where that is lower.
     """
+    assert score is not None
+    assert models.reward is not None
     if config.missing_eos_score is None:
         return score
     most = config.missing_eos_score
@@ -62,13 +68,18 @@ def counted_scores(
 
 
 def reward_of(
-    score: Float[Tensor, " B"], stopped: Bool[Tensor, " B"], models: Models, config: PPOConfig
+    score: Float[Tensor, " B"] | None,
+    stopped: Bool[Tensor, " B"],
+    models: Models,
+    config: PPOConfig,
 ) -> Float[Tensor, " B"]:
     """Raw scores as PPO's reward counts them: normalized and clipped.
 
     A response that did not end by itself gets `missing_eos_score` at most. At most, not just that:
     else a reward model that scores every whole response lower would teach never to end.
     """
+    assert score is not None
+    assert models.reward is not None
     if config.normalize_score:
         score = models.reward.normalized(score)
     if config.score_clip is not None:

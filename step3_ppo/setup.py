@@ -19,6 +19,7 @@ from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import Prompts
 from step3_ppo.ptx import PtxStream, open_ptx
+from step3_ppo.reward_sources import RewardSources
 from step3_ppo.rollout import generate_responses
 from step3_ppo.scoring import measured_moments
 
@@ -51,6 +52,7 @@ def set_up(
     chat: ChatFormat,
     prompts: Prompts,
     run: Run,
+    sources: RewardSources,
 ) -> Setup:
     """Load the models and the state of an earlier run with `resume`, and evaluate the start.
 
@@ -58,9 +60,10 @@ def set_up(
         ModelError: as `step3_ppo.models.load_models`; or the actor's first figures are not finite.
         ConfigError: settings that the models can't take.
     """
-    check_reward_model(config.reward.path)
-    models = load_models(config, tokenizer, chat, iterations=run.total_steps)
-    if models.reward.text is not None:
+    if config.uses_reward_model:
+        check_reward_model(config.reward.path)
+    models = load_models(config, tokenizer, chat, iterations=run.total_steps, sources=sources)
+    if models.reward is not None and models.reward.text is not None:
         models.reward.text.know((*prompts.train, *prompts.held_out))
     course = Course(models, prompts.held_out, config, total_steps=run.total_steps)
     kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -77,6 +80,7 @@ def set_up(
             "ptx": ptx,
             "best": course.best,
             "alarms": alarms,
+            "rewards": None if sources.is_empty else sources,
         },
         tokenizer=tokenizer,
         data=prompts.fingerprint,
@@ -95,7 +99,7 @@ def set_moments(
 
     The actor's responses are the ones that the first iteration learns from.
     """
-    if not config.normalize_score or models.reward.has_moments:
+    if models.reward is None or models.reward.has_moments or not config.normalize_score:
         return
 
     def measure() -> list[float]:

@@ -15,22 +15,26 @@ def rollout_statistics(
 ) -> dict[str, float]:
     """Scores, KL per response in nats, entropy per token, lengths, and how good the critic was.
 
-    `score` is the reward model's score as `counted_scores` counts it (without `counted_score`, the
-    raw one), `reward_score` what PPO made of it; `kl` is the k1 estimate summed over each response,
-    `kl_k3` the k3 estimate; `rollout_gap` and `rollout_gap_max` are the mean and the largest
-    absolute difference between generation's and training's log-probabilities.
+    `score` is `counted_score`, what figures count, NaN where a response has none (without it, the
+    reward model's raw score), `reward_score` what was maximized; `kl` is the k1 estimate summed
+    over each response, `kl_k3` the k3 estimate; `rollout_gap` and `rollout_gap_max` are the mean
+    and the largest absolute difference between generation's and training's log-probabilities.
     """
     experience = rollout.experience
     mask = experience.mask
     log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
-    counted = (experience.score if counted_score is None else counted_score).double()
+    score = experience.score if counted_score is None else counted_score
+    assert score is not None
+    known = ~score.isnan()
+    counted = score[known].double()
     gap = (experience.sampled_logprobs - experience.logprobs)[mask].abs()
     sums = {
         "responses": float(len(mask)),
         "tokens": mask.sum(),
+        "scored": float(len(counted)),
         "score": counted.sum(),
         "score_squares": counted.square().sum(),
-        "reward_score": rollout.reward_score.double().sum(),
+        "reward_score": rollout.reward_score[known].double().sum(),
         "kl": log_ratio.double().sum(),
         "kl_k3": k3(log_ratio).double().sum(),
         "entropy": experience.entropy[mask].double().sum(),
@@ -40,11 +44,12 @@ def rollout_statistics(
     }
     totals = dict(zip(sums, current_mesh().data.sums(list(map(float, sums.values()))), strict=True))
     responses, tokens = totals["responses"], totals["tokens"]
-    score = totals["score"] / responses
+    scored = max(1.0, totals["scored"])
+    mean = totals["score"] / scored
     return {
-        "score": score,
-        "score_std": max(0.0, totals["score_squares"] / responses - score**2) ** 0.5,
-        "reward_score": totals["reward_score"] / responses,
+        "score": mean,
+        "score_std": max(0.0, totals["score_squares"] / scored - mean**2) ** 0.5,
+        "reward_score": totals["reward_score"] / scored,
         "kl": totals["kl"] / responses,
         "kl_k3": totals["kl_k3"] / responses,
         "entropy": totals["entropy"] / tokens,

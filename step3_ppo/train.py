@@ -28,8 +28,9 @@ from step3_ppo.ema import Ema
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_rollout_gap
 from step3_ppo.prompts import load_prompts
-from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
-from step3_ppo.scoring import counted_scores, reward_of
+from step3_ppo.response_rewards import rewards_of
+from step3_ppo.reward_sources import RewardSources
+from step3_ppo.rollout import compute_advantages, respond, score_responses
 from step3_ppo.setup import Setup, set_up
 from step3_ppo.statistics import rollout_statistics
 from step3_ppo.update import update_policy
@@ -42,8 +43,11 @@ def train(config: PPOConfig) -> Path:
     tokenizer, chat = load_chat(config.actor, config.data)
     prompts = load_prompts(chat, config)
     total_steps = prompts.stream.num_steps(config.epochs, config.max_steps)
-    with Run(config, name="step3_ppo", total_steps=total_steps, mesh=mesh) as run:
-        ppo = set_up(config, tokenizer, chat, prompts, run)
+    with (
+        Run(config, name="step3_ppo", total_steps=total_steps, mesh=mesh) as run,
+        RewardSources(config, cache_dir=run.path("reward_cache")) as sources,
+    ):
+        ppo = set_up(config, tokenizer, chat, prompts, run, sources)
         with keeping_best(run, ppo.course.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps():
                 metrics = iterate(ppo, config, run, step=step)
@@ -61,16 +65,17 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     """
     models, clock = ppo.models, Clock()
     batch = ppo.prompts.next_batch(step)
-    responses = generate_responses(models, batch.inputs, config, keys=batch.keys)
+    responses = respond(models, batch, config)
     clock.end("generation")
 
     experience = score_responses(
         models, batch.inputs, responses, config, train_actor=config.trains_actor(step)
     )
-    reward = reward_of(experience.score, experience.stopped, models, config)
-    rollout = compute_advantages(experience, reward, config, kl_coef=ppo.kl.coef)
-    counted = counted_scores(experience.score, experience.stopped, models, config)
-    metrics = rollout_statistics(rollout, counted)
+    rewards = rewards_of(models, experience.score, experience.stopped, config)
+    rollout = compute_advantages(
+        experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
+    )
+    metrics = rollout_statistics(rollout, rewards.score) | rewards.metrics()
     check_finite(f"of the rollout of iteration {step}", metrics)
     check_rollout_gap(metrics["rollout_gap"], models, largest=metrics["rollout_gap_max"])
     clock.end("experience")

@@ -49,12 +49,12 @@ def talk(held_out: HeldOut) -> Talk | None:
         return None
     models = held_out.models
     prompts = [
-        Prompt(messages, models.chat.encode_prompt(messages))
+        Prompt(messages, models.chat.encode_prompt(messages), {"answer": written.answer})
         for written in TALK
         for messages in [(Message("user", written.text),)]
         for _ in range(TRIES)
     ]
-    if models.reward.text is not None:
+    if models.reward is not None and models.reward.text is not None:
         models.reward.text.know(prompts)
     by_hand = HeldOut(models, prompts, held_out.config)
     with models.hybrid_engine.generating() as actor:

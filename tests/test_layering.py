@@ -47,7 +47,10 @@ INFERENCE_FLOORS = (
 )
 """The same of `inference`."""
 
-PROGRAMS = {"inference/generate.py", "pipeline/data/inspect.py", "pipeline/engine/memory.py"}
+PROGRAMS = {
+    *("inference/generate.py", "pipeline/data/arithmetic.py", "pipeline/data/inspect.py"),
+    "pipeline/engine/memory.py",
+}
 """Run by `python -m`, as every `__main__.py` is: they use any room, and nothing imports them."""
 
 

@@ -41,6 +41,8 @@ FILES: dict[str, str | bytes] = {
     "broken.json": "{",
     "stage7.json": '{"zero_optimization": {"stage": 7}}',
     "uneven.json": '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}',
+    "score.py": "def check(episodes):\n    return [0.0]\n\ndef odd(x):\n    return x\n",
+    "words.py": "not a program\n",
     "no_hosts": "",
     "bad_hosts": "a slots=x\n",
 }
@@ -156,6 +158,22 @@ nonsense | 'nonsense' | options start with --
 --sft.output_dir here | sft.output_dir | --output-dir moves it
 --sft.keep_last 1 | sft.keep_last | at least 2
 --sft.log_every 0 | sft.log_every | above 0
+--reward mth | --reward mth | did you mean math
+--reward | --reward | at least one value
+--reward math --data-path good.jsonl | column answer | chosen, prompt, rejected
+--reward length | max_tokens is missing | needs the longest response
+--reward regex:( | rewards.regex.pattern | no regular expression
+--reward-function score.py | --reward-function score.py | FILE.py:NAME
+--reward-function none.py:check | there is no file none.py | rewards.check.path
+--reward-function score.py:chek | has no `def chek` | did you mean check
+--reward-function score.py:odd | parameters that no form of reward function has | write (episodes)
+--reward-function words.py:check | words.py line 1 | not valid Python
+--ppo.rewards math | ppo.rewards | must be a list
+--ppo.max_reward_failures 2 | ppo.max_reward_failures | [0, 1]
+--ppo.reward_timeout 0 | ppo.reward_timeout | above 0
+--reward verifier --ppo.score_clip 3 | ppo.score_clip | reward model's score
+--reward verifier --ppo.reward_combine normalize_then_sum | reward_combine | group_size
+--ppo.gold.name a --ppo.gold.kind model | ppo.gold | weight 0
 --reward.center_coef -1 | reward.center_coef | below 0
 """
 

@@ -3,7 +3,7 @@
 One frozen dataclass per concern. A field's docstring is its `--help` text and its documentation.
 """
 
-from pipeline.config.data import EMBEDDED, DataConfig, check_split
+from pipeline.config.data import EMBEDDED, DataConfig, RowColumns, check_split
 from pipeline.config.model import (
     LORA_RATE,
     FrozenModelConfig,
@@ -31,6 +31,7 @@ __all__ = [
     "OffloadConfig",
     "OptimConfig",
     "Precision",
+    "RowColumns",
     "SaveInterval",
     "StepConfig",
     "Tracker",

@@ -1,15 +1,34 @@
 """Settings of the rows: where they lie, which step reads them, how they become tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.errors import require
 
 EMBEDDED = "embedded"
 """As a model path: the embedded Llama and its tokenizer. As a data path: the embedded task."""
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """Columns that a step reads of the rows beside the dialogue, such as the right answer."""
+
+    needed: frozenset[str] = frozenset()
+    """Those that some row must have."""
+
+    others: frozenset[str] = frozenset()
+    """Those that are kept where rows have them."""
+
+    all: bool = False
+    """Whether every column is kept."""
+
+    def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a row's columns that have a value."""
+        names = columns.keys() if self.all else (self.needed | self.others) & columns.keys()
+        return {name: columns[name] for name in sorted(names) if columns[name] is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

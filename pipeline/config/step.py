@@ -8,10 +8,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, RowColumns
 from pipeline.config.model import FrozenModelConfig
 from pipeline.config.workload import Workload
 from pipeline.errors import require
+from pipeline.settings.plain import Option
 
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -120,6 +121,11 @@ class StepConfig(ABC):
         if self.save_every is not None:
             SaveInterval.parse(self.save_every)
 
+    @classmethod
+    def without_short_forms(cls, options: list[Option]) -> list[Option]:
+        """The options of the step's own command, its short forms spelled out."""
+        return options
+
     def used_models(self) -> Mapping[str, FrozenModelConfig]:
         """The models that the step loads, by the field that names them."""
         models = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -128,6 +134,11 @@ class StepConfig(ABC):
             for role, model in models.items()
             if isinstance(model, FrozenModelConfig) and model.path is not None
         }
+
+    @property
+    def row_columns(self) -> RowColumns:
+        """Columns of the rows that the step reads beside the dialogue."""
+        return RowColumns()
 
     @abstractmethod
     def workload(self, world: int) -> Workload:

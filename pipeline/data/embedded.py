@@ -53,6 +53,9 @@ HELD_OUT_PROMPTS = {
 }
 """Held-out prompts of each kind, more of kinds that have held-out facts to ask for."""
 
+COLUMNS = ("answer",)
+"""Columns of step 3's rows: the right sentence."""
+
 CORRECT_SHARE = 0.85
 """Share of step 1's demonstrations that are correct."""
 
@@ -232,7 +235,9 @@ def _pair(question: Question, random: Random) -> Example:
 
 
 def _prompt_row(question: Question) -> Example:
-    return Example(prompt=_prompt(question), origin="embedded task")
+    return Example(
+        prompt=_prompt(question), origin="embedded task", extra={"answer": question.fact.answer}
+    )
 
 
 def _prompt(question: Question) -> tuple[Message, ...]:

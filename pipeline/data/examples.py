@@ -1,7 +1,8 @@
 """The one form every row takes, whichever shape it came in."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
 
@@ -39,6 +40,10 @@ class Example:
 
     origin: str = ""
     """Where the row came from, for error messages: `rows.jsonl line 17`."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Columns that the step reads beside the dialogue, such as the right answer, by their own
+    names; those that the row has."""
 
     @property
     def num_targets(self) -> int:

@@ -1,8 +1,9 @@
 """From data paths to examples: each path's rows read once, and told what was not used."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from pipeline.config import RowColumns
 from pipeline.data.examples import Example
 from pipeline.data.named import NamedSet, named_set
 from pipeline.data.shapes import check_fields, read_row
@@ -30,28 +31,55 @@ class _Converted:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which columns of the rows are read, beside those of the usual names."""
+
+    fields: Mapping[str, str]
+    """Our names of columns to the rows'."""
+
+    kept: RowColumns = field(default_factory=RowColumns)
+    """Columns that examples have as `extra` too."""
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise DataError for a name that none of the rows' columns has."""
+        if self.fields:
+            check_fields(self.fields, columns)
+        for name in sorted(self.kept.needed):
+            if name not in columns:
+                raise DataError(
+                    f"no row has the column {name}, which a reward reads; there are"
+                    f" {names(columns)}: name another one as the reward's column"
+                )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for what is read in the same way."""
+        return tuple(sorted(self.fields.items())), self.kept
+
+
 class RowReader:
     """Reads data paths; what several steps read in the same way is read once."""
 
     def __init__(self) -> None:
         self._reader = Reader()
-        self._converted: dict[tuple[str, str, tuple[tuple[str, str], ...]], _Converted] = {}
+        self._converted: dict[tuple[object, ...], _Converted] = {}
 
     def read(
-        self, paths: Sequence[str], fields: Mapping[str, str], *, step: int, notes: list[str]
+        self, paths: Sequence[str], wanted: Wanted, *, step: int, notes: list[str]
     ) -> list[ReadPath]:
         """The examples behind each path; `notes` receives what was left out, and why.
 
         Raises:
-            DataError: a path, a row or a name in `fields` can't be used.
+            DataError: a path, a row or a name in `wanted` can't be used.
         """
         sources = [self._reader.read(path, step=step) for path in paths]
-        if fields:
+        if wanted.fields or wanted.kept.needed:
             rows = (row for source in sources for row in (*source.train, *source.eval))
-            check_fields(fields, {name for row in rows for name in row.columns})
+            wanted.check({name for row in rows for name in row.columns})
         read = []
         for number, source in enumerate(sources, start=1):
-            converted = self._convert(source, fields, step)
+            converted = self._convert(source, wanted, step)
             again = any(source.name == other.name for other in sources[: number - 1])
             name = f"{source.name} (path {number})" if again else source.name
             if source.splits:
@@ -60,29 +88,33 @@ class RowReader:
             read.append(ReadPath(name, source.weight, converted.train, converted.eval))
         return read
 
-    def _convert(self, source: Source, fields: Mapping[str, str], step: int) -> _Converted:
-        known = None if fields else named_set(source.name)
+    def _convert(self, source: Source, wanted: Wanted, step: int) -> _Converted:
+        known = None if wanted.fields else named_set(source.name)
         if known is not None and step == 2 and not known.has_rejected:
             raise DataError(
                 f"data path {source.name} has no rejected responses, which step 2 needs;"
                 " use it in steps 1 and 3"
             )
-        key = (source.name, source.splits, tuple(sorted(fields.items())))
+        key = (source.name, source.splits, wanted.key)
         if key not in self._converted:
-            self._converted[key] = _convert(source, fields, known)
+            self._converted[key] = _convert(source, wanted, known)
         return self._converted[key]
 
 
-def _convert(source: Source, fields: Mapping[str, str], known: NamedSet | None) -> _Converted:
+def _convert(source: Source, wanted: Wanted, known: NamedSet | None) -> _Converted:
     reading = Reading()
 
+    def example(row: Row) -> Example | None:
+        if known is None:
+            return read_row(row, wanted.fields, reading, kept=wanted.kept)
+        found = known.read(row)
+        return found and replace(found, extra=wanted.kept.of(row.columns))
+
     def examples(rows: list[Row]) -> list[Example]:
+        read = [example(row) for row in rows]
         if known is not None:
-            read = [known.read(row) for row in rows]
             reading.left_out[NO_ANSWER] += read.count(None)
-        else:
-            read = [read_row(row, fields, reading) for row in rows]
-        return [example for example in read if example is not None]
+        return [each for each in read if each is not None]
 
     train, held_out = examples(source.train), examples(source.eval)
     notes = []

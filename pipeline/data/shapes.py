@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from pipeline.config import RowColumns
 from pipeline.data.dialogues import Turns, common_prompt, last_response
 from pipeline.data.examples import Example, Message
 from pipeline.data.sources import Row
@@ -46,13 +47,20 @@ class Shape:
     """Further columns it reads."""
 
 
-def read_row(row: Row, fields: Mapping[str, str], reading: Reading | None = None) -> Example | None:
+def read_row(
+    row: Row,
+    fields: Mapping[str, str],
+    reading: Reading | None = None,
+    *,
+    kept: RowColumns | None = None,
+) -> Example | None:
     """The example in `row`; None where it holds nothing to train on, such as an empty dialogue.
 
     Args:
         row: the columns and their origin.
         fields: our names of columns to the row's, `{"prompt": "question"}`.
         reading: receives which columns were read, and why a row is left out.
+        kept: columns that the example has as `extra` too.
 
     Raises:
         DataError: no shape fits the row's columns, or a column holds something else than it should.
@@ -66,13 +74,16 @@ def read_row(row: Row, fields: Mapping[str, str], reading: Reading | None = None
     if shape is None:
         raise DataError(_unknown_shape(row, columns))
     try:
-        return _example(shape, columns, row.origin, reading)
+        example = _example(shape, columns, row.origin, reading)
+        return replace(example, extra=kept.of(row.columns)) if kept else example
     except LeftOut as reason:
         reading.left_out[str(reason)] += 1
         return None
     finally:
         reading.columns.update(row.columns)
         reading.used.update(fields[name] if name in given else name for name in columns.read)
+        if kept is not None:
+            reading.used.update(kept.needed & row.columns.keys())
 
 
 def _example(shape: Shape, columns: Columns, origin: str, reading: Reading) -> Example:

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.config import EMBEDDED, DataConfig
+from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
 from pipeline.data.parts import assign_steps, held_out_prompts
 from pipeline.data.prompt_hash import draw, prompt_hash
 from pipeline.data.prompt_record import PromptRecord, as_hashes, contained
-from pipeline.data.reading import ReadPath, RowReader
+from pipeline.data.reading import ReadPath, RowReader, Wanted
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ def load_examples(
     seed: int,
     earlier: PromptRecord | None = None,
     reader: RowReader | None = None,
+    kept: RowColumns | None = None,
 ) -> StageData:
     """The examples `step` (1, 2 or 3) trains on and is evaluated on; the log gets the notes.
 
@@ -74,28 +75,31 @@ def load_examples(
         earlier: the prompts of the steps before, which stay apart: those they trained on are not
             held out here, and those they held out are not trained on.
         reader: reads each path once, where several steps are loaded one after the other.
+        kept: columns that the examples have as `extra`, beside the dialogue.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
     earlier = earlier or PromptRecord()
+    kept = kept or RowColumns()
     if EMBEDDED in config.path:
-        data = _embedded(config, earlier, step=step, seed=seed)
+        data = _embedded(config, kept, earlier, step=step, seed=seed)
     else:
-        data = _read_and_share(config, earlier, reader or RowReader(), step=step)
+        wanted = Wanted(config.fields, kept)
+        data = _read_and_share(config, wanted, earlier, reader or RowReader(), step=step)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
     return data
 
 
 def _read_and_share(
-    config: DataConfig, earlier: PromptRecord, reader: RowReader, *, step: int
+    config: DataConfig, wanted: Wanted, earlier: PromptRecord, reader: RowReader, *, step: int
 ) -> StageData:
     notes: list[str] = []
-    paths = reader.read(config.path, config.fields, step=step, notes=notes)
+    paths = reader.read(config.path, wanted, step=step, notes=notes)
     rows = _mix(paths, config, notes)
     if config.eval_path:
-        given = reader.read(config.eval_path, config.fields, step=step, notes=notes)
+        given = reader.read(config.eval_path, wanted, step=step, notes=notes)
         held_out = _hashed(row for path in given for row in path.eval or path.train)
     else:
         uncut = [path.name for path in paths if not path.eval]
@@ -123,14 +127,17 @@ def _read_and_share(
     )
 
 
-def _embedded(config: DataConfig, earlier: PromptRecord, *, step: int, seed: int) -> StageData:
+def _embedded(
+    config: DataConfig, kept: RowColumns, earlier: PromptRecord, *, step: int, seed: int
+) -> StageData:
     if config.path != (EMBEDDED,) or config.eval_path:
         raise DataError(
             f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
             " give either it or your own paths"
         )
-    from pipeline.data.embedded import stage_examples
+    from pipeline.data.embedded import COLUMNS, stage_examples
 
+    Wanted({}, kept).check(COLUMNS)
     train, held_out = stage_examples(step=step, seed=seed)
     usual = DataConfig()
     unused = [name for name in OF_ROWS if getattr(config, name) != getattr(usual, name)]

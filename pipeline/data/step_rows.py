@@ -15,7 +15,9 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
     # The main process looks for the records: on other machines the directories may be incomplete.
     mesh = current_mesh()
     found = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
-    return load_examples(config.data, step=step, seed=config.seed, earlier=found)
+    return load_examples(
+        config.data, step=step, seed=config.seed, earlier=found, kept=config.row_columns
+    )
 
 
 def record_prompts(prompts: PromptRecord, config: StepConfig) -> None:

@@ -39,7 +39,10 @@ GROUPS = (
     Group(
         "run",
         "What runs",
-        ("step", "actor_model", "reward_model", "data_path", "output_dir", "resume", "overwrite"),
+        (
+            *("step", "actor_model", "reward_model", "reward_function", "reward", "data_path"),
+            *("output_dir", "resume", "overwrite"),
+        ),
     ),
     Group(
         "training",

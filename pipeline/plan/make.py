@@ -14,7 +14,7 @@ from pipeline.plan.inputs import check_inputs
 from pipeline.plan.output import finished_steps
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request, parse_request
-from pipeline.plan.resolve import given_settings, step_configs
+from pipeline.plan.resolve import given_settings, step_configs, with_needed_steps
 from pipeline.plan.stage import Stage
 from pipeline.settings.build import Layer
 
@@ -31,7 +31,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         if name == "help":
             say(train_help(stages, words))
             raise SystemExit(0)
-    command_line = parse_request(argv, stages)
+    command_line = with_needed_steps(parse_request(argv, stages), stages)
     request = command_line.request
     if request.plan_for is not None:
         machine = parse_machine(request.plan_for)

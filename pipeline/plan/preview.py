@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import EMBEDDED, DataConfig, StepConfig
+from pipeline.config import EMBEDDED, DataConfig, RowColumns, StepConfig
 from pipeline.data.examples import Example
 from pipeline.data.stages import StageData, load_examples
 from pipeline.errors import DataError
@@ -81,12 +81,15 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
     texts: DataConfig | None = getattr(config, "ptx_rows", None)
-    wanted = [(config.data, stage.number), *([(texts, 1)] if texts is not None else [])]
-    unread = _unread([path for data, _ in wanted for path in (*data.path, *data.eval_path)])
+    wanted = [(config.data, stage.number, config.row_columns)]
+    wanted += [(texts, 1, RowColumns())] if texts is not None else []
+    unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(None, unread, 0.0)
     began = time.thread_time()
-    first, *_ = [load_examples(data, step=step, seed=config.seed) for data, step in wanted]
+    first, *_ = [
+        load_examples(data, step=step, seed=config.seed, kept=kept) for data, step, kept in wanted
+    ]
     return Preview(first, "", time.thread_time() - began)
 
 

@@ -25,7 +25,8 @@ class Request(Deployment, Autotuning):
     """The options of `train.py`."""
 
     step: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
-    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO."""
+    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO; without it all whose models
+    are used: not step 2 where the rewards come from programs alone."""
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
@@ -35,6 +36,14 @@ class Request(Deployment, Autotuning):
     reward_model: str | None = None
     """Model the reward model starts from, written as for --actor-model. Without it, step 1's
     output."""
+
+    reward_function: tuple[str, ...] = ()
+    """Python functions that give the rewards of step 3, each as FILE.py:NAME, in place of a reward
+    model: sources of --ppo.rewards."""
+
+    reward: tuple[str, ...] = ()
+    """Programs of ours that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, the one of
+    the embedded task; or settings in braces. Also model, the reward model, beside the others."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 1 and 3."""

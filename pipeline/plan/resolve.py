@@ -6,6 +6,7 @@ each `--config` in order; the DeepSpeed file of `--zero-config`; train.py's own 
 `--actor-model` and the short forms such as `--lr`; dotted options such as `--ppo.kl_coef`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_type_hints
@@ -13,7 +14,7 @@ from typing import Any, get_type_hints
 from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed.layer import deepspeed_layer
-from pipeline.errors import require
+from pipeline.errors import ConfigError, require
 from pipeline.installation import ROOT
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, Stage
@@ -77,6 +78,51 @@ def step_config(
     Raises:
         ConfigError: as `step_configs`.
     """
+
+    def handed(origins: Mapping[str, str]) -> StepConfig:
+        below = _handed_over(stage, command_line, stages, origins)
+        return _built(stage, command_line, stages, below, world=world, chosen=chosen)
+
+    config = handed(stage.models)
+    origins = stage.origins(config.used_models().keys())
+    return config if origins == stage.models else handed(origins)
+
+
+def with_needed_steps(command_line: CommandLine, stages: Sequence[Stage]) -> CommandLine:
+    """Without the steps whose models nothing in the run reads, unless the user said which to run.
+
+    A step is left out where later steps would take their models from it, and their settings have no
+    use for any of these.
+    """
+    if "step" in command_line.typed or any("step" in file.settings for file in command_line.files):
+        return command_line
+    # A DeepSpeed file says nothing of which models there are, and is read for the processes it is
+    # meant for later.
+    request = replace(command_line.request, zero_config=None)
+    try:
+        configs = step_configs(replace(command_line, request=request), stages)
+    except ConfigError:  # whoever resolves the settings to run them says it
+        return command_line
+    offered = {origin for stage in stages for origin in stage.models.values()}
+    read: set[str] = set()
+    for stage in stages:
+        used = configs[stage.name].used_models().keys()
+        read |= {origin for role, origin in stage.origins(used).items() if role in used}
+    idle = {stage.number for stage in stages if stage.section in offered - read}
+    steps = tuple(number for number in command_line.request.step if number not in idle)
+    return replace(command_line, request=replace(command_line.request, step=steps))
+
+
+def _built(
+    stage: Stage,
+    command_line: CommandLine,
+    stages: Sequence[Stage],
+    handed_over: Layer,
+    *,
+    world: int,
+    chosen: Layer | None,
+) -> StepConfig:
+    """The settings of a step that takes its models from earlier ones as `handed_over` has it."""
     if _before(command_line, stages[0]) == EMBEDDED:
         base = _section(read_layers([str(EMBEDDED_PRESET)])[0], stage)
     else:
@@ -84,7 +130,7 @@ def step_config(
     out = command_line.request.output_dir / stage.name
     overrides = command_line.overrides[stage.section]
     below = [
-        _handed_over(stage, command_line, stages),
+        handed_over,
         base,
         chosen or NOTHING,
         *(_section(layer, stage) for layer in command_line.files),
@@ -136,12 +182,14 @@ def _section(layer: Layer, stage: Stage) -> Layer:
     return replace(layer, settings=layer.settings.get(stage.section, {}))
 
 
-def _handed_over(stage: Stage, command_line: CommandLine, stages: Sequence[Stage]) -> Layer:
-    """Models that come from the steps before."""
+def _handed_over(
+    stage: Stage, command_line: CommandLine, stages: Sequence[Stage], origins: Mapping[str, str]
+) -> Layer:
+    """Models that come from the steps before, by role the section of the one that makes it."""
     first, *_ = stages
     made = {each.section: str(command_line.request.output_dir / each.name) for each in stages}
     made[BEFORE] = EMBEDDED if stage is first else _before(command_line, first)
-    settings = {role: {"path": made[origin]} for role, origin in stage.models.items()}
+    settings = {role: {"path": made[origin]} for role, origin in origins.items()}
     return Layer(settings, "train.py")
 
 
@@ -168,7 +216,17 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         }
         for role, option in stage.options.items()
     }
-    own = {"seed": request.seed, "save_every": request.save_every, "threads": request.threads}
+    own: dict[str, Any] = {
+        "seed": request.seed,
+        "save_every": request.save_every,
+        "threads": request.threads,
+    }
+    # Steps that have no such short forms leave them as they are.
+    short = [("reward_function", [*request.reward_function]), ("reward", [*request.reward])]
+    given = [option for option in short if option[1]]
+    for name, words in stage.config_class.without_short_forms(given):
+        if (name, words) not in given:
+            own[name] = json.loads(words[0])
     return Layer(_given({"data": data, **own, **models}), "the command line")
 
 

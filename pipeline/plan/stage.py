@@ -1,7 +1,7 @@
 """What the orchestrator knows of a step."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config import StepConfig
@@ -36,6 +36,18 @@ class Stage:
 
     chat_model: str | None = None
     """Where below its directory it leaves a model to chat with; None if it makes none."""
+
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Roles whose model comes from elsewhere, by role the section or `BEFORE`, in a run that has no
+    other use for what the step in `models` makes."""
+
+    def origins(self, used: Collection[str]) -> Mapping[str, str]:
+        """Where the models come from in a run that uses those of the roles in `used`."""
+        needed = {self.models[role] for role in used if role in self.models.keys() - self.without}
+        return {
+            role: origin if role not in self.without or origin in needed else self.without[role]
+            for role, origin in self.models.items()
+        }
 
     @property
     def main_role(self) -> str:

@@ -42,8 +42,12 @@ class DrawnChart:
     picture: Markup
 
 
+SCORE = Chart("Score", "reward model, sampled answers", {"score": "score"}, key=True)
+REWARD = Chart("Reward", "all sources, sampled answers", {"score": "reward"}, key=True)
+"""In place of the score, where sources give the rewards."""
+
 CHARTS = (
-    Chart("Score", "reward model, sampled answers", {"score": "score"}, key=True),
+    SCORE,
     Chart(
         "Accuracy",
         "pairs in the right order",
@@ -62,6 +66,12 @@ CHARTS = (
         "held out; the gap is what RL climbs",
         {"eval_mean_chosen": "chosen", "eval_mean_rejected": "rejected"},
     ),
+    Chart(
+        "Gold reward",
+        "measured, not trained on",
+        {"gold": "training", "eval_gold": "held out"},
+    ),
+    Chart("Reward failures", "responses without a reward", {"reward_failures": "share"}),
     Chart("KL to the reference", "nats per answer; its price", {"kl": "kl"}),
     Chart("Response length", "tokens", {"response_length": "length"}),
     Chart("Entropy", "nats per token; near 0 is collapse", {"entropy": "entropy"}),
@@ -90,10 +100,31 @@ CHARTS = (
 PHASES = ("generation", "experience", "training")
 
 
+SOURCE = "reward_"
+"""How the metric of a source of rewards begins."""
+
+NO_SOURCES = ("reward_score", "reward_failures")
+
+
+def charts_of(step: StepResult) -> list[Chart]:
+    """The charts that may be shown of a step, one of its sources of rewards among them."""
+    found = {name for line in step.metrics for name in line if name.startswith(SOURCE)}
+    sources = sorted(found - set(NO_SOURCES))
+    if not sources:
+        return list(CHARTS)
+    by_source = Chart(
+        "Reward by source",
+        "mean of sampled answers, unweighted",
+        {name: name.removeprefix(SOURCE) for name in sources},
+    )
+    others = [chart for chart in CHARTS if chart is not SCORE]
+    return [REWARD, *([by_source] if len(sources) > 1 else []), *others]
+
+
 def step_charts(step: StepResult) -> list[DrawnChart]:
     """Every chart of the step that has a curve of two points or more."""
     drawn: list[DrawnChart] = []
-    for chart in CHARTS:
+    for chart in charts_of(step):
         curves = [
             Curve(title, points, measured=name.startswith("eval_"), exact=chart.exact)
             for name, title in chart.names.items()

@@ -41,7 +41,7 @@ def findings(results: Results) -> list[Finding]:
     what people would look at next.
     """
     broken = [Finding("worse", each.diverged) for each in results.steps.values() if each.diverged]
-    found = [_by_verifier(results), _by_talk(results), _by_win_rate(results)]
+    found = [_by_verifier(results), _by_talk(results), _by_reward(results), _by_win_rate(results)]
     found += [_by_accuracy(results), _by_perplexity(results)]
     known = broken + [finding for finding in found if finding is not None]
     return known or [Finding(None, _nothing_known(results))]
@@ -86,6 +86,8 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
         "mean score, rejected": ("", "mean_rejected", score),
         "mean score, chosen": ("", "mean_chosen", score),
         "score": ("score_before", "score_after", score),
+        "reward": ("reward_before", "reward_after", score),
+        **{name: (f"{key}_before", f"{key}_after", score) for key, name in _sources(step)},
         "answer length": ("length_before", "length_after", tokens),
         "win rate": ("", "win_rate", percent),
         "KL per answer": ("", "kl", nats),
@@ -100,6 +102,16 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
         for name, before, after, show in rows
         if after is not None
     ]
+
+
+def _sources(step: StepResult) -> list[tuple[str, str]]:
+    """(figure, name) of each of several sources of rewards, and of gold."""
+    keys = [key.removesuffix("_after") for key in step.eval if key.endswith("_after")]
+    sources = [
+        (key, f"reward, {key.removeprefix('reward_')}") for key in keys if key.startswith("reward_")
+    ]
+    gold = [("gold", "gold reward")] if "gold" in keys else []
+    return (sources if len(sources) > 1 else []) + gold
 
 
 def _by_verifier(results: Results) -> Finding | None:
@@ -143,6 +155,20 @@ def _after(model: str) -> str:
 
 
 _COUNTS = ("prompts", "gained", "lost")
+
+
+def _by_reward(results: Results) -> Finding | None:
+    """By the gold reward where there is one, else by what was trained on."""
+    step = results.evaluated_by("gold_after") or results.evaluated_by("reward_after")
+    if step is None:
+        return None
+    name = "gold" if step.has("gold_after") else "reward"
+    before, after = step.number(f"{name}_before"), step.number(f"{name}_after")
+    if before is None or after is None:
+        return None
+    what = "gold reward" if name == "gold" else "reward"
+    sentence = f"Answers to held-out prompts have a mean {what} of {score(after)}, against"
+    return Finding(None, f"{sentence} {score(before)} after step 1", optimized=name == "reward")
 
 
 def _by_win_rate(results: Results) -> Finding | None:

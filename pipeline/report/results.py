@@ -58,13 +58,16 @@ class SampleAnswer:
 
     text: str
     score: float | None
-    """By the reward model."""
+    """By the reward model, or by all sources of rewards together."""
 
     stopped: bool
     """Ended by itself rather than at the length limit."""
 
     marks: Mapping[str, bool]
     """What a judge says, such as correct and polite; empty where there is none."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """By source of rewards; empty where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,11 @@ def _samples(path: Path) -> Iterator[Sample]:
                         name: answer[name]
                         for name in ("correct", "polite")
                         if isinstance(answer.get(name), bool)
+                    },
+                    rewards={
+                        name.removeprefix("reward_"): value
+                        for name, given in _object(answer.get("rewards")).items()
+                        if (value := finite(given)) is not None
                     },
                 )
                 for model, answer in row["answers"].items()

@@ -56,6 +56,7 @@ def render(results: Results, out: Path) -> str:
             titles={name: title(name) for name in (*results.steps, *models, BASE)},
             styles=styles(models),
             scored=results.evaluated_by("win_rate"),
+            rewarded=results.evaluated_by("reward_after") is not None,
             figures={name: before_after(step) for name, step in results.steps.items()},
             key_charts=key_charts,
             charts=charts,

@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 from jsonargparse import ArgumentParser, Namespace
 
 from pipeline.errors import ConfigError
-from pipeline.settings.describe import did_you_mean, list_settings, section_class, without_none
+from pipeline.settings.describe import (
+    did_you_mean,
+    items_class,
+    list_settings,
+    section_class,
+    without_none,
+)
 from pipeline.settings.plain import Option
 from pipeline.settings.words import as_word, items_of, one_sentence
 
@@ -91,6 +97,8 @@ def _parsed(
         kind = _type_of(config_class, name)
         if kind is None:
             raise _unknown(config_class, name, section=section, place="")
+        if (item := items_class(kind)) is not None:
+            _check_items(item, _from_json(words), f"{section}{name}", place="")
         arguments.append(f"--{name}={as_word(f'--{section}{name}', kind, words)}")
     try:
         return _parser(config_class).parse_args(arguments)
@@ -129,6 +137,8 @@ def _check_names(config_class: type, layer: Layer, section: str) -> None:
             if kind is None:
                 place = f" in {layer.origin}"
                 raise _unknown(config_class, name, section=section, place=place)
+            if (item := items_class(kind)) is not None and value is not None:
+                _check_items(item, value, section + name, place=f" in {layer.origin}")
             if section_class(kind) is None:
                 continue
             if isinstance(value, Mapping):
@@ -137,6 +147,33 @@ def _check_names(config_class: type, layer: Layer, section: str) -> None:
                 raise ConfigError(f"{section}{name} in {layer.origin} holds no settings: {value}")
 
     walk(layer.settings, "")
+
+
+def _from_json(words: Sequence[str]) -> object:
+    try:
+        return json.loads(" ".join(words))
+    except ValueError:
+        return " ".join(words)
+
+
+def _check_items(item_class: type, value: object, name: str, *, place: str) -> None:
+    """Raise unless `value` lists settings of `item_class`, with names that it has."""
+    items = value if isinstance(value, list | tuple) else [None]
+    needed = [
+        field.name
+        for field in dataclasses.fields(item_class)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    for item in items:
+        if not isinstance(item, Mapping):
+            example = ", ".join(f'"{each}": ...' for each in needed)
+            raise ConfigError(f"{name}{place} must be a list as [{{{example}}}], got {value}")
+        for key in item:
+            if _type_of(item_class, str(key)) is None:
+                raise _unknown(item_class, str(key), section=f"{name}.", place=place)
+        missing = [each for each in needed if each not in item]
+        if missing:
+            raise ConfigError(f"{name}{place}: {dict(item)} lacks its {' and '.join(missing)}")
 
 
 def _merge(config_class: type, into: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -164,6 +201,8 @@ def _instantiate(config_class: type[C], values: Namespace, path: str) -> C:
         inner = section_class(hints[field.name])
         if inner is not None and isinstance(value, Namespace):
             value = _instantiate(inner, value, f"{path}{field.name}.")
+        elif (item := items_class(hints[field.name])) is not None and value is not None:
+            value = tuple(_item(item, each, f"{path}{field.name}.") for each in value)
         elif value is None and without_none(hints[field.name]) is hints[field.name]:
             # jsonargparse takes null for "not given", whatever the type.
             raise ConfigError(f"{path}{field.name} can't be null")
@@ -172,6 +211,15 @@ def _instantiate(config_class: type[C], values: Namespace, path: str) -> C:
         return config_class(**arguments)
     except ConfigError as error:
         raise ConfigError(_with_path(str(error), path, list(arguments))) from None
+
+
+def _item(item_class: type[C], given: Any, path: str) -> C:  # noqa: ANN401
+    """One of a list of dataclasses; what isn't given has the default of its class."""
+    if not isinstance(given, Namespace):
+        return given
+    settings = given.as_dict()
+    layer = Layer(settings, "the list")
+    return build_config(item_class, [layer], section=f"{path}{settings.get('name', '')}.")
 
 
 def _with_path(sentence: str, path: str, names: Sequence[str]) -> str:

@@ -82,6 +82,13 @@ def section_class(kind: object) -> type | None:
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
+def items_class(kind: object) -> type | None:
+    """The dataclass in `tuple[SomeConfig, ...]`."""
+    first, *rest = typing.get_args(kind) or (None,)
+    is_list = typing.get_origin(kind) is tuple and rest == [...]
+    return section_class(first) if is_list else None
+
+
 def without_none(kind: object) -> object:
     """`X` for `X | None`; every other type as it is."""
     parts = typing.get_args(kind)

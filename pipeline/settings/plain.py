@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.settings.describe import list_settings, without_none
+from pipeline.settings.describe import items_class, list_settings, without_none
 
 Option = tuple[str, list[str]]
 """A name without its dashes, and the words that follow it: ("data.path", ["a", "b"])."""
@@ -45,7 +45,10 @@ def as_options(config: object) -> list[Option]:
         if name in usual and usual[name] == value:
             continue
         kind = without_none(hints.get(name))
-        if value is None or isinstance(value, bool):
+        item = items_class(kind)
+        if item is not None:
+            words = [json.dumps([_given(each, item) for each in value])]
+        elif value is None or isinstance(value, bool):
             words = [json.dumps(value)]
         elif _are_words(value) and typing.get_args(kind)[:1] == (str,):
             words = list(value)
@@ -55,6 +58,12 @@ def as_options(config: object) -> list[Option]:
             words = [str(value)]
         options.append((name, words))
     return options
+
+
+def _given(item: Mapping[str, Any], item_class: type) -> dict[str, Any]:
+    """The settings of one of a list that differ from the defaults of its class."""
+    defaults = {each.name: plain(each.default) for each in dataclasses.fields(item_class)}
+    return {name: value for name, value in item.items() if value != defaults[name]}
 
 
 def _are_words(value: object) -> bool:

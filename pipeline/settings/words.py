@@ -11,7 +11,9 @@ from pipeline.settings.describe import section_class, without_none
 def as_word(option: str, kind: object, words: list[str]) -> str:
     """The words after an option as the one word that jsonargparse reads."""
     kind = without_none(kind)
-    is_json = len(words) == 1 and words[0][:1] in ("[", "{")
+    # A list of texts may have an item in braces; a mapping is no list.
+    opening = ("[",) if typing.get_args(kind)[:1] == (str,) else ("[", "{")
+    is_json = len(words) == 1 and words[0][:1] in opening
     if is_json or words == ["null"]:
         return words[0]
     if typing.get_origin(kind) is tuple:

@@ -1,0 +1,177 @@
+"""What each response of a rollout is worth: a reward model's score, programs, or a sum of both.
+
+Dimension name: B responses of this process.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from pipeline.parallel.mesh import current_mesh
+from rewards.combine import failed_rows, normalize_then_sum, weighted_sum
+from rewards.contract import Scored
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Models
+from step3_ppo.reward_settings import MODEL
+from step3_ppo.reward_sources import GOLD
+from step3_ppo.scoring import counted_scores, reward_of
+
+
+@dataclass(frozen=True)
+class ResponseRewards:
+    """Of the responses of this process."""
+
+    reward: Float[Tensor, " B"]
+    """What is maximized, 0 where it is not known."""
+
+    score: Float[Tensor, " B"]
+    """What figures count: of a reward model alone in its own unit, as `counted_scores` has it, else
+    the reward; NaN where it is not known."""
+
+    sources: Mapping[str, Scored] = field(default_factory=dict)
+    """What each source gave, and `gold`; empty where a reward model alone looked."""
+
+    seconds: float = 0.0
+    """That were waited for the sources after everything else was done."""
+
+    @property
+    def known(self) -> Bool[Tensor, " B"]:
+        """Whether a response has a reward: a source failed on the others, or none applied."""
+        return ~self.score.isnan()
+
+    def by_source(self) -> dict[str, list[float | None]]:
+        """What each source gave, by the name of its metric."""
+        return {metric_of(name): scored.values for name, scored in self.sources.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Means by source, the share without a reward, and the wait; over all processes."""
+        if not self.sources:
+            return {}
+        sums: dict[str, float] = {"rows": float(len(self.score)), "unknown": 0.0}
+        sums["unknown"] = float((~self.known).sum().item())
+        for name, values in self.by_source().items():
+            present = [value for value in values if value is not None]
+            sums[name] = sum(present)
+            sums[f"{name} count"] = float(len(present))
+        totals = dict(zip(sums, current_mesh().data.sums(list(sums.values())), strict=True))
+        means = {
+            name: totals[name] / totals[f"{name} count"]
+            for name in self.by_source()
+            if totals[f"{name} count"]
+        }
+        return {
+            **means,
+            "reward_failures": totals["unknown"] / totals["rows"],
+            "seconds_rewards": self.seconds,
+        }
+
+
+def metric_of(source: str) -> str:
+    """What the figures of a source are called."""
+    return source if source == GOLD else f"reward_{source}"
+
+
+def rewards_of(
+    models: Models,
+    score: Float[Tensor, " B"] | None,
+    stopped: Bool[Tensor, " B"],
+    config: PPOConfig,
+    *,
+    learns: bool = True,
+    strict: bool = True,
+) -> ResponseRewards:
+    """The rewards of the responses that were submitted to the sources since the last call.
+
+    Args:
+        models: the reward model, where there is one, and the sources.
+        score: the reward model's raw score of each response.
+        stopped: whether each ended by itself.
+        config: settings of the step.
+        learns: whether it is a rollout, and not the answers to held-out prompts, whose sources are
+            summed whatever `reward_combine` says.
+        strict: whether failures may stop the run.
+
+    Raises:
+        RewardError: a source failed on a larger share of all processes' responses than
+            `max_reward_failures`.
+    """
+    of_model = None if score is None else reward_of(score, stopped, models, config)
+    given = models.sources.results()
+    if strict:
+        check_failures(given, models, num_rows=len(stopped))
+    if not config.rewards:
+        assert of_model is not None
+        counted = counted_scores(score, stopped, models, config)
+        return ResponseRewards(of_model, counted, given, models.sources.seconds)
+    sources: dict[str, Scored] = {}
+    for source in config.rewards:
+        if source.kind == MODEL:
+            assert of_model is not None
+            sources[source.name] = Scored(of_model.tolist(), [None] * len(stopped))
+        else:
+            sources[source.name] = given[source.name]
+    values = without_failed(sources, config)
+    score = _tensor(weighted_sum(values, _weights(config)), stopped)
+    reward = score
+    if learns and config.reward_combine == "normalize_then_sum":
+        reward = _tensor(normalized(values, config), stopped)
+    gold = {GOLD: given[GOLD]} if GOLD in given else {}
+    return ResponseRewards(
+        reward.nan_to_num(nan=0.0), score, {**sources, **gold}, models.sources.seconds
+    )
+
+
+def without_failed(sources: Mapping[str, Scored], config: PPOConfig) -> list[list[float | None]]:
+    """What each source gave, None where one that counts failed: a part is no reward."""
+    own = [sources[source.name] for source in config.rewards]
+    failed = failed_rows(own, _weights(config), len(own[0].values))
+    return [
+        [None if hidden else value for value, hidden in zip(each.values, failed, strict=True)]
+        for each in own
+    ]
+
+
+def normalized(values: Sequence[Sequence[float | None]], config: PPOConfig) -> list[float | None]:
+    """Sources scaled by themselves, as `normalize_then_sum` does over the whole rollout."""
+    data = current_mesh().data
+    everyones = data.gather_objects(values)
+    joined = [
+        [value for values in everyones for value in values[place]] for place in range(len(values))
+    ]
+    combined = normalize_then_sum(joined, _weights(config), group_size=config.group_size)
+    before = sum(len(values[0]) for values in everyones[: data.rank])
+    return combined[before : before + len(values[0])]
+
+
+def _weights(config: PPOConfig) -> list[float]:
+    return [source.weight for source in config.rewards]
+
+
+def _tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]:
+    known = [math.nan if value is None else value for value in values]
+    return torch.tensor(known, dtype=torch.float32, device=like.device)
+
+
+def check_failures(given: Mapping[str, Scored], models: Models, *, num_rows: int) -> None:
+    """Stop, on all processes alike, where a source that is trained on failed too often."""
+    if not given:
+        return
+    own = {
+        name: (scored.num_failed, scored.first_failure)
+        for name, scored in given.items()
+        if name != GOLD
+    }
+    everyones: Sequence[tuple[int, dict[str, tuple[int, str | None]]]]
+    everyones = current_mesh().data.gather_objects((num_rows, own))
+    models.sources.check_failures(
+        {name: sum(each[name][0] for _, each in everyones) for name in own},
+        num_rows=sum(rows for rows, _ in everyones),
+        first={
+            name: next((each[name][1] for _, each in everyones if each[name][1]), None)
+            for name in own
+        },
+    )

@@ -1,0 +1,133 @@
+"""Settings of where step 3's rewards come from."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import RowColumns
+from pipeline.errors import require
+from pipeline.settings.plain import Option, plain
+from rewards.config import RewardConfig
+from rewards.spec import read_spec
+
+MODEL = "model"
+"""The kind of the source that is the reward model; step 3 scores for it itself."""
+
+RESERVED = ("score", "failures")
+"""Names after `reward_` that metrics have for something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """What gives the rewards, beside or in place of a reward model."""
+
+    rewards: tuple[RewardConfig, ...] = ()
+    """Sources whose weighted sum is maximized (reward_funcs), each with a name and a kind: a list
+    in a file of settings, or JSON; --reward-function FILE.py:NAME and --reward KIND are short for
+    it. Empty takes the reward model alone; a source of kind model is its score, normalized
+    and clipped as these settings have it."""
+
+    gold: RewardConfig | None = None
+    """A source that is measured and never trained on; null measures none."""
+
+    reward_combine: Literal["sum", "normalize_then_sum"] = "sum"
+    """sum adds what the sources give by their weights; normalize_then_sum first scales each source
+    to mean 0 and variance 1 among the responses to a prompt (Liu et al. 2026, GDPO)."""
+
+    reward_timeout: float = 10.0
+    """Seconds that a call of a source may take before it is ended and counted as failed."""
+
+    reward_workers: int = 2
+    """Worker processes for the sources of each process of the step."""
+
+    max_reward_failures: float = 0.1
+    """Share of an iteration's responses whose rewards may fail; they teach nothing. Beyond it the
+    run stops."""
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a reward model scores the responses."""
+        return not self.rewards or any(source.kind == MODEL for source in self.rewards)
+
+    @property
+    def programs(self) -> tuple[RewardConfig, ...]:
+        """The sources that are no reward model."""
+        return tuple(source for source in self.rewards if source.kind != MODEL)
+
+    @property
+    def reward_columns(self) -> RowColumns:
+        """Columns of the rows that the sources read.
+
+        Raises:
+            ConfigError: a source's file or function isn't there.
+        """
+        from rewards.functions import ALL_COLUMNS
+        from rewards.sources import read_sources
+
+        needed: set[str] = set()
+        others: set[str] = set()
+        for source in read_sources([*self.programs, *([self.gold] if self.gold else [])]):
+            # A function may do without a column, and is the one to say so.
+            (others if source.function is not None else needed).update(source.columns)
+        return RowColumns(
+            frozenset(needed), frozenset(others - {ALL_COLUMNS}), all=ALL_COLUMNS in others
+        )
+
+    def check_rewards(self) -> None:
+        """Refuse settings of rewards that contradict each other.
+
+        Raises:
+            ConfigError: one sentence that names the setting.
+        """
+        models = [source for source in self.rewards if source.kind == MODEL]
+        require(len(models) < 2, "ppo.rewards names two sources of kind model; keep one of them")
+        for source in self.rewards:
+            require(
+                source.name not in RESERVED,
+                f"rewards.{source.name}: the metric reward_{source.name} is another figure; rename"
+                " the source",
+            )
+        require(
+            self.gold is None or self.gold.kind != MODEL,
+            "ppo.gold can't be of kind model; give it weight 0 among ppo.rewards to measure it",
+        )
+        require(
+            self.reward_timeout > 0,
+            f"ppo.reward_timeout must be above 0, got {self.reward_timeout}",
+        )
+        require(
+            self.reward_workers > 0,
+            f"ppo.reward_workers must be above 0, got {self.reward_workers}",
+        )
+        require(
+            0 <= self.max_reward_failures <= 1,
+            f"ppo.max_reward_failures must lie in [0, 1], got {self.max_reward_failures}",
+        )
+
+
+def without_reward_options(options: list[Option]) -> list[Option]:
+    """The options with the sources of `--reward-function` and `--reward` as `--rewards` has them.
+
+    Raises:
+        ConfigError: a word describes no source, or --rewards is there as well.
+    """
+    short = ("reward_function", "reward")
+    rest = [option for option in options if option[0] not in short]
+    sources: list[RewardConfig] = []
+    for name, words in options:
+        if name in short:
+            require(bool(words), f"--{name.replace('_', '-')} needs at least one value")
+            for word in words:
+                require(
+                    name == "reward" or re.fullmatch(r".+\.py:\w+", word) is not None,
+                    f"--reward-function {word}: give FILE.py:NAME",
+                )
+                sources.append(read_spec(word, [source.name for source in sources]))
+    if not sources:
+        return rest
+    require(
+        all(name != "rewards" for name, _ in rest),
+        "--rewards lists the sources already; leave --reward-function and --reward away",
+    )
+    return [*rest, ("rewards", [json.dumps(plain(sources))])]

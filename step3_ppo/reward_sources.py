@@ -1,0 +1,168 @@
+"""The programs that reward responses, and how responses reach them while others are generated."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from inference.generation import Response
+from pipeline.clock import Clock
+from pipeline.errors import ConfigError
+from pipeline.models.chat import decode_response
+from rewards.contract import Episode, Scored
+from rewards.mixture import Rewards
+from step3_ppo.config import PPOConfig
+from step3_ppo.prompts import Prompt
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 8
+"""Responses that are handed out together, at least."""
+
+GOLD = "gold"
+"""What is measured and never trained on is called so."""
+
+
+class RewardSources:
+    """The sources of `ppo.rewards` that are no reward model, and `ppo.gold`; often none.
+
+    A context that leaves no process behind.
+    """
+
+    def __init__(self, config: PPOConfig, *, cache_dir: Path | None = None) -> None:
+        """`cache_dir` keeps what services answered, so that a new start asks for none twice."""
+        self.config = config
+        self.seconds = 0.0
+        """That were waited for the last results."""
+        self._cache_dir = cache_dir
+        self._rewards: Rewards | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a reward model alone looks at the responses."""
+        return not self.config.programs and self.config.gold is None
+
+    def submitting(
+        self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    ) -> "Submitting":
+        """What is called with each response as it ends."""
+        return Submitting(self, prompts, tokenizer)
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        """Begin to score the episodes."""
+        if self._rewards is not None:
+            self._rewards.submit(episodes)
+
+    def results(self) -> dict[str, Scored]:
+        """What each source gave for the episodes since the last call, by name, in their order."""
+        if self._rewards is None:
+            return {}
+        clock = Clock()
+        verdicts = self._rewards.results()
+        clock.end("rewards")
+        self.seconds = clock.metrics()["seconds_rewards"]
+        gold = {} if verdicts.gold is None else {GOLD: verdicts.gold}
+        return {**verdicts.sources, **gold}
+
+    def check_failures(
+        self, failed: Mapping[str, int], *, num_rows: int, first: Mapping[str, str | None]
+    ) -> None:
+        """Stop where a source failed on more of all responses than the settings allow.
+
+        Raises:
+            RewardError: on all processes alike.
+        """
+        if self._rewards is not None:
+            self._rewards.check_failures(failed, num_rows=num_rows, first=first)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What binds a run to its sources: the hashes of their files."""
+        return {"files": dict(self._rewards.fingerprint) if self._rewards else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Look whether the run goes on with the sources that it began with.
+
+        Raises:
+            ConfigError: the file of a source is another one.
+        """
+        own = self.state_dict()["files"]
+        for name, fingerprint in state["files"].items():
+            if own.get(name) != fingerprint:
+                raise ConfigError(
+                    f"the file of the reward {name} is not the one that the run began with; bring"
+                    " it back, or say --overwrite to begin again"
+                )
+
+    def __enter__(self) -> "RewardSources":
+        """Start the worker processes.
+
+        Raises:
+            ConfigError: a source can't be used.
+        """
+        config = self.config
+        if not self.is_empty:
+            self._rewards = Rewards(
+                config.programs,
+                gold=config.gold,
+                timeout_seconds=config.reward_timeout,
+                workers=config.reward_workers,
+                max_failures=config.max_reward_failures,
+                cache_dir=self._cache_dir,
+            )
+            for note in self._rewards.notes:
+                logger.info("%s", note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._rewards is not None:
+            self._rewards.close()
+
+
+class Submitting:
+    """Hands the responses of a batch to the sources, a few at a time, as they end.
+
+    A function sees the responses to a prompt together, with the same others whatever order they
+    end in.
+    """
+
+    def __init__(
+        self,
+        sources: RewardSources,
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._sources = sources
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._waiting: dict[int, Response] = {}
+
+    def __call__(self, index: int, response: Response) -> None:
+        """Take the response to prompt number `index` of the batch."""
+        if self._sources.is_empty:
+            return
+        self._waiting[index] = response
+        group_size = self._sources.config.group_size
+        size = -(-CHUNK // group_size) * group_size
+        first = index - index % size
+        chunk = range(first, min(first + size, len(self._prompts)))
+        if all(place in self._waiting for place in chunk):
+            self._sources.submit([self._episode(place) for place in chunk])
+
+    def _episode(self, place: int) -> Episode:
+        response, prompt = self._waiting.pop(place), self._prompts[place]
+        return Episode(
+            prompt=prompt.messages,
+            response=decode_response(self._tokenizer, response.ids),
+            extra=prompt.extra,
+            stopped=response.stopped,
+            num_tokens=len(response.ids),
+            slot=place,
+        )

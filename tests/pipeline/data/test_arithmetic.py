@@ -1,0 +1,64 @@
+"""Sums as data: each once, right where it is said, held out apart."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import DataConfig, RowColumns
+from pipeline.data.arithmetic import ArithmeticConfig, main, sums
+from pipeline.data.stages import load_examples
+from pipeline.errors import ConfigError
+
+
+def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
+    rows = sums(ArithmeticConfig())
+
+    assert len({row["prompt"] for row in rows}) == 8100
+    for row in rows:
+        first, second = map(int, re.findall(r"\d+", row["prompt"]))
+        assert 10 <= min(first, second) <= max(first, second) <= 99
+        assert int(row["answer"]) == first + second
+        assert 20 <= int(row["response"]) <= 198
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_the_share_of_right_demonstrations_is_the_one_that_was_given(right: float) -> None:
+    rows = sums(ArithmeticConfig(right=right))
+
+    found = sum(row["response"] == row["answer"] for row in rows) / len(rows)
+
+    assert found == pytest.approx(right, abs=0.02)
+
+
+def test_larger_numbers_are_drawn_and_repeat_with_the_seed() -> None:
+    config = ArithmeticConfig(digits=3, rows=500, held_out=50)
+
+    assert sums(config) == sums(config)
+    assert len({row["prompt"] for row in sums(config)}) == 500
+    assert sums(config) != sums(ArithmeticConfig(digits=3, rows=500, held_out=50, seed=1))
+
+
+def test_the_directory_is_a_data_path_with_its_held_out_rows(tmp_path: Path) -> None:
+    out = tmp_path / "sums"
+
+    main(["--out", str(out), "--rows", "300", "--held-out", "40"])
+
+    config = DataConfig(path=(str(out),))
+    kept = RowColumns(needed=frozenset({"answer"}))
+    first, third = (load_examples(config, step=step, seed=0, kept=kept) for step in (1, 3))
+    assert len(first.eval) == len(third.eval) == 40
+    assert len(first.train) + len(third.train) == 260
+    written = [json.loads(line) for line in (out / "test.jsonl").read_text().splitlines()]
+    held_out = {example.prompt[0].content for example in third.eval}
+    assert held_out == {row["prompt"] for row in written}
+
+
+def test_files_that_are_there_stay(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("mine\n")
+
+    with pytest.raises(ConfigError, match=r"train\.jsonl is there already"):
+        main(["--out", str(tmp_path)])
+
+    assert (tmp_path / "train.jsonl").read_text() == "mine\n"

@@ -1,0 +1,113 @@
+"""Columns that a reward reads travel with the example, and change nothing else."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import DataConfig, RowColumns
+from pipeline.data.embedded import verify
+from pipeline.data.fingerprint import fingerprint
+from pipeline.data.stages import load_examples
+from pipeline.errors import DataError
+
+GSM8K = [
+    {
+        "question": f"Natalia has {number} clips and buys {number} more. How many has she?",
+        "answer": f"She has {number} + {number} = <<{number}+{number}={2 * number}>>{2 * number}"
+        f" clips.\n#### {2 * number:,}",
+    }
+    for number in range(500, 560)
+]
+"""Rows of the schema of openai/gsm8k."""
+
+
+def needed(*names: str) -> RowColumns:
+    return RowColumns(needed=frozenset(names))
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> DataConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(path=(str(path),))
+
+
+def test_gsm8k_is_read_without_fields_as_demonstrations_and_as_golds(tmp_path: Path) -> None:
+    config = write(tmp_path / "gsm8k.jsonl", GSM8K)
+
+    demonstrations = load_examples(config, step=1, seed=0)
+    prompts = load_examples(config, step=3, seed=0, kept=needed("answer"))
+
+    answers = {row["question"]: row["answer"] for row in GSM8K}
+    for example in (*demonstrations.train, *demonstrations.eval):
+        assert example.chosen[0].content == answers[example.prompt[0].content]
+        assert example.extra == {}
+    assert prompts.train
+    for example in (*prompts.train, *prompts.eval):
+        assert example.extra == {"answer": answers[example.prompt[0].content]}
+    trained = {example.prompt for example in demonstrations.train}
+    assert not trained & {example.prompt for example in prompts.train}
+
+
+def test_kept_columns_leave_shares_and_fingerprints_as_they_are(tmp_path: Path) -> None:
+    config = write(tmp_path / "gsm8k.jsonl", GSM8K)
+
+    plain = load_examples(config, step=3, seed=0)
+    kept = load_examples(config, step=3, seed=0, kept=RowColumns(all=True))
+
+    assert kept.train == plain.train
+    assert kept.eval == plain.eval
+    assert fingerprint(kept.train) == fingerprint(plain.train)
+    assert set(kept.train[0].extra) == {"question", "answer"}
+
+
+def test_a_row_without_the_column_has_no_such_entry(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {row}", "tests": ["a"] if row % 2 else None} for row in range(40)]
+    config = write(tmp_path / "rows.jsonl", rows)
+
+    data = load_examples(config, step=3, seed=0, kept=needed("tests"))
+
+    found = {example.prompt[0].content: example.extra for example in (*data.train, *data.eval)}
+    assert found["question 1"] == {"tests": ["a"]}
+    assert found["question 2"] == {}
+
+
+def test_a_column_that_no_row_has_is_named_with_those_there_are(tmp_path: Path) -> None:
+    config = write(tmp_path / "rows.jsonl", GSM8K)
+
+    with pytest.raises(DataError, match=r"column gold, which a reward reads.*answer, question"):
+        load_examples(config, step=3, seed=0, kept=needed("gold"))
+    with pytest.raises(DataError, match=r"column gold, which a reward reads.*answer"):
+        load_examples(DataConfig(), step=3, seed=0, kept=needed("gold"))
+
+
+def test_columns_that_need_not_be_there_are_kept_where_they_are(tmp_path: Path) -> None:
+    config = write(tmp_path / "rows.jsonl", GSM8K)
+    kept = RowColumns(others=frozenset({"answer", "hint"}))
+
+    data = load_examples(config, step=3, seed=0, kept=kept)
+
+    assert {name for example in data.train for name in example.extra} == {"answer"}
+
+
+def test_rows_of_the_built_in_task_have_the_right_sentence() -> None:
+    data = load_examples(DataConfig(), step=3, seed=0, kept=needed("answer"))
+
+    for example in data.eval:
+        verdict = verify(example.prompt[0].content, f"Sure! {example.extra['answer']}")
+        assert verdict is not None
+        assert verdict.both
+
+
+def test_a_renamed_column_is_kept_under_its_own_name(tmp_path: Path) -> None:
+    rows = [{"task": f"question {row}", "solution": str(row)} for row in range(40)]
+    config = write(tmp_path / "rows.jsonl", rows)
+    fields = {"prompt": "task", "response": "solution"}
+    config = DataConfig(path=config.path, fields=fields)
+
+    data = load_examples(config, step=3, seed=0, kept=needed("solution"))
+
+    example = data.train[0]
+    assert example.prompt[0].content == f"question {example.extra['solution']}"
+    assert example.chosen[0].content == example.extra["solution"]

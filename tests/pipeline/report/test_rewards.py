@@ -1,0 +1,87 @@
+"""What the report shows of a run whose rewards came from programs."""
+
+import json
+from pathlib import Path
+
+from pipeline.report.curves import step_charts
+from pipeline.report.findings import before_after, findings
+from pipeline.report.results import Results, read_results
+from pipeline.report.write import render
+
+EVAL = {"reward_before": 0.25, "reward_after": 0.9, "kl": 4.0, "win_rate": 0.8}
+EVAL |= {"sampled_reward_before": 0.2, "sampled_reward_after": 0.8}
+EVAL |= {"prompts": 50, "wins": 40, "losses": 10}
+TWO = {"reward_right_before": 0.2, "reward_right_after": 0.8}
+TWO |= {"reward_short_before": 0.05, "reward_short_after": 0.1}
+
+
+def run(out: Path, figures: dict[str, float], *metrics: str) -> Results:
+    """An output directory with step 3 alone, and two lines of these metrics."""
+    step = out / "step3_ppo"
+    step.mkdir()
+    result = {"seconds": 60.0, "steps": 2, "tokens": 1000, "eval": figures}
+    (out / "summary.json").write_text(json.dumps({"steps": {"step3_ppo": result}, "seconds": 60}))
+    lines = [{"step": number, **dict.fromkeys(metrics, number / 2)} for number in (1, 2)]
+    (step / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answer = {"text": "81", "score": 0.9, "stopped": True}
+    answer["rewards"] = {"reward_right": 0.8, "reward_short": 0.1}
+    rows = [{"prompt": [{"role": "user", "content": "33+48="}], "answers": {"step3_ppo": answer}}]
+    (step / "samples.json").write_text(json.dumps({"rows": rows}))
+    return read_results(out)
+
+
+def test_each_source_has_a_curve_beside_the_reward_of_all(tmp_path: Path) -> None:
+    names = ("score", "reward_score", "reward_right", "reward_short", "gold", "reward_failures")
+    results = run(tmp_path, EVAL | TWO, *names)
+
+    charts = step_charts(results.steps["step3_ppo"])
+
+    curves = {drawn.chart.title: list(drawn.names) for drawn in charts}
+    assert curves == {
+        "Reward": ["reward"],
+        "Reward by source": ["right", "short"],
+        "Gold reward": ["training"],
+        "Reward failures": ["share"],
+    }
+
+
+def test_one_source_has_the_curve_of_the_reward_alone(tmp_path: Path) -> None:
+    results = run(tmp_path, EVAL, "score", "reward_right", "reward_failures")
+
+    charts = step_charts(results.steps["step3_ppo"])
+
+    assert [drawn.chart.title for drawn in charts] == ["Reward", "Reward failures"]
+
+
+def test_figures_and_sentence_are_of_the_rewards_before_and_after(tmp_path: Path) -> None:
+    results = run(tmp_path, EVAL | TWO, "score")
+
+    rows = before_after(results.steps["step3_ppo"])
+    first = findings(results)[0]
+
+    assert ("reward", "+0.25", "+0.90") in rows
+    assert ("reward, right", "+0.20", "+0.80") in rows
+    assert ("reward, short", "+0.05", "+0.10") in rows
+    assert len([name for name, *_ in rows if name.startswith("reward")]) == 3
+    assert first.sentence == (
+        "Answers to held-out prompts have a mean reward of +0.90, against +0.25 after step 1"
+    )
+    assert first.optimized
+
+
+def test_gold_comes_before_what_was_trained_on(tmp_path: Path) -> None:
+    results = run(tmp_path, EVAL | {"gold_before": 0.3, "gold_after": 0.2}, "score")
+
+    first = findings(results)[0]
+
+    assert "mean gold reward of +0.20, against +0.30" in first.sentence
+    assert not first.optimized
+
+
+def test_the_page_shows_what_each_source_gave_for_an_answer(tmp_path: Path) -> None:
+    page = render(run(tmp_path, EVAL | TWO, "score"), tmp_path)
+
+    assert "right +0.80" in page
+    assert "short +0.10" in page
+    assert "The number is the reward of the answer" in page
+    assert "reward-model score" not in page

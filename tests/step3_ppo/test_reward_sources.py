@@ -1,0 +1,309 @@
+"""Step 3 with programs that reward responses, in place of a reward model and beside it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference.generation import Response
+from pipeline.data.examples import Message
+from pipeline.errors import ConfigError, UserError
+from rewards.config import RewardConfig
+from rewards.contract import RewardError
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Models, load_models
+from step3_ppo.prompts import Prompt
+from step3_ppo.response_rewards import ResponseRewards, rewards_of
+from step3_ppo.reward_sources import RewardSources
+from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
+from step3_ppo.scoring import reward_of
+from step3_ppo.train import train
+from tests.distributed import rank, run_ranks, world_size
+from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
+
+FUNCTIONS = """
+from pathlib import Path
+
+def length(episodes):
+    return [each.num_tokens / 8 for each in episodes]
+
+def wanted(episodes):
+    return [each.extra["wanted"] for each in episodes]
+
+def first_words(episodes):
+    return [float(each.response[:1].isalpha()) for each in episodes]
+
+def raises(episodes):
+    raise ValueError("no such answer")
+
+def hangs(episodes):
+    import time
+    time.sleep(60)
+
+def one_less(episodes):
+    return [1.0 for each in episodes[1:]]
+
+def not_a_number(episodes):
+    return [float("nan") for each in episodes]
+
+def word(episodes):
+    return ["good" for each in episodes]
+
+def nothing(episodes):
+    return [None for each in episodes]
+
+def breaks_later(episodes):
+    here = Path(__file__).parent
+    calls = here / "calls"
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    if len(calls.read_text()) > 4 and not (here / "mended").exists():
+        raise RuntimeError("out of paper")
+    return [1.0 for each in episodes]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "score.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def function(file: Path, name: str, **settings: Any) -> RewardConfig:
+    return RewardConfig(name=name, kind="function", path=f"{file}:{name}", **settings)
+
+
+def grouped(toy: Path, *rewards: RewardConfig, **changes: Any) -> PPOConfig:
+    """GRPO on two prompts with four responses each, without critic and reward model."""
+    config = toy_config(
+        toy,
+        **{"advantage": "grpo", "group_size": 4, "rewards": rewards, "max_prompt_length": 40}
+        | changes,
+    )
+    return replace(config, data=replace(config.data, max_eval_rows=4))
+
+
+def models_of(config: PPOConfig, sources: RewardSources) -> Models:
+    loaded = toy_models(config)
+    return replace(loaded, sources=sources)
+
+
+def prompts(*wanted: float | None) -> list[Prompt]:
+    rows = zip(PROMPTS, wanted, strict=False)
+    return [Prompt((Message("user", "hi"),), ids, {"wanted": value}) for ids, value in rows]
+
+
+def rewarded(config: PPOConfig, *wanted: float | None, **options: Any) -> ResponseRewards:
+    """Of one response of two tokens to each prompt; the third is not ended."""
+    responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
+    with RewardSources(config) as sources:
+        models = models_of(config, sources)
+        submit = sources.submitting(prompts(*wanted), models.tokenizer)
+        for index in reversed(range(len(wanted))):
+            submit(index, responses[index])
+        score = torch.arange(len(wanted)).float() if config.uses_reward_model else None
+        stopped = torch.tensor([each.stopped for each in responses])
+        return rewards_of(models, score, stopped, config, **options)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "score" in line]
+
+
+def test_a_step_with_a_function_alone_loads_no_reward_model_and_logs_what_it_gave(
+    toy: Path, file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    config = grouped(
+        toy, function(file, "length"), gold=function(file, "first_words"), output_dir=out
+    )
+    config = replace(config, reward=replace(config.reward, path="nowhere"), max_steps=2)
+
+    train(config)
+
+    for line in metrics(out):
+        # The toy's responses have up to 8 tokens, so that the reward is their length in eighths.
+        assert line["score"] == pytest.approx(line["response_length"] / 8)
+        assert line["reward_length"] == line["score"] == line["reward_score"]
+        assert 0.0 <= line["gold"] <= 1.0
+        assert line["reward_failures"] == 0.0
+        assert line["seconds_rewards"] >= 0.0
+    figures = json.loads((out / "result.json").read_text())["eval"]
+    assert figures.keys() >= {"reward_before", "reward_after", "gold_before", "gold_after", "kl"}
+    assert "score_after" not in figures
+    samples = json.loads((out / "samples.json").read_text())["rows"]
+    given = samples[0]["answers"]["step3_ppo"]["rewards"]
+    assert given.keys() == {"reward_length", "gold"}
+    assert not (out / "critic").exists()
+
+
+def test_rewards_are_in_the_order_of_the_responses_whatever_order_they_end_in(
+    toy: Path, file: Path
+) -> None:
+    found = rewarded(grouped(toy, function(file, "wanted")), 1.0, 2.0, 3.0, 4.0, 5.0)
+
+    assert found.reward.tolist() == found.score.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert found.known.all()
+
+
+def test_a_model_s_normalized_score_is_one_more_source(toy: Path, file: Path) -> None:
+    taste = RewardConfig(name="taste", kind="model", weight=0.5)
+    config = grouped(toy, function(file, "wanted", weight=2.0), taste)
+    models = toy_models(config)
+
+    found = rewarded(config, 1.0, None, 3.0)
+
+    stopped = torch.tensor([True, True, False])
+    score = reward_of(torch.arange(3).float(), stopped, models, config)  # -0.25, 0.25, -1
+    assert score.tolist() == [-0.25, 0.25, -1.0]
+    # Where the function doesn't apply the model has the weight of both.
+    assert found.reward.tolist() == [2.0 - 0.125, 2.5 * 0.25, 6.0 - 0.5]
+    assert found.by_source() == {
+        "reward_wanted": [1.0, None, 3.0],
+        "reward_taste": [-0.25, 0.25, -1.0],
+    }
+
+
+def test_a_response_without_a_reward_is_known_as_such_and_counts_in_no_mean(
+    toy: Path, file: Path
+) -> None:
+    config = grouped(toy, function(file, "wanted"), max_reward_failures=1.0)
+
+    found = rewarded(config, 1.0, None, 4.0)
+
+    assert found.known.tolist() == [True, False, True]
+    assert found.reward.tolist() == [1.0, 0.0, 4.0]
+    figures = found.metrics()
+    assert figures["reward_wanted"] == 2.5
+    assert figures["reward_failures"] == pytest.approx(1 / 3)
+
+
+def test_sources_normalized_by_themselves_weigh_alike_and_figures_keep_their_unit(
+    toy: Path, file: Path
+) -> None:
+    config = grouped(
+        toy,
+        function(file, "wanted"),
+        function(file, "length"),
+        reward_combine="normalize_then_sum",
+    )
+
+    found = rewarded(config, 0.0, 100.0, 0.0, 100.0)
+
+    assert found.score.tolist() == [0.25, 100.25, 0.25, 100.25]
+    low, high = sorted(set(found.reward.tolist()))
+    assert low == pytest.approx(-high)
+    assert high == pytest.approx((3 / 4) ** 0.5, rel=1e-3)  # n - 1 in the deviation
+
+
+def test_a_response_without_a_reward_changes_no_weight(toy: Path, file: Path) -> None:
+    config = grouped(toy, function(file, "length"))
+    models = toy_models(config)
+    inputs = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
+    responses = generate_responses(models, inputs, config, keys=range(8))
+    experience = score_responses(models, inputs, responses, config)
+    known = torch.tensor([True] * 5 + [False] + [True] * 2)
+    reward = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+
+    rollout = compute_advantages(experience, reward, config, kl_coef=0.0, counted=known)
+
+    moved = rollout.advantages.abs().sum(dim=1) > 0
+    assert moved.tolist() == known.tolist()
+
+
+WRONG: Sequence[tuple[str, str]] = (
+    ("raises", "raises failed on 4 of 4.*ValueError: no such answer"),
+    ("hangs", "hangs failed on 4 of 4.*took longer than 1 s"),
+    ("one_less", "one_less failed on 4 of 4.*3 results for 4 responses"),
+    ("not_a_number", "not_a_number failed on 4 of 4.*nan, which is not finite"),
+    ("word", "word failed on 4 of 4.*str 'good' where a number or None belongs"),
+    ("nothing", "no answer to a held-out prompt has a reward: no source"),
+    ("missing", "has no `def missing` at its top level"),
+)
+"""What a function does, and the sentence that ends the run before any training."""
+
+
+@pytest.mark.parametrize(("name", "sentence"), WRONG)
+def test_a_function_that_gives_no_rewards_ends_the_run_in_a_sentence(
+    toy: Path, file: Path, tmp_path: Path, name: str, sentence: str
+) -> None:
+    config = grouped(toy, function(file, name), reward_timeout=1.0, output_dir=tmp_path / "out")
+
+    with pytest.raises(UserError, match=sentence):
+        train(config)
+
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_reward_that_breaks_on_the_way_loses_nothing(
+    toy: Path, file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    config = grouped(
+        toy, function(file, "breaks_later"), output_dir=out, max_steps=3, save_every=1, eval_every=0
+    )
+
+    with pytest.raises(RewardError, match=r"breaks_later failed on 8 of 8.*out of paper"):
+        train(config)
+    steps = [line["step"] for line in metrics(out)]
+    (file.parent / "mended").touch()
+    train(replace(config, resume=True))
+
+    assert 0 < len(steps) < 3
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3]
+
+
+def test_another_file_of_the_function_is_refused_on_resume(
+    toy: Path, file: Path, tmp_path: Path
+) -> None:
+    config = grouped(
+        toy, function(file, "length"), output_dir=tmp_path / "out", max_steps=1, save_every=1
+    )
+    train(config)
+    file.write_text(FUNCTIONS + "\n# mended\n")
+
+    with pytest.raises(ConfigError, match="file of the reward length is not the one that the run"):
+        train(replace(config, max_steps=1, resume=True))
+
+
+def share(directory: str, path: str) -> tuple[list[float], dict[str, float]]:
+    """Two groups of four on one process, or one on each of two."""
+    config = grouped(
+        Path(directory),
+        function(Path(path), "wanted"),
+        function(Path(path), "length"),
+        reward_combine="normalize_then_sum",
+    )
+    wanted = [0.0, 1.0, 0.0, 1.0, 5.0, 5.0, 7.0, 9.0]
+    size = 8 // world_size()
+    found = rewarded(config, *wanted[rank() * size : (rank() + 1) * size])
+    means = found.metrics()
+    means.pop("seconds_rewards")
+    return found.reward.tolist(), means
+
+
+def test_two_processes_normalize_and_measure_as_one(toy: Path, file: Path) -> None:
+    reward, figures = share(str(toy), str(file))
+
+    first, second = run_ranks(share, str(toy), str(file))
+
+    assert [*first[0], *second[0]] == reward
+    assert first[1] == second[1] == figures
+
+
+def test_a_step_without_a_reward_model_has_one_model_less(toy: Path, file: Path) -> None:
+    config = grouped(toy, function(file, "length"))
+
+    with RewardSources(config) as sources:
+        tokenizer, chat = toy_models(config).tokenizer, toy_models(config).chat
+        models = load_models(config, tokenizer, chat, iterations=1, sources=sources)
+
+    assert models.reward is None
+    assert config.used_models().keys() == {"actor"}
+    roles = {use.role for use in config.workload(1).models}
+    assert roles == {"actor", "reference", "base"}
