@@ -19,12 +19,18 @@ from step3_ppo.verification import conclude
 
 logger = logging.getLogger(__name__)
 
-METHODS = {
-    "gae": "PPO against a reward model (Ouyang et al. 2022)",
+TITLES = {
+    "ppo": "PPO against a reward model (Ouyang et al. 2022)",
     "grpo": "GRPO (Shao et al. 2024) against a reward model",
+    "dr_grpo": "Dr. GRPO (Liu et al. 2025) against a reward model",
+    "dapo": "DAPO (Yu et al. 2025) against a reward model",
+    "gspo": "GSPO (Zheng et al. 2025) against a reward model",
+    "cispo": "CISPO (MiniMax 2025) against a reward model",
     "rloo": "RLOO (Ahmadian et al. 2024) against a reward model",
+    "reinforce_pp": "REINFORCE++ (Hu 2025) against a reward model",
+    "raft": "RAFT (Dong et al. 2023) on the best by a reward model",
 }
-"""By the setting `advantage`, as the model card has it."""
+"""By the name of the method, as the model card has it."""
 
 
 class Course:
@@ -99,10 +105,10 @@ class Course:
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
-        advantage = self.config.advantage
-        method = f"Trained by {METHODS[advantage]}, with a KL penalty to the base."
-        tags = ("ppo" if advantage == "gae" else advantage,)
-        card = Card("Chat model", method, self.config.actor.path or "", tags)
+        name = self.config.method_name
+        penalty = "" if self.config.kl_in == "none" else ", with a KL penalty to the base"
+        method = f"Trained by {TITLES[name]}{penalty}."
+        card = Card("Chat model", method, self.config.actor.path or "", (name,))
         run.finish(eval={**evaluation, **verification}, models={"actor": card})
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:

@@ -28,7 +28,8 @@ from step3_ppo.ema import Ema
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_rollout_gap
 from step3_ppo.prompts import load_prompts
-from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
+from step3_ppo.rollout import compute_advantages, score_responses
+from step3_ppo.sampling import sample_rollout
 from step3_ppo.scoring import counted_scores, reward_of
 from step3_ppo.setup import Setup, set_up
 from step3_ppo.statistics import rollout_statistics
@@ -60,17 +61,16 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     No part of the loop above, so that an iteration's graphs are gone before the next one begins.
     """
     models, clock = ppo.models, Clock()
-    batch = ppo.prompts.next_batch(step)
-    responses = generate_responses(models, batch.inputs, config, keys=batch.keys)
+    sampled = sample_rollout(models, ppo.prompts, config)
     clock.end("generation")
 
     experience = score_responses(
-        models, batch.inputs, responses, config, train_actor=config.trains_actor(step)
+        models, sampled.inputs, sampled.responses, config, train_actor=config.trains_actor(step)
     )
     reward = reward_of(experience.score, experience.stopped, models, config)
     rollout = compute_advantages(experience, reward, config, kl_coef=ppo.kl.coef)
     counted = counted_scores(experience.score, experience.stopped, models, config)
-    metrics = rollout_statistics(rollout, counted)
+    metrics = rollout_statistics(rollout, counted) | sampled.metrics
     check_finite(f"of the rollout of iteration {step}", metrics)
     check_rollout_gap(metrics["rollout_gap"], models, largest=metrics["rollout_gap_max"])
     clock.end("experience")
