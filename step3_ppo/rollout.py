@@ -25,7 +25,6 @@ from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
 from step3_ppo.correction import correction_weights
 from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
-from step3_ppo.prompts import PromptBatch
 from step3_ppo.scoring import raw_scores
 
 
@@ -164,12 +163,6 @@ class Rollout:
             old_values=tokens_of(experience.values),
             returns=tokens_of(self.returns),
         )
-
-
-def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
-    """The actor's answers to a batch; programs that reward them begin as they end."""
-    submit = models.sources.submitting(batch.prompts, models.tokenizer)
-    return generate_responses(models, batch.inputs, config, keys=batch.keys, on_response=submit)
 
 
 def generate_responses(

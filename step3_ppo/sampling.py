@@ -18,9 +18,9 @@ from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
 from step3_ppo.groups import are_equal
 from step3_ppo.models import Models
-from step3_ppo.prompts import Prompts
+from step3_ppo.prompts import PromptBatch, Prompts
 from step3_ppo.response_rewards import rewards_of
-from step3_ppo.rollout import respond, with_overlong
+from step3_ppo.rollout import generate_responses, with_overlong
 from step3_ppo.scoring import raw_scores
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,12 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
             config.prompts_per_rollout,
         )
     return Sampled(inputs, responses, {"refills": float(refills)}, given)
+
+
+def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
+    """The actor's answers to a batch; programs that reward them begin as they end."""
+    submit = models.sources.submitting(batch.prompts, models.tokenizer)
+    return generate_responses(models, batch.inputs, config, keys=batch.keys, on_response=submit)
 
 
 def dead_groups(
