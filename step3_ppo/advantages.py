@@ -1,8 +1,8 @@
 """Advantage estimators: how much better each token did than was to be expected.
 
 Pure functions of tensors. Dimension names: B responses, T response tokens (padded; masks are True
-on real tokens). A new estimator is a function, an entry in `ESTIMATORS`, and a name with what it
-needs in `step3_ppo.config`.
+on real tokens), P prompts, G responses to each. A new estimator is a function, an entry in
+`ESTIMATORS`, and a name with what it needs in `step3_ppo.config`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from step3_ppo.groups import are_equal, counts, group_mean, group_std
 
 STD_FLOOR = 1e-4
 """Added to the standard deviation of a group's returns."""
@@ -40,6 +42,18 @@ class Rewarded:
     lam: float
     """The trade-off of GAE."""
 
+    counted: Bool[Tensor, " B"]
+    """False where a response has no reward: no baseline has it, and its advantage is 0."""
+
+    lam_value: float | None = None
+    """The trade-off of the returns that the critic learns; None is `lam`."""
+
+    lam_length_alpha: float | None = None
+    """Of the trade-off that grows with a response's length, 1 - 1 / (alpha * length); or None."""
+
+    group_baseline: bool = False
+    """Whether `reinforce_pp` compares scores with the mean of their group first."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -50,17 +64,26 @@ class Estimate:
     returns: Float[Tensor, "B T"] | None = None
     """What the critic's values should have been; None without a critic."""
 
+    silent: Bool[Tensor, " B"] | None = None
+    """Responses that teach nothing, whatever whitening makes of their zeros; None without any."""
+
 
 def gae_estimate(rewarded: Rewarded) -> Estimate:
-    """Generalized advantage estimation with a critic, as `gae`."""
-    assert rewarded.values is not None
-    advantages, returns = gae(
-        rewarded.rewards,
-        rewarded.values,
-        rewarded.mask,
-        gamma=rewarded.gamma,
-        lam=rewarded.lam,
-    )
+    """Generalized advantage estimation with a critic, as `gae`.
+
+    The trade-off of a response of n tokens is 1 - 1 / (alpha n) with `lam_length_alpha` alpha, and
+    the critic learns returns of another one with `lam_value` (Yue et al. 2025, VAPO, 4.1 and 4.2;
+    Yuan et al. 2025, VC-PPO).
+    """
+    values, mask, gamma = rewarded.values, rewarded.mask, rewarded.gamma
+    assert values is not None
+    lam: float | Float[Tensor, " B"] = rewarded.lam
+    if rewarded.lam_length_alpha is not None:
+        lam = (1 - 1 / (rewarded.lam_length_alpha * mask.sum(dim=1))).clamp(min=0.0)
+    advantages, returns = gae(rewarded.rewards, values, mask, gamma=gamma, lam=lam)
+    of_critic = rewarded.lam if rewarded.lam_value is None else rewarded.lam_value
+    if rewarded.lam_length_alpha is not None or of_critic != rewarded.lam:
+        _, returns = gae(rewarded.rewards, values, mask, gamma=gamma, lam=of_critic)
     return Estimate(advantages, returns)
 
 
@@ -70,7 +93,7 @@ def gae(
     mask: Bool[Tensor, "B T"],
     *,
     gamma: float,
-    lam: float,
+    lam: float | Float[Tensor, " B"],
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16).
 
@@ -102,10 +125,22 @@ def grpo(rewarded: Rewarded) -> Estimate:
     its group. Where all scores of a group are equal the advantages are exactly 0: the KL penalty
     alone, divided by its own small deviation, would weigh as much as a score.
     """
-    grouped = returns_by_group(rewarded)
-    scaled = centered(grouped) / (grouped.std(dim=1, keepdim=True) + STD_FLOOR)
-    scores = rewarded.scores.view(-1, rewarded.group_size)
-    return Estimate(of_every_token(scaled.masked_fill(are_equal(scores), 0.0), rewarded.mask))
+    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
+    scaled = centered(grouped, counted) / (group_std(grouped, counted) + STD_FLOOR)
+    scores = by_group(rewarded.scores, rewarded)
+    return of_every_token(scaled.masked_fill(are_equal(scores, counted), 0.0), rewarded)
+
+
+def dr_grpo(rewarded: Rewarded) -> Estimate:
+    """Group-relative advantages that are not divided (Liu et al. 2025), the same for every token.
+
+        A_i = R_i - mean R
+
+    A group whose rewards differ little then weighs little. Its mean gradient is (G - 1) / G of that
+    of the expected reward. Responses of a group with equal returns have an advantage of exactly 0.
+    """
+    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
+    return of_every_token(centered(grouped, counted), rewarded)
 
 
 def rloo(rewarded: Rewarded) -> Estimate:
@@ -117,39 +152,74 @@ def rloo(rewarded: Rewarded) -> Estimate:
     nothing about this one, so the policy gradient is unbiased. Responses of a group with equal
     returns have an advantage of exactly 0.
     """
-    size = rewarded.group_size
-    advantages = size / (size - 1) * centered(returns_by_group(rewarded))
-    return Estimate(of_every_token(advantages, rewarded.mask))
+    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
+    size = counts(counted)
+    advantages = size / (size - 1).clamp(min=1) * centered(grouped, counted)
+    return of_every_token(advantages, rewarded)
+
+
+def reinforce_pp(rewarded: Rewarded) -> Estimate:
+    """REINFORCE++ (Hu 2025): each token's discounted rewards to come, to be whitened over all.
+
+    With `group_baseline` the mean score of the group is taken off each score first; a group of
+    equal returns then teaches exactly nothing, after whitening too.
+    """
+    rewards, silent = rewarded.rewards, ~rewarded.counted
+    if rewarded.group_baseline:
+        counted = by_group(rewarded.counted, rewarded)
+        scores = by_group(rewarded.scores, rewarded)
+        baseline = (scores - centered(scores, counted)).flatten().to(rewards.dtype)
+        last = rewarded.mask.sum(dim=1, keepdim=True) - 1
+        rewards = rewards.scatter_add(1, last, -baseline[:, None])
+        dead = are_equal(returns_by_group(rewarded), counted).expand_as(scores)
+        silent = silent | dead.flatten()
+    zeros = torch.zeros_like(rewards)
+    advantages, _ = gae(rewards, zeros, rewarded.mask, gamma=rewarded.gamma, lam=1.0)
+    return Estimate(advantages.masked_fill(silent[:, None], 0.0), silent=silent)
+
+
+def best(rewarded: Rewarded) -> Estimate:
+    """1 for the best response of each group, else 0 (RAFT: Dong et al. 2023; Yuan et al. 2023).
+
+    With the loss `none` that is the negative log-likelihood of the best ones. Equal best ones share
+    the 1; a group of equal returns has no best one.
+    """
+    grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
+    among = grouped.masked_fill(~counted, -torch.inf)
+    is_best = (among == among.amax(dim=1, keepdim=True)) & counted
+    share = is_best.double() / is_best.sum(dim=1, keepdim=True).clamp(min=1)
+    return of_every_token(share.masked_fill(are_equal(grouped, counted), 0.0), rewarded)
 
 
 def returns_by_group(rewarded: Rewarded) -> Float[Tensor, "P G"]:
     """The sum of each response's token rewards, by prompt, in float64."""
-    return rewarded.rewards.double().sum(dim=1).view(-1, rewarded.group_size)
+    return by_group(rewarded.rewards.double().sum(dim=1), rewarded)
 
 
-def centered(grouped: Float[Tensor, "P G"]) -> Float[Tensor, "P G"]:
-    """The distance of each return from its group's mean, exactly 0 where all returns are equal.
-
-    A difference from the mean is not exactly 0 after rounding.
-    """
-    return (grouped - grouped.mean(dim=1, keepdim=True)).masked_fill(are_equal(grouped), 0.0)
+def by_group(of_responses: Tensor, rewarded: Rewarded) -> Tensor:
+    """(B) as (P, G), numbers in float64."""
+    wide = of_responses.double() if of_responses.is_floating_point() else of_responses
+    return wide.view(-1, rewarded.group_size)
 
 
-def are_equal(grouped: Float[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Whether all numbers of a group are the same."""
-    return grouped.amax(dim=1, keepdim=True) == grouped.amin(dim=1, keepdim=True)
+def centered(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P G"]:
+    """The distance of each number from its group's mean, exactly 0 where all are equal."""
+    distance = grouped - group_mean(grouped, counted)
+    return distance.masked_fill(are_equal(grouped, counted), 0.0)
 
 
-def of_every_token(
-    advantages: Float[Tensor, "P G"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
-    """The advantage of a response at each of its tokens."""
-    return advantages.flatten().float()[:, None] * mask
+def of_every_token(advantages: Float[Tensor, "P G"], rewarded: Rewarded) -> Estimate:
+    """The advantage of a response at each of its tokens; 0 where it has no reward."""
+    counted = advantages.flatten().masked_fill(~rewarded.counted, 0.0)
+    return Estimate(counted.float()[:, None] * rewarded.mask)
 
 
 ESTIMATORS: Mapping[str, Callable[[Rewarded], Estimate]] = {
     "gae": gae_estimate,
     "grpo": grpo,
+    "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "best": best,
 }
 """By the setting `advantage`."""

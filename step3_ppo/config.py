@@ -18,7 +18,13 @@ from pipeline.config import (
 )
 from pipeline.errors import require
 from pipeline.settings.plain import Option
-from step3_ppo.reward_settings import MODEL, RewardSettings, without_reward_options
+from step3_ppo.method_checks import check_method
+from step3_ppo.reward_settings import (
+    MODEL,
+    RewardSettings,
+    check_rewards,
+    without_reward_options,
+)
 from step3_ppo.workload import workload_of
 
 
@@ -40,11 +46,17 @@ class Needs:
     whitening: bool = False
     """That advantages are shifted and scaled over the rollout, where `whiten_advantages` is on."""
 
+    discount: bool = False
+    """`gamma`, of rewards that come later."""
+
 
 ESTIMATOR_NEEDS = {
-    "gae": Needs(critic=True, whitening=True),
+    "gae": Needs(critic=True, whitening=True, discount=True),
     "grpo": Needs(group=True),
+    "dr_grpo": Needs(group=True),
     "rloo": Needs(group=True),
+    "reinforce_pp": Needs(whitening=True, discount=True),
+    "best": Needs(group=True),
 }
 """By the setting `advantage`; the functions are in `step3_ppo.advantages`."""
 
@@ -87,17 +99,49 @@ class PPOConfig(StepConfig, RewardSettings):
     group_size: int = 1
     """Responses to each prompt (num_generations, rollout.n)."""
 
-    advantage: Literal["gae", "grpo", "rloo"] = "gae"
-    """gae asks a critic (Schulman et al. 2016); the others compare the responses to a prompt: grpo
-    with their mean, in standard deviations (Shao et al. 2024), rloo with the mean of the others
-    (Ahmadian et al. 2024)."""
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
+    """gae asks a critic (Schulman et al. 2016). grpo, dr_grpo, rloo and best compare the responses
+    to a prompt: with their mean, in standard deviations (Shao et al. 2024) or not (Liu et al.
+    2025), with the mean of the others (Ahmadian et al. 2024), or take the best alone (RAFT, Dong et
+    al. 2023). reinforce_pp whitens the rewards to come over all tokens (Hu 2025)."""
 
-    loss: Literal["clip", "none"] = "clip"
-    """clip is PPO's clipped ratio; none the plain policy gradient, for one update a rollout."""
+    baseline: Literal["none", "group"] = "none"
+    """Of reinforce_pp: group takes the mean score of a prompt's responses off each score."""
+
+    loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
+    """clip is PPO's clipped ratio; gspo clips the geometric mean of a response's ratios (Zheng et
+    al. 2025); cispo bounds the ratio and keeps every gradient (MiniMax 2025); none is the plain
+    policy gradient, for one update a rollout."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Weights of that loss: token, every token alike; sequence, every response alike; constant,
     1 / max_new_tokens of a response."""
+
+    dynamic_sampling: int = 0
+    """Rounds in which prompts whose responses all have the same reward give way to further ones (Yu
+    et al. 2025, eq. 11)."""
+
+    overlong_buffer: float = 0.0
+    """Tokens before max_new_tokens in which a response's reward falls by up to 1 (Yu et al. 2025,
+    eq. 13); below 1 a share of max_new_tokens."""
+
+    overlong: Literal["score", "mask"] = "score"
+    """What becomes of responses without an end: score keeps them, with their reward; mask leaves
+    them out of baseline and loss."""
+
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """Weights where generation's policy is not training's, as in fewer bits: truncate bounds their
+    ratio by correction_cap, mask leaves out what lies beyond (importance sampling, TIS)."""
+
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whose ratio: a token's, or the geometric mean of a response's."""
+
+    correction_cap: float = 2.0
+    """The largest weight; mask also leaves out ratios below 1 / correction_cap."""
+
+    positive_nll_coef: float = 0.0
+    """Weight of the negative log-likelihood of responses with a reward above 0, mean per token (Yue
+    et al. 2025, VAPO: 0.1)."""
 
     generation_batch_size: int = 64
     """Prompts answered at once by one process; changes memory and speed, not the result."""
@@ -133,7 +177,15 @@ class PPOConfig(StepConfig, RewardSettings):
     critic at once."""
 
     kl_coef: float = 0.05
-    """Weight of the per-token KL penalty (log pi - log pi_ref) inside the reward."""
+    """Weight of the KL penalty to the reference, per token."""
+
+    kl_in: Literal["reward", "loss", "none"] = "reward"
+    """Where that penalty is; never in both (use_kl_loss)."""
+
+    kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
+    """auto is k1 in the reward, log pi - log pi_ref, and k3_is in the loss: k3 times the ratio,
+    whose gradient is that of KL(pi || pi_ref). k2 has that gradient too, on responses of the policy
+    itself; k3 (low_var_kl) has the gradient of KL(pi_ref || pi), the other KL."""
 
     kl_target: float | None = None
     """Nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019, 2.2); null keeps
@@ -148,9 +200,16 @@ class PPOConfig(StepConfig, RewardSettings):
     lam: float = 0.95
     """GAE's bias-variance trade-off: 1 is Monte Carlo, 0 is one-step TD."""
 
+    lam_value: float | None = None
+    """The same of the returns that the critic learns (Yue et al. 2025, VAPO: 1); null is lam."""
+
+    lam_length_alpha: float | None = None
+    """Let the policy's trade-off grow with the response's length, 1 - 1 / (alpha * tokens) (Yue et
+    al. 2025, VAPO: 0.05); null is off."""
+
     whiten_advantages: bool = True
-    """Shift and scale the advantages of gae to mean 0, variance 1 over the rollout of all
-    processes."""
+    """Shift and scale the advantages of gae and reinforce_pp to mean 0, variance 1 over the rollout
+    of all processes."""
 
     whiten_rewards: bool = False
     """Scale token rewards to variance 1, keeping their mean."""
@@ -209,6 +268,22 @@ class PPOConfig(StepConfig, RewardSettings):
     def has_critic(self) -> bool:
         """Whether a value model is trained beside the policy."""
         return ESTIMATOR_NEEDS[self.advantage].critic
+
+    @property
+    def method_name(self) -> str:
+        """The method whose advantage it has."""
+        return {"gae": "ppo", "best": "raft"}.get(self.advantage, self.advantage)
+
+    @property
+    def kl_weight(self) -> float:
+        """`kl_coef` where there is a KL penalty at all."""
+        return 0.0 if self.kl_in == "none" else self.kl_coef
+
+    @property
+    def overlong_tokens(self) -> float:
+        """`overlong_buffer` in tokens."""
+        buffer = self.overlong_buffer
+        return buffer * self.max_new_tokens if buffer < 1 else buffer
 
     @property
     def reward_layout(self) -> TrainedModelConfig:
@@ -285,15 +360,20 @@ class PPOConfig(StepConfig, RewardSettings):
             f" {self.rollout_size}: a minibatch is cut from one rollout",
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
-        self._check_method()
-        self.check_rewards()
-        self._check_reward_model()
+        check_method(self, ESTIMATOR_NEEDS[self.advantage])
+        check_rewards(self)
+        for source in self.rewards:
+            if source.kind == MODEL and source.path is not None:
+                object.__setattr__(self, "reward", replace(self.reward, path=source.path))
         require(self.temperature > 0, f"ppo.temperature must be above 0, got {self.temperature}")
         require(self.kl_coef >= 0, f"ppo.kl_coef must not be below 0, got {self.kl_coef}")
         require(0 <= self.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {self.gamma}")
-        require(0 <= self.lam <= 1, f"ppo.lam must lie in [0, 1], got {self.lam}")
+        for name in ("lam", "lam_value"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 1, f"ppo.{name} must lie in [0, 1], got {value}")
         require(0 < self.clip < 1, f"ppo.clip must lie between 0 and 1, got {self.clip}")
-        for name in ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl"):
+        above = ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl")
+        for name in (*above, "lam_length_alpha"):
             value = getattr(self, name)
             require(value is None or value > 0, f"ppo.{name} must be above 0 or null, got {value}")
         require(
@@ -314,56 +394,3 @@ class PPOConfig(StepConfig, RewardSettings):
                 lora is None or lora.dropout == 0,
                 f"ppo.{role}.lora.dropout must be 0: dropout breaks the ratio of new to old policy",
             )
-
-    def _check_reward_model(self) -> None:
-        """Take the path that a source of kind model names; refuse what is a reward model's alone.
-
-        Raises:
-            ConfigError: `missing_eos_score` or `score_clip` is set, and nothing reads it.
-        """
-        for source in self.rewards:
-            if source.kind == MODEL and source.path is not None:
-                object.__setattr__(self, "reward", replace(self.reward, path=source.path))
-        require(
-            self.reward_combine == "sum" or self.group_size > 1,
-            "ppo.reward_combine normalize_then_sum compares the responses to a prompt: set"
-            " ppo.group_size to 2 or more",
-        )
-        for name in ("missing_eos_score", "score_clip"):
-            value, usual = getattr(self, name), getattr(PPOConfig, name)
-            require(
-                self.uses_reward_model or value in (None, usual),
-                f"ppo.{name} is of a reward model's score, and ppo.rewards has none; what the"
-                " sources give counts as it is, a source of kind length or a function that looks at"
-                " `stopped` can make up for a missing end",
-            )
-
-    def _check_method(self) -> None:
-        """Refuse estimators, losses and groups that contradict each other."""
-        require(
-            self.rollout_size % self.group_size == 0,
-            f"ppo.group_size {self.group_size} doesn't divide ppo.rollout_size {self.rollout_size}:"
-            " a rollout holds all responses to each of its prompts",
-        )
-        needs = ESTIMATOR_NEEDS[self.advantage]
-        require(
-            not needs.group or self.group_size > 1,
-            f"ppo.advantage {self.advantage} compares the responses to a prompt: set ppo.group_size"
-            " to 2 or more",
-        )
-        require(
-            needs.critic or self.gamma == 1,
-            f"ppo.gamma {self.gamma} discounts the returns that a critic learns, and ppo.advantage"
-            f" {self.advantage} sums a response's rewards as they are; leave it at 1",
-        )
-        require(
-            self.loss != "none" or (self.ppo_epochs == 1 and self.batch_size == self.rollout_size),
-            "ppo.loss none is right for the policy that was sampled, so for one update on each"
-            " rollout: set ppo.ppo_epochs 1 and ppo.batch_size to ppo.rollout_size, or ppo.loss"
-            " clip",
-        )
-        require(
-            needs.critic or self.critic_warmup_steps == 0,
-            f"ppo.critic_warmup_steps trains the critic alone, and ppo.advantage {self.advantage}"
-            " has none; leave it at 0",
-        )

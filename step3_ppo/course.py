@@ -28,12 +28,18 @@ from step3_ppo.verification import conclude
 
 logger = logging.getLogger(__name__)
 
-METHODS = {
-    "gae": "PPO (Ouyang et al. 2022)",
+TITLES = {
+    "ppo": "PPO (Ouyang et al. 2022)",
     "grpo": "GRPO (Shao et al. 2024)",
+    "dr_grpo": "Dr. GRPO (Liu et al. 2025)",
+    "dapo": "DAPO (Yu et al. 2025)",
+    "gspo": "GSPO (Zheng et al. 2025)",
+    "cispo": "CISPO (MiniMax 2025)",
     "rloo": "RLOO (Ahmadian et al. 2024)",
+    "reinforce_pp": "REINFORCE++ (Hu 2025)",
+    "raft": "RAFT (Dong et al. 2023)",
 }
-"""By the setting `advantage`, as the model card has it."""
+"""By the name of the method, as the model card has it."""
 
 
 class Course:
@@ -116,13 +122,11 @@ class Course:
         if base is not None:
             sampled = {"base": base, **sampled}
         verification = conclude(self.held_out, sampled, run.path("samples.json"))
-        advantage = self.config.advantage
+        name = self.config.method_name
         against = "a reward model" if self.config.uses_reward_model else "programs"
-        method = (
-            f"Trained by {METHODS[advantage]} against {against}, with a KL penalty to the base."
-        )
-        tags = ("ppo" if advantage == "gae" else advantage,)
-        card = Card("Chat model", method, self.config.actor.path or "", tags)
+        penalty = "" if self.config.kl_in == "none" else ", with a KL penalty to the base"
+        method = f"Trained by {TITLES[name]} against {against}{penalty}."
+        card = Card("Chat model", method, self.config.actor.path or "", (name,))
         run.finish(eval={**evaluation, **verification}, models={"actor": card})
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:

@@ -159,7 +159,7 @@ class HeldOut:
         score = torch.tensor([answer.score for answer in answers])
         stopped = torch.tensor([answer.stopped for answer in answers])
         reward = reward_of(score, stopped, self.models, self.config)
-        return reward.double().mean().item() - self.config.kl_coef * kl
+        return reward.double().mean().item() - self.config.kl_weight * kl
 
 
 def mean(values: Sequence[float]) -> float:

@@ -65,16 +65,36 @@ def value_loss(
     returns: Float[Tensor, " K"],
     *,
     clip: float | None,
+    counted: Float[Tensor, " K"] | None = None,
 ) -> Float[Tensor, ""]:
     """Half the squared error, the worse of clipped and unclipped, summed over tokens.
 
     The clipped value stays within `clip` of `old_values`, the critic's estimate at rollout time.
+    Tokens for which `counted` is 0 add nothing.
     """
     error = (values - returns).square()
     if clip is not None:
         clipped = old_values + (values - old_values).clamp(-clip, clip)
         error = torch.max(error, (clipped - returns).square())
-    return 0.5 * error.sum()
+    return 0.5 * (error if counted is None else error * counted).sum()
+
+
+def overlong_penalty(
+    lengths: Float[Tensor, " B"], *, limit: int, buffer: float
+) -> Float[Tensor, " B"]:
+    """What a response's length takes off its reward (Yu et al. 2025, eq. 13).
+
+    0 up to `limit` - `buffer` tokens, then falling in proportion to -1 at `limit`.
+    """
+    return ((limit - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """d^2 / 2 for d = log pi - log pi_ref (Schulman 2020).
+
+    Its gradient on tokens drawn from pi is that of KL(pi || pi_ref).
+    """
+    return 0.5 * log_ratio.square()
 
 
 def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -1,17 +1,17 @@
 """Policy losses: what one token adds to the loss, by its ratio and its advantage.
 
-Pure functions of tensors. Dimension name: K response tokens without padding. A new loss is a
-function, an entry in `LOSSES`, and a name in `step3_ppo.config`.
+Pure functions of tensors. Dimension names: K response tokens without padding; B responses, T tokens
+of the longest. A new loss is a function, an entry in `LOSSES`, and a name in `step3_ppo.config`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from step3_ppo.losses import policy_ratio
+from step3_ppo.losses import MAX_LOG_RATIO, policy_ratio
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class TrustRegion:
 
 
 def clipped(
+    ratio: Float[Tensor, " K"],
     logprobs: Float[Tensor, " K"],
-    old_logprobs: Float[Tensor, " K"],
     advantages: Float[Tensor, " K"],
     region: TrustRegion,
 ) -> Float[Tensor, " K"]:
@@ -39,7 +39,7 @@ def clipped(
     The ratio is clipped to [1 - clip, 1 + clip_high] (two sides: Yu et al. 2025, section 3.1).
     `dual_clip` c bounds the loss of a negative advantage by -c * A (Ye et al. 2020, eq. 5).
     """
-    ratio = policy_ratio(logprobs, old_logprobs)
+    del logprobs
     clipped_ratio = ratio.clamp(1 - region.clip, 1 + region.clip_high)
     losses = torch.max(-advantages * ratio, -advantages * clipped_ratio)
     if region.dual_clip is not None:
@@ -48,16 +48,74 @@ def clipped(
     return losses
 
 
-def reinforce(
+def cispo(
+    ratio: Float[Tensor, " K"],
     logprobs: Float[Tensor, " K"],
-    old_logprobs: Float[Tensor, " K"],
+    advantages: Float[Tensor, " K"],
+    region: TrustRegion,
+) -> Float[Tensor, " K"]:
+    """-min(ratio, 1 + clip_high) * A * log pi, the ratio a constant (MiniMax 2025, eq. 4 and 5).
+
+    Every token keeps its gradient; what is clipped is how much it weighs.
+    """
+    return -ratio.detach().clamp(max=1 + region.clip_high) * advantages * logprobs
+
+
+def reinforce(
+    ratio: Float[Tensor, " K"],
+    logprobs: Float[Tensor, " K"],
     advantages: Float[Tensor, " K"],
     region: TrustRegion,
 ) -> Float[Tensor, " K"]:
     """-A * log pi (Williams 1992), right for the policy that was sampled; no ratio, no clipping."""
-    del old_logprobs, region
+    del ratio, region
     return -advantages * logprobs
 
 
-LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {"clip": clipped, "none": reinforce}
+def token_ratio(
+    logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " K"]:
+    """pi(token) / pi_old(token)."""
+    del mask
+    return policy_ratio(logprobs, old_logprobs)
+
+
+def sequence_ratio(
+    logprobs: Float[Tensor, " K"], old_logprobs: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " K"]:
+    """The geometric mean of a response's ratios at each of its tokens (Zheng et al. 2025, eq. 7).
+
+    In the form of tokens, eq. 14: its value is that of the sequence, its gradient with respect to
+    each log pi the value itself. `mask` says which tokens, in order, are of which response.
+    """
+    mean = response_means((logprobs - old_logprobs).detach(), mask)
+    value = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return value * (logprobs - logprobs.detach()).exp()
+
+
+def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " K"]:
+    """The mean over its response at each token, summed in float64."""
+    padded = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
+    padded = padded.masked_scatter(mask, values.double())
+    means = padded.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return means[:, None].expand_as(padded)[mask].to(values.dtype)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A ratio of new to old policy, and what it costs."""
+
+    losses: Callable[..., Float[Tensor, " K"]]
+    """Of (ratio, logprobs, advantages, region)."""
+
+    ratio: Callable[..., Float[Tensor, " K"]] = token_ratio
+    """Of (logprobs, old logprobs, mask)."""
+
+
+LOSSES: Mapping[str, PolicyLoss] = {
+    "clip": PolicyLoss(clipped),
+    "gspo": PolicyLoss(clipped, sequence_ratio),
+    "cispo": PolicyLoss(cispo),
+    "none": PolicyLoss(reinforce),
+}
 """By the setting `loss`."""

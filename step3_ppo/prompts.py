@@ -32,13 +32,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """This process's prompts of an iteration."""
+    """This process's prompts of a rollout, or of some of its groups."""
+
+    groups: list[int]
+    """Which groups of the rollout they are; that of number g is of process g % W."""
 
     prompts: list[Prompt]
     """Those of a group are the same and neighbours."""
 
     keys: list[int]
-    """Of the random numbers that sample each response; no other iteration of the run has them."""
+    """Of the random numbers that sample each response; no other rollout of the run has them."""
 
     @property
     def inputs(self) -> list[list[int]]:
@@ -64,23 +67,29 @@ class Prompts:
     record: PromptRecord
     """Of what this step and the earlier ones train on and hold out."""
 
-    def next_batch(self, step: int) -> PromptBatch:
-        """The prompts of iteration `step`, which follows the one before."""
-        return self._batch(next(self.stream), step)
+    def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
+        """The stream's next prompts, one for each of these groups of a rollout; by default for all.
+
+        Which process answers a prompt follows from its group, and what it samples from the number
+        of prompts that the run has taken before.
+        """
+        places = range(self.stream.batch_size) if groups is None else groups
+        first = self.stream.position
+        return self._batch(self.stream.take(len(places)), places, first)
 
     def first_batch(self) -> PromptBatch:
         """The prompts of the first iteration, at any time; the stream stays where it is."""
         stream = self.stream
         rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
-        return self._batch(next(rows), 1)
+        return self._batch(next(rows), range(stream.batch_size), 0)
 
-    def _batch(self, rows: Sequence[int], step: int) -> PromptBatch:
-        group, size = self.group_size, len(rows)
-        data = current_mesh().data
-        places = data.share(range((step - 1) * size, step * size))
+    def _batch(self, rows: Sequence[int], groups: Sequence[int], first: int) -> PromptBatch:
+        size, data = self.group_size, current_mesh().data
+        own = [number for number, group in enumerate(groups) if group % data.size == data.rank]
         return PromptBatch(
-            prompts=[self.train[row] for row in data.share(rows) for _ in range(group)],
-            keys=[place * group + sample for place in places for sample in range(group)],
+            groups=[groups[number] for number in own],
+            prompts=[self.train[rows[number]] for number in own for _ in range(size)],
+            keys=[(first + number) * size + sample for number in own for sample in range(size)],
         )
 
 

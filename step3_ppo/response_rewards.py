@@ -81,6 +81,7 @@ def rewards_of(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
     *,
+    given: Mapping[str, Scored] | None = None,
     learns: bool = True,
     strict: bool = True,
 ) -> ResponseRewards:
@@ -91,6 +92,7 @@ def rewards_of(
         score: the reward model's raw score of each response.
         stopped: whether each ended by itself.
         config: settings of the step.
+        given: what the sources gave, where that was asked for already.
         learns: whether it is a rollout, and not the answers to held-out prompts, whose sources are
             summed whatever `reward_combine` says.
         strict: whether failures may stop the run.
@@ -100,7 +102,7 @@ def rewards_of(
             `max_reward_failures`.
     """
     of_model = None if score is None else reward_of(score, stopped, models, config)
-    given = models.sources.results()
+    given = models.sources.results() if given is None else given
     if strict:
         check_failures(given, models, num_rows=len(stopped))
     if not config.rewards:

@@ -3,13 +3,16 @@
 import json
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.config import RowColumns
 from pipeline.errors import require
 from pipeline.settings.plain import Option, plain
 from rewards.config import RewardConfig
 from rewards.spec import read_spec
+
+if TYPE_CHECKING:
+    from step3_ppo.config import PPOConfig
 
 MODEL = "model"
 """The kind of the source that is the reward model; step 3 scores for it itself."""
@@ -74,35 +77,44 @@ class RewardSettings:
             frozenset(needed), frozenset(others - {ALL_COLUMNS}), all=ALL_COLUMNS in others
         )
 
-    def check_rewards(self) -> None:
-        """Refuse settings of rewards that contradict each other.
 
-        Raises:
-            ConfigError: one sentence that names the setting.
-        """
-        models = [source for source in self.rewards if source.kind == MODEL]
-        require(len(models) < 2, "ppo.rewards names two sources of kind model; keep one of them")
-        for source in self.rewards:
-            require(
-                source.name not in RESERVED,
-                f"rewards.{source.name}: the metric reward_{source.name} is another figure; rename"
-                " the source",
-            )
+def check_rewards(config: "PPOConfig") -> None:
+    """Refuse settings of rewards that contradict each other or what they are used with.
+
+    Raises:
+        ConfigError: one sentence that names the setting.
+    """
+    models = [source for source in config.rewards if source.kind == MODEL]
+    require(len(models) < 2, "ppo.rewards names two sources of kind model; keep one of them")
+    for source in config.rewards:
         require(
-            self.gold is None or self.gold.kind != MODEL,
-            "ppo.gold can't be of kind model; give it weight 0 among ppo.rewards to measure it",
+            source.name not in RESERVED,
+            f"rewards.{source.name}: the metric reward_{source.name} is another figure; rename"
+            " the source",
         )
+    require(
+        config.gold is None or config.gold.kind != MODEL,
+        "ppo.gold can't be of kind model; give it weight 0 among ppo.rewards to measure it",
+    )
+    for name in ("reward_timeout", "reward_workers"):
+        value = getattr(config, name)
+        require(value > 0, f"ppo.{name} must be above 0, got {value}")
+    require(
+        0 <= config.max_reward_failures <= 1,
+        f"ppo.max_reward_failures must lie in [0, 1], got {config.max_reward_failures}",
+    )
+    require(
+        config.reward_combine == "sum" or config.group_size > 1,
+        "ppo.reward_combine normalize_then_sum compares the responses to a prompt: set"
+        " ppo.group_size to 2 or more",
+    )
+    for name in ("missing_eos_score", "score_clip"):
+        value, usual = getattr(config, name), getattr(type(config), name)
         require(
-            self.reward_timeout > 0,
-            f"ppo.reward_timeout must be above 0, got {self.reward_timeout}",
-        )
-        require(
-            self.reward_workers > 0,
-            f"ppo.reward_workers must be above 0, got {self.reward_workers}",
-        )
-        require(
-            0 <= self.max_reward_failures <= 1,
-            f"ppo.max_reward_failures must lie in [0, 1], got {self.max_reward_failures}",
+            config.uses_reward_model or value in (None, usual),
+            f"ppo.{name} is of a reward model's score, and ppo.rewards has none; what the sources"
+            " give counts as it is: a source of kind length, or a function that looks at `stopped`,"
+            " can make up for a missing end",
         )
 
 

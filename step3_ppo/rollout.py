@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from inference.engine.sampling import Sampler
@@ -20,11 +20,11 @@ from pipeline.models.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.advantages import ESTIMATORS, Rewarded
+from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
 from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
-from step3_ppo.losses import token_rewards, whiten
+from step3_ppo.correction import correction_weights
+from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
-from step3_ppo.prompts import PromptBatch
 from step3_ppo.scoring import raw_scores
 
 
@@ -82,10 +82,26 @@ class Minibatch:
     """Response tokens of some rows, in one piece: everything an update needs."""
 
     tokens: TokenBatch
+    mask: Bool[Tensor, "B T"]
+    """Where the K tokens are, in this order, in their responses."""
+
     old_logprobs: Float[Tensor, " K"]
+    ref_logprobs: Float[Tensor, " K"]
     advantages: Float[Tensor, " K"]
     lengths: Float[Tensor, " K"]
     """Of each token: the tokens of its response."""
+
+    counted: Float[Tensor, " K"]
+    """0 for tokens that no loss has, else 1."""
+
+    positive: Float[Tensor, " K"]
+    """1 for tokens of responses with a reward above 0, else 0."""
+
+    correction: Float[Tensor, " K"] | None
+    """Of `step3_ppo.correction`; None weighs all alike."""
+
+    kl_coef: float
+    """Weight of the KL penalty in the loss."""
 
     old_values: Float[Tensor, " K"] | None
     returns: Float[Tensor, " K"] | None
@@ -105,8 +121,17 @@ class Rollout:
     returns: Float[Tensor, "B T"] | None
     """What the critic learns; None without a critic."""
 
+    counted: Bool[Tensor, " B"]
+    """False for responses that neither a baseline nor a loss has."""
+
+    correction: Float[Tensor, "B T"] | None = None
+    """What each token weighs where generation's policy is not training's; None weighs all alike."""
+
     group_size: int = 1
     """Responses to each prompt, which are neighbours."""
+
+    kl_coef: float = 0.0
+    """Weight of the KL penalty in the loss; 0 where it is in the reward."""
 
     def minibatch(self, rows: Sequence[int]) -> Minibatch:
         """The rows laid end to end; without rows, one that teaches nothing."""
@@ -121,20 +146,23 @@ class Rollout:
         def tokens_of(padded: Float[Tensor, "B T"] | None) -> Float[Tensor, " K"] | None:
             return None if padded is None else padded[index][mask]
 
+        def of_response(flags: Bool[Tensor, " B"]) -> Float[Tensor, " K"]:
+            return flags[index, None].expand_as(mask)[mask].float()
+
         return Minibatch(
             tokens=collate(sequences).to(local_device()),
+            mask=mask,
             old_logprobs=experience.logprobs[index][mask],
+            ref_logprobs=experience.ref_logprobs[index][mask],
             advantages=self.advantages[index][mask],
             lengths=lengths[mask].float(),
+            counted=of_response(self.counted),
+            positive=of_response(self.counted & (self.reward_score > 0)),
+            correction=tokens_of(self.correction),
+            kl_coef=self.kl_coef,
             old_values=tokens_of(experience.values),
             returns=tokens_of(self.returns),
         )
-
-
-def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
-    """The actor's answers to a batch; programs that reward them begin as they end."""
-    submit = models.sources.submitting(batch.prompts, models.tokenizer)
-    return generate_responses(models, batch.inputs, config, keys=batch.keys, on_response=submit)
 
 
 def generate_responses(
@@ -274,31 +302,91 @@ def compute_advantages(
         counted: False for responses that have no reward; all have one if not given.
     """
     mask = experience.mask
+    if counted is None:
+        counted = torch.ones_like(experience.stopped)
+    reward_score, ends = with_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
+    counted = counted & ends
     rewards = token_rewards(
-        reward_score, experience.logprobs, experience.ref_logprobs, mask, kl_coef=kl_coef
+        reward_score,
+        experience.logprobs,
+        experience.ref_logprobs,
+        mask,
+        kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
     )
+    counted_mask = mask & counted[:, None]
     if config.whiten_rewards:
-        mean, variance = global_moments(rewards, mask)
+        mean, variance = global_moments(rewards, counted_mask)
         rewards = whiten(rewards, mask, mean=mean, variance=variance, shift_mean=False)
+    estimate = _estimate(experience, reward_score, rewards, counted, config)
+    advantages = estimate.advantages
+    if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
+        mean, variance = global_moments(advantages, counted_mask)
+        advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
+    silent = ~counted if estimate.silent is None else estimate.silent | ~counted
+    return Rollout(
+        experience,
+        reward_score,
+        rewards,
+        advantages.masked_fill(silent[:, None], 0.0),
+        estimate.returns,
+        counted,
+        correction=_correction(experience, config),
+        group_size=config.group_size,
+        kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
+    )
+
+
+def with_overlong(
+    reward_score: Float[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    stopped: Bool[Tensor, " B"],
+    config: PPOConfig,
+) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
+    """Rewards less what long responses lose, and which responses count (Yu et al. 2025, 3.4)."""
+    if config.overlong_buffer > 0:
+        penalty = overlong_penalty(
+            lengths.to(reward_score.dtype),
+            limit=config.max_new_tokens,
+            buffer=config.overlong_tokens,
+        )
+        reward_score = reward_score + penalty
+    return reward_score, stopped if config.overlong == "mask" else torch.ones_like(stopped)
+
+
+def _correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
+    if config.correction == "none":
+        return None
+    return correction_weights(
+        experience.logprobs,
+        experience.sampled_logprobs,
+        experience.mask,
+        correction=config.correction,
+        level=config.correction_level,
+        cap=config.correction_cap,
+    )
+
+
+def _estimate(
+    experience: Experience,
+    reward_score: Float[Tensor, " B"],
+    rewards: Float[Tensor, "B T"],
+    counted: Bool[Tensor, " B"],
+    config: PPOConfig,
+) -> Estimate:
     rewarded = Rewarded(
         rewards=rewards,
-        mask=mask,
+        mask=experience.mask,
         scores=reward_score,
         values=experience.values,
         group_size=config.group_size,
         gamma=config.gamma,
         lam=config.lam,
+        counted=counted,
+        lam_value=config.lam_value,
+        lam_length_alpha=config.lam_length_alpha,
+        group_baseline=config.baseline == "group",
     )
-    estimate = ESTIMATORS[config.advantage](rewarded)
-    advantages = estimate.advantages
-    if config.whiten_advantages and ESTIMATOR_NEEDS[config.advantage].whitening:
-        mean, variance = global_moments(advantages, mask)
-        advantages = whiten(advantages, mask, mean=mean, variance=variance, shift_mean=True)
-    if counted is not None:
-        advantages = advantages * counted[:, None]
-    return Rollout(
-        experience, reward_score, rewards, advantages, estimate.returns, config.group_size
-    )
+    return ESTIMATORS[config.advantage](rewarded)
 
 
 def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:

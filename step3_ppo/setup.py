@@ -66,7 +66,7 @@ def set_up(
     if models.reward is not None and models.reward.text is not None:
         models.reward.text.know((*prompts.train, *prompts.held_out))
     course = Course(models, prompts.held_out, config, total_steps=run.total_steps)
-    kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
+    kl = KLController(config.kl_weight, config.kl_target, config.kl_horizon)
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
     alarms = Alarms()

@@ -4,7 +4,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.parallel.mesh import current_mesh
-from step3_ppo.advantages import are_equal
+from step3_ppo.correction import effective_share
+from step3_ppo.groups import are_equal, group_std
 from step3_ppo.losses import explained_variance, k3
 from step3_ppo.rollout import Experience, Rollout, global_moments
 
@@ -17,8 +18,9 @@ def rollout_statistics(
 
     `score` is `counted_score`, what figures count, NaN where a response has none (without it, the
     reward model's raw score), `reward_score` what was maximized; `kl` is the k1 estimate summed
-    over each response, `kl_k3` the k3 estimate; `rollout_gap` and `rollout_gap_max` are the mean
-    and the largest absolute difference between generation's and training's log-probabilities.
+    over each response, `kl_k3` the k3 estimate; `uncounted` is the share of responses that neither
+    a baseline nor a loss has; `rollout_gap` and `rollout_gap_max` are the mean and the largest
+    absolute difference between generation's and training's log-probabilities.
     """
     experience = rollout.experience
     mask = experience.mask
@@ -34,7 +36,8 @@ def rollout_statistics(
         "scored": float(len(counted)),
         "score": counted.sum(),
         "score_squares": counted.square().sum(),
-        "reward_score": rollout.reward_score[known].double().sum(),
+        "reward_score": rollout.reward_score[rollout.counted].double().sum(),
+        "counted": rollout.counted.sum(),
         "kl": log_ratio.double().sum(),
         "kl_k3": k3(log_ratio).double().sum(),
         "entropy": experience.entropy[mask].double().sum(),
@@ -49,7 +52,8 @@ def rollout_statistics(
     return {
         "score": mean,
         "score_std": max(0.0, totals["score_squares"] / scored - mean**2) ** 0.5,
-        "reward_score": totals["reward_score"] / scored,
+        "reward_score": totals["reward_score"] / max(1.0, totals["counted"]),
+        "uncounted": 1 - totals["counted"] / responses,
         "kl": totals["kl"] / responses,
         "kl_k3": totals["kl_k3"] / responses,
         "entropy": totals["entropy"] / tokens,
@@ -60,6 +64,7 @@ def rollout_statistics(
         "rollout_gap_max": current_mesh().data.max(gap.max().item()),
         **critic_statistics(rollout),
         **group_statistics(rollout),
+        **correction_statistics(rollout),
     }
 
 
@@ -80,15 +85,48 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean standard deviation of a group's rewards, and the share of groups without any."""
+    """Mean standard deviation of a group's rewards, and the shares of groups without any.
+
+    Of those `dead_right` have rewards above 0, and `dead_wrong` the others.
+    """
     if rollout.group_size == 1:
         return {}
     grouped = rollout.reward_score.double().view(-1, rollout.group_size)
-    is_dead = are_equal(grouped)
-    std, dead, count = current_mesh().data.sums(
-        [grouped.std(dim=1).sum().item(), is_dead.sum().item(), len(grouped)]
+    counted = rollout.counted.view_as(grouped)
+    is_dead = are_equal(grouped, counted)
+    is_right = is_dead & ((grouped > 0) & counted).any(dim=1, keepdim=True)
+    std, dead, right, count = current_mesh().data.sums(
+        [
+            group_std(grouped, counted).sum().item(),
+            is_dead.sum().item(),
+            is_right.sum().item(),
+            len(grouped),
+        ]
     )
-    return {"group_std": std / count, "dead_groups": dead / count}
+    return {
+        "group_std": std / count,
+        "dead_groups": dead / count,
+        "dead_right": right / count,
+        "dead_wrong": (dead - right) / count,
+    }
+
+
+def correction_statistics(rollout: Rollout) -> dict[str, float]:
+    """The mean weight of a token, and the share of the tokens that would teach as precisely alone.
+
+    Empty where nothing is corrected.
+    """
+    if rollout.correction is None:
+        return {}
+    weights = rollout.correction[rollout.experience.mask & rollout.counted[:, None]].double()
+    total, squares, count = current_mesh().data.sums(
+        [weights.sum().item(), weights.square().sum().item(), len(weights)]
+    )
+    count = max(1.0, count)
+    return {
+        "correction": total / count,
+        "correction_effective": effective_share(total, squares, count),
+    }
 
 
 def repeated_tokens(experience: Experience) -> int:

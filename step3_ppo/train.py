@@ -30,7 +30,8 @@ from step3_ppo.off_policy import check_rollout_gap
 from step3_ppo.prompts import load_prompts
 from step3_ppo.response_rewards import rewards_of
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollout import compute_advantages, respond, score_responses
+from step3_ppo.rollout import compute_advantages, score_responses
+from step3_ppo.sampling import sample_rollout
 from step3_ppo.setup import Setup, set_up
 from step3_ppo.statistics import rollout_statistics
 from step3_ppo.update import update_policy
@@ -64,18 +65,17 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     No part of the loop above, so that an iteration's graphs are gone before the next one begins.
     """
     models, clock = ppo.models, Clock()
-    batch = ppo.prompts.next_batch(step)
-    responses = respond(models, batch, config)
+    sampled = sample_rollout(models, ppo.prompts, config)
     clock.end("generation")
 
     experience = score_responses(
-        models, batch.inputs, responses, config, train_actor=config.trains_actor(step)
+        models, sampled.inputs, sampled.responses, config, train_actor=config.trains_actor(step)
     )
-    rewards = rewards_of(models, experience.score, experience.stopped, config)
+    rewards = rewards_of(models, experience.score, experience.stopped, config, given=sampled.given)
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
     )
-    metrics = rollout_statistics(rollout, rewards.score) | rewards.metrics()
+    metrics = rollout_statistics(rollout, rewards.score) | rewards.metrics() | sampled.metrics
     check_finite(f"of the rollout of iteration {step}", metrics)
     check_rollout_gap(metrics["rollout_gap"], models, largest=metrics["rollout_gap_max"])
     clock.end("experience")

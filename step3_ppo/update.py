@@ -12,6 +12,7 @@ from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
+from step3_ppo.kl_losses import KL_LOSSES
 from step3_ppo.losses import policy_ratio, value_loss
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_first_update
@@ -142,11 +143,8 @@ def update_minibatch(
     lengths = [len(rollout.experience.sequences[row]) for row in rows]
     max_tokens = config.micro_batch_size * config.max_length
     data = current_mesh().data
-    num_tokens, num_responses = (
-        int(total)
-        for total in data.sums([rollout.experience.mask[list(rows)].sum().item(), float(len(rows))])
-    )
-    weighting = Weighting(config.aggregate, num_tokens, num_responses, config.max_new_tokens)
+    weighting = _weighting(rollout, rows, config)
+    num_tokens = weighting.num_tokens
     sums: dict[str, float] = {}
     maxima = {"ratio_max": 0.0, "ratio_error": 0.0}
     for part in local_micro_batches(lengths, max_tokens=max_tokens):
@@ -210,12 +208,41 @@ def _backward(
     assert minibatch.returns is not None
     values = models.critic(minibatch.tokens) if forward is None else forward.values
     assert values is not None
-    loss = value_loss(values, minibatch.old_values, minibatch.returns, clip=config.value_clip)
+    loss = value_loss(
+        values,
+        minibatch.old_values,
+        minibatch.returns,
+        clip=config.value_clip,
+        counted=minibatch.counted,
+    )
     models.critic.backward(loss / weighting.num_tokens)
     beyond = values.new_zeros(())
     if config.value_clip is not None:
-        beyond = ((values - minibatch.old_values).abs() > config.value_clip).sum()
+        moved = (values - minibatch.old_values).abs() > config.value_clip
+        beyond = (moved * minibatch.counted).sum()
     return figures | {"value_loss": loss.detach(), "value_clip_fraction": beyond}
+
+
+def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weighting:
+    """The counts of a minibatch over all processes, without what no loss has."""
+    mask = rollout.experience.mask
+    index = torch.tensor(list(rows), dtype=torch.long, device=mask.device)
+    lengths, counted = mask[index].sum(dim=1), rollout.counted[index]
+    positive = counted & (rollout.reward_score[index] > 0)
+    tokens, responses, positive_tokens = current_mesh().data.sums(
+        [
+            (lengths * counted).sum().item(),
+            counted.sum().item(),
+            (lengths * positive).sum().item(),
+        ]
+    )
+    return Weighting(
+        config.aggregate,
+        num_tokens=max(1, int(tokens)),
+        num_responses=max(1, int(responses)),
+        max_new_tokens=config.max_new_tokens,
+        num_positive=max(1, int(positive_tokens)),
+    )
 
 
 def _backward_policy(
@@ -237,27 +264,49 @@ def _backward_policy(
             minibatch.tokens, temperature=config.temperature, entropy=entropy_learns
         )
     logprobs, entropy = outputs.logprobs, outputs.entropy
-    advantages, weights = minibatch.advantages, weighting.of(minibatch.lengths)
-    losses = LOSSES[config.loss](logprobs, minibatch.old_logprobs, advantages, region)
-    loss = (weights * losses).sum()
-    objective = loss
+    advantages = minibatch.advantages
+    weights = weighting.of(minibatch.lengths) * minibatch.counted
+    method = LOSSES[config.loss]
+    ratio = method.ratio(logprobs, minibatch.old_logprobs, minibatch.mask)
+    losses = method.losses(ratio, logprobs, advantages, region)
+    corrected = weights if minibatch.correction is None else weights * minibatch.correction
+    loss = (corrected * losses).sum()
+    objective, figures = loss, {"policy_loss": loss.detach()}
+    if config.kl_in == "loss":
+        kl_loss = _kl_loss(logprobs, minibatch, corrected, config)
+        objective = objective + minibatch.kl_coef * kl_loss
+        figures["kl_loss"] = kl_loss.detach()
+    if config.positive_nll_coef > 0:
+        nll = -(minibatch.positive * logprobs).sum() * weighting.num_tokens / weighting.num_positive
+        objective = objective + config.positive_nll_coef * nll
+        figures["positive_nll"] = nll.detach()
     if entropy_learns and entropy is not None:
         objective = objective - config.entropy_coef * (weights * entropy).sum()
     if learns:
         models.actor.backward(objective / weighting.num_tokens)
     with torch.no_grad():
-        ratio = policy_ratio(logprobs, minibatch.old_logprobs)
         beyond = torch.where(advantages > 0, ratio > 1 + region.clip_high, ratio < 1 - region.clip)
-        largest = ratio.max() if len(ratio) else ratio.new_zeros(())
-        error = (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros(())
-        return {
-            "policy_loss": loss.detach(),
-            "approx_kl": 0.5 * ratio.log().square().sum(),
-            "clip_fraction": beyond.sum(),
-            "ratio_mean": ratio.sum(),
-            "ratio_max": largest,
-            "ratio_error": error,
-        }
+        figures["clip_fraction"] = (beyond * minibatch.counted).sum()
+        return figures | _ratio_figures(logprobs, minibatch)
+
+
+def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PPOConfig) -> Tensor:
+    """The KL penalty of the loss, weighed as the rest of it."""
+    estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
+    ratio = policy_ratio(logprobs, minibatch.old_logprobs)
+    kl = KL_LOSSES[estimator](logprobs - minibatch.ref_logprobs, ratio)
+    return (weights * kl).sum()
+
+
+def _ratio_figures(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
+    """How far the tokens' ratios are from 1: sums over what counts, and maxima."""
+    ratio = policy_ratio(logprobs, minibatch.old_logprobs)
+    return {
+        "approx_kl": 0.5 * (ratio.log().square() * minibatch.counted).sum(),
+        "ratio_mean": (ratio * minibatch.counted).sum(),
+        "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
+        "ratio_error": (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros(()),
+    }
 
 
 def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:

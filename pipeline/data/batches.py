@@ -93,8 +93,12 @@ class RowStream:
         return self
 
     def __next__(self) -> list[int]:
-        rows = [self._row(self.position + offset) for offset in range(self.batch_size)]
-        self.position += self.batch_size
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next rows, so many of them."""
+        rows = [self._row(self.position + offset) for offset in range(count)]
+        self.position += count
         return rows
 
     def num_steps(self, epochs: float, max_steps: int | None) -> int:

@@ -12,7 +12,8 @@ def as_word(option: str, kind: object, words: list[str]) -> str:
     """The words after an option as the one word that jsonargparse reads."""
     kind = without_none(kind)
     # A list of texts may have an item in braces; a mapping is no list.
-    opening = ("[",) if typing.get_args(kind)[:1] == (str,) else ("[", "{")
+    is_texts = typing.get_origin(kind) is tuple and typing.get_args(kind)[0] is str
+    opening = ("[",) if is_texts else ("[", "{")
     is_json = len(words) == 1 and words[0][:1] in opening
     if is_json or words == ["null"]:
         return words[0]

@@ -1,8 +1,9 @@
 """Estimators that compare the responses to a prompt with each other."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from step3_ppo.policy_losses import LOSSES, TrustRegion
 GROUPED = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
 
 
-def rewarded(returns: list[float], lengths: list[int], *, group_size: int) -> Rewarded:
+def rewarded(
+    returns: list[float],
+    lengths: list[int],
+    *,
+    group_size: int,
+    counted: list[bool] | None = None,
+    group_baseline: bool = False,
+) -> Rewarded:
     """Responses whose whole reward comes with their last token."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rewards = torch.zeros(mask.shape)
@@ -27,7 +35,15 @@ def rewarded(returns: list[float], lengths: list[int], *, group_size: int) -> Re
         group_size=group_size,
         gamma=1.0,
         lam=1.0,
+        counted=torch.tensor(counted or [True] * len(returns)),
+        group_baseline=group_baseline,
     )
+
+
+def advantages_of(name: str, returns: list[float], **settings: Any) -> list[float]:
+    """Of responses of one token each."""
+    rows = rewarded(returns, [1] * len(returns), **settings)
+    return ESTIMATORS[name](rows).advantages.flatten().tolist()
 
 
 def test_every_estimator_and_every_loss_is_a_choice_of_the_settings() -> None:
@@ -104,11 +120,15 @@ def test_an_advantage_depends_on_its_own_group_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_the_order_within_a_group_changes_nothing_else(name: str) -> None:
-    forward = ESTIMATORS[name](rewarded([1.0, 2.0, 4.0], [1] * 3, group_size=3)).advantages
-    backward = ESTIMATORS[name](rewarded([4.0, 2.0, 1.0], [1] * 3, group_size=3)).advantages
+def test_the_order_within_a_group_changes_no_bit(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.randn(8, generator=generator).tolist()
+    order = torch.randperm(8, generator=generator).tolist()
 
-    torch.testing.assert_close(forward.flip(0), backward, rtol=0, atol=1e-7)
+    forward = advantages_of(name, returns, group_size=8)
+    shuffled = advantages_of(name, [returns[row] for row in order], group_size=8)
+
+    assert [forward[row] for row in order] == shuffled
 
 
 def test_grpo_does_not_see_the_zero_and_the_unit_of_rewards() -> None:
@@ -138,26 +158,111 @@ def test_rloo_of_two_responses_is_twice_the_centered_return() -> None:
     torch.testing.assert_close(estimate.advantages, 2 * centered, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("group_size", [2, 3, 5])
-def test_rloos_mean_gradient_is_that_of_the_expected_reward(group_size: int) -> None:
-    """Over every group of responses that a policy of three actions can give, by its probability.
+def mean_and_true_gradient(name: str, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the expected reward: what an estimator gives in the mean, and the true one.
 
-    Rewards are multiples of G - 1, so that advantages are whole numbers, exact in float32.
+    The mean is over every group that a policy of three actions can give, by its probability.
+    Rewards are multiples of G (G - 1), so that advantages are whole numbers, exact in float32.
     """
-    rewards = (group_size - 1) * torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    unit = group_size * (group_size - 1)
+    rewards = unit * torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
     logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64, requires_grad=True)
     logprobs = logits.log_softmax(dim=0)
     groups = torch.tensor(list(product(range(3), repeat=group_size)))
     probability = logprobs.detach()[groups].sum(dim=1).exp()
 
-    estimate = ESTIMATORS["rloo"](
-        rewarded(rewards[groups].flatten().tolist(), [1] * groups.numel(), group_size=group_size)
-    )
+    returns = rewards[groups].flatten().tolist()
+    advantages = torch.tensor(advantages_of(name, returns, group_size=group_size)).double()
     taken = logprobs[groups].flatten()
-    advantages = estimate.advantages.flatten().double()
-    losses = LOSSES["none"](taken, taken.detach(), advantages, TrustRegion(0.2, 0.2))
+    ratio = torch.ones_like(taken)
+    losses = LOSSES["none"].losses(ratio, taken, advantages, TrustRegion(0.2, 0.2))
     loss = (probability * losses.view_as(groups).mean(dim=1)).sum()
 
     (found,) = torch.autograd.grad(-loss, logits, retain_graph=True)
     (expected,) = torch.autograd.grad((logprobs.exp() * rewards).sum(), logits)
+    return found, expected
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 5])
+def test_rloos_mean_gradient_is_that_of_the_expected_reward(group_size: int) -> None:
+    found, expected = mean_and_true_gradient("rloo", group_size)
+
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 5])
+def test_dr_grpos_mean_gradient_is_a_known_share_of_it(group_size: int) -> None:
+    found, expected = mean_and_true_gradient("dr_grpo", group_size)
+
+    share = (group_size - 1) / group_size
+    torch.testing.assert_close(found, share * expected, rtol=1e-12, atol=1e-12)
+
+
+def test_grpos_mean_gradient_points_elsewhere() -> None:
+    """Dividing by the group's own deviation weighs prompts and groups by their difficulty."""
+    found, expected = mean_and_true_gradient("grpo", 4)
+
+    cosine = torch.cosine_similarity(found, expected, dim=0).item()
+    assert 0.9 < cosine < 0.999
+
+
+def test_dr_grpo_by_hand_and_rloo_of_two_is_twice_that() -> None:
+    returns = [1.0, 4.0, -2.0, 5.0]
+
+    assert advantages_of("dr_grpo", returns, group_size=4) == [-1.0, 2.0, -4.0, 3.0]
+    of_pairs = advantages_of("dr_grpo", returns, group_size=2)
+    assert advantages_of("rloo", returns, group_size=2) == [2 * each for each in of_pairs]
+
+
+def test_the_best_of_a_group_counts_1_and_equal_best_ones_share_it() -> None:
+    returns = [1.0, 3.0, 2.0, 5.0, 5.0, 0.0, -1.0, -1.0, -1.0]
+
+    assert advantages_of("best", returns, group_size=3) == [0, 1, 0, 0.5, 0.5, 0, 0, 0, 0]
+
+
+def test_reinforce_pp_has_the_rewards_to_come() -> None:
+    spread = rewarded([2.0, 1.0], [3, 2], group_size=1)
+    spread.rewards[:, 0] = -1.0  # as a KL penalty lies on every token
+
+    estimate = ESTIMATORS["reinforce_pp"](spread)
+
+    assert estimate.advantages.tolist() == [[1.0, 2.0, 2.0], [0.0, 1.0, 0.0]]
+    assert estimate.returns is None
+
+
+def test_reinforce_pp_takes_the_mean_score_of_the_group_off_first() -> None:
+    found = advantages_of("reinforce_pp", [1.0, 4.0, 7.0, 7.0], group_size=2, group_baseline=True)
+
+    assert found == [-1.5, 1.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", [*GROUPED, "reinforce_pp"])
+def test_a_response_without_a_reward_is_in_no_baseline_and_learns_nothing(name: str) -> None:
+    settings = {"group_baseline": name == "reinforce_pp"}
+    kept = advantages_of(name, [1.0, 2.0, 6.0], group_size=3, **settings)
+    counted = [True, False, True, True]
+
+    of_four = advantages_of(name, [1.0, 999.0, 2.0, 6.0], group_size=4, counted=counted, **settings)
+    alone = advantages_of(name, [3.0, 999.0], group_size=2, counted=[True, False], **settings)
+
+    assert of_four == [kept[0], 0.0, kept[1], kept[2]]
+    assert alone == [0.0, 0.0]  # one response has nothing to be compared with
+
+
+def test_vapos_policy_and_critic_have_trade_offs_of_their_own() -> None:
+    """Alpha 0.5 gives the first response, of 4 tokens, 1/2, the second, of 2 tokens, 0."""
+    values = torch.tensor([[1.0, 2.0, 0.0, 4.0], [3.0, 1.0, 0.0, 0.0]])
+    rows = replace(
+        rewarded([8.0, 2.0], [4, 2], group_size=1),
+        values=values,
+        lam=0.9,
+        lam_value=1.0,
+        lam_length_alpha=0.5,
+    )
+
+    estimate = ESTIMATORS["gae"](rows)
+
+    # TD errors (1, -2, 4, 4) and (-2, 1); the critic learns the rewards to come.
+    assert estimate.advantages.tolist() == [[1.5, 1.0, 6.0, 4.0], [-2.0, 1.0, 0.0, 0.0]]
+    assert estimate.returns is not None
+    assert estimate.returns.tolist() == [[8.0] * 4, [2.0, 2.0, 0.0, 0.0]]

@@ -11,6 +11,7 @@ from step3_ppo.losses import (
     MAX_LOG_RATIO,
     explained_variance,
     k3,
+    overlong_penalty,
     policy_ratio,
     token_rewards,
     value_loss,
@@ -126,7 +127,8 @@ def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, f
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=F64)
     region = TrustRegion(**{"clip": 0.2, "clip_high": 0.2, **settings})  # pyright: ignore[reportArgumentType]
-    loss = clipped(logprobs, old, torch.tensor([advantage], dtype=F64), region).sum()
+    ratio = policy_ratio(logprobs, old)
+    loss = clipped(ratio, logprobs, torch.tensor([advantage], dtype=F64), region).sum()
     loss.backward()
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.item()
@@ -163,11 +165,9 @@ def test_dual_clipping_bounds_the_loss_of_a_negative_advantage_alone() -> None:
 
 
 def test_the_policy_loss_is_that_of_each_token() -> None:
-    logprobs = torch.tensor([1.1, 1.5, 0.5]).log()
+    ratio = torch.tensor([1.1, 1.5, 0.5])
 
-    losses = clipped(
-        logprobs, torch.zeros(3), torch.tensor([2.0, 2.0, -2.0]), TrustRegion(0.2, 0.2)
-    )
+    losses = clipped(ratio, ratio.log(), torch.tensor([2.0, 2.0, -2.0]), TrustRegion(0.2, 0.2))
 
     assert losses.tolist() == pytest.approx([-2.2, -2.4, 1.6])
 
@@ -197,6 +197,26 @@ def test_the_value_loss_is_half_the_worse_squared_error(
     )
 
     assert got.item() == pytest.approx(loss)
+
+
+def test_value_losses_of_tokens_that_do_not_count_are_0() -> None:
+    values = torch.tensor([1.0, 5.0], requires_grad=True)
+    returns = torch.tensor([2.0, 3.0])
+
+    loss = value_loss(values, values.detach(), returns, clip=0.2, counted=torch.tensor([1.0, 0.0]))
+    loss.backward()
+
+    assert loss.item() == 0.5
+    assert values.grad is not None
+    assert values.grad.tolist() == [-1.0, 0.0]
+
+
+def test_a_long_response_loses_up_to_1_in_the_buffer_before_the_limit() -> None:
+    lengths = torch.tensor([1.0, 16.0, 17.0, 18.0, 19.0, 20.0])
+
+    penalty = overlong_penalty(lengths, limit=20, buffer=4.0)
+
+    assert penalty.tolist() == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0]
 
 
 def test_k3_is_never_negative_and_0_only_where_the_policies_agree() -> None:

@@ -234,6 +234,7 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
         "score": 3.0,
         "score_std": (14 / 3) ** 0.5,
         "reward_score": 1.0,
+        "uncounted": 0.0,
         "kl": 0.5 * 8 / 3,
         "kl_k3": (2.718281828**-0.5 - 0.5) * 8 / 3,
         "entropy": 2.0,

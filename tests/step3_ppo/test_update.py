@@ -10,14 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
-from pipeline.engine.engine import Engine
-from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
-from step3_ppo.models import Models
 from step3_ppo.off_policy import OffPolicyError, check_first_update
 from step3_ppo.ptx import PtxStream
 from step3_ppo.rollout import (
-    Rollout,
     compute_advantages,
     generate_responses,
     score_responses,
@@ -32,34 +28,18 @@ from step3_ppo.update import (
     update_policy,
 )
 from tests.distributed import rank, run_ranks, world_size
-from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models, toy_rollout, weights
-
-ALL = range(len(PROMPTS))
-
-
-def updated(
-    models: Models, rollout: Rollout, config: PPOConfig, *, ptx: PtxStream | None = None
-) -> Update:
-    return update_minibatch(models, rollout, ALL, config, train_actor=True, ptx=ptx)
-
-
-def gradients(engine: Engine) -> dict[str, Tensor]:
-    """The gradient of the engine's only step so far: Adam's first moment is a tenth of it."""
-    return {
-        name: moment / (1 - engine.optim.betas[0])
-        for group in engine.groups
-        for name, moment in group.flat.cut(group.state["exp_avg"]).items()
-    }
-
-
-def gradient(engine: Engine) -> Tensor:
-    """All of it as one vector."""
-    return torch.cat([each.flatten() for each in gradients(engine).values()])
-
-
-def distance(got: Tensor, expected: Tensor) -> float:
-    """Relative L2 distance."""
-    return ((got - expected).norm() / expected.norm()).item()
+from tests.step3_ppo.toy import (
+    ALL,
+    PROMPTS,
+    distance,
+    gradient,
+    gradients,
+    toy_config,
+    toy_models,
+    toy_rollout,
+    updated,
+    weights,
+)
 
 
 def test_the_first_minibatch_has_a_ratio_of_exactly_1_where_the_shapes_are_the_same(
@@ -280,18 +260,14 @@ def test_clip_fractions_and_ratios_by_hand(toy: Path) -> None:
     models = toy_models(config)
     rollout = toy_rollout(models, config)
     experience = rollout.experience
-    shifted = Rollout(
-        experience=type(experience)(
-            **{
-                **vars(experience),
-                "logprobs": experience.logprobs - 0.3,  # the ratio is exp 0.3 = 1.35
-                "values": experience.values - 0.25,
-            }
+    shifted = replace(
+        rollout,
+        experience=replace(
+            experience,
+            logprobs=experience.logprobs - 0.3,  # the ratio is exp 0.3 = 1.35
+            values=experience.values - 0.25,
         ),
-        reward_score=rollout.reward_score,
-        rewards=rollout.rewards,
         advantages=torch.ones_like(rollout.advantages),
-        returns=rollout.returns,
     )
 
     wide = updated(models, shifted, config).metrics

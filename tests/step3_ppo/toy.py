@@ -1,16 +1,20 @@
 """Actor, critic and reward model small enough to train in a test, with the embedded tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig, OptimConfig, TrainedModelConfig
+from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models, load_models
+from step3_ppo.ptx import PtxStream
 from step3_ppo.rollout import (
     Rollout,
     compute_advantages,
@@ -18,12 +22,16 @@ from step3_ppo.rollout import (
     score_responses,
 )
 from step3_ppo.scoring import reward_of
+from step3_ppo.update import Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier
 
 END = 2
 """The embedded tokenizer's end of sequence."""
 
 PROMPTS = [[1, *range(20, 20 + length)] for length in (3, 7, 1, 5, 2, 6, 4, 3)]
+
+ALL = range(len(PROMPTS))
+"""The rows of a rollout."""
 
 
 def save_models(directory: Path) -> None:
@@ -79,3 +87,34 @@ def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
 def weights(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as one vector."""
     return torch.cat([param.detach().float().flatten() for param in model.parameters()])
+
+
+def updated(
+    models: Models,
+    rollout: Rollout,
+    config: PPOConfig,
+    *,
+    rows: Sequence[int] = ALL,
+    ptx: PtxStream | None = None,
+) -> Update:
+    """One minibatch of these rows."""
+    return update_minibatch(models, rollout, rows, config, train_actor=True, ptx=ptx)
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    """The gradient of the engine's only step so far: Adam's first moment is a tenth of it."""
+    return {
+        name: moment / (1 - engine.optim.betas[0])
+        for group in engine.groups
+        for name, moment in group.flat.cut(group.state["exp_avg"]).items()
+    }
+
+
+def gradient(engine: Engine) -> Tensor:
+    """All of it as one vector."""
+    return torch.cat([each.flatten() for each in gradients(engine).values()])
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Relative L2 distance."""
+    return ((got - expected).norm() / expected.norm()).item()

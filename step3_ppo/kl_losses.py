@@ -1,0 +1,47 @@
+"""The KL penalty as a part of the loss: what one token adds to it, by estimator.
+
+Pure functions of tensors. Dimension name: K response tokens without padding. Of tokens drawn from
+the policy pi itself, given what stands before them,
+
+    k2      has the gradient of KL(pi || pi_ref), which RL means by "the KL";
+    k3      that of KL(pi_ref || pi), the other KL, although its value is the former;
+    k3_is   that of KL(pi || pi_ref), also where an older policy drew the tokens.
+
+k1, log pi - log pi_ref, belongs into the reward: as a loss its expected gradient is 0.
+"""
+
+from collections.abc import Callable, Mapping
+
+from jaxtyping import Float
+from torch import Tensor
+
+from step3_ppo.losses import k2, k3
+
+
+def squared(log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+    """k2: half the square of `log_ratio`, log pi - log pi_ref."""
+    del ratio
+    return k2(log_ratio)
+
+
+def unbiased_value(
+    log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
+) -> Float[Tensor, " K"]:
+    """k3 (Shao et al. 2024, eq. 4): never negative, and 0 where both policies agree."""
+    del ratio
+    return k3(log_ratio)
+
+
+def importance_weighted(
+    log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
+) -> Float[Tensor, " K"]:
+    """k3 times pi / pi_old, both with their gradients (DeepSeek-AI 2025, V3.2, section 3.1)."""
+    return ratio * k3(log_ratio)
+
+
+KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
+    "k2": squared,
+    "k3": unbiased_value,
+    "k3_is": importance_weighted,
+}
+"""By the setting `kl_estimator`; of (log pi - log pi_ref, pi / pi_old)."""

@@ -1,0 +1,201 @@
+"""What methods learn on the toy models: losses that agree, weights, KL, what has no reward."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from step3_ppo.config import PPOConfig
+from step3_ppo.policy_losses import LOSSES
+from step3_ppo.rollout import Experience, Rollout, compute_advantages
+from step3_ppo.statistics import rollout_statistics
+from tests.step3_ppo.toy import (
+    ALL,
+    distance,
+    gradient,
+    toy_config,
+    toy_models,
+    toy_rollout,
+    updated,
+)
+
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 1.0, 1.0])
+"""Of two groups of four, the second of equal ones."""
+
+
+def grouped(toy: Path, **changes: Any) -> PPOConfig:
+    """Two groups of four, one update on all of them."""
+    settings = {"advantage": "rloo", "group_size": 4, "kl_in": "none", "missing_eos_score": None}
+    return toy_config(toy, **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def experience(toy: Path) -> Experience:
+    """Responses of the actor as it starts; three of them have an end."""
+    config = grouped(toy)
+    return toy_rollout(toy_models(config), config).experience
+
+
+def rewarded_rollout(
+    experience: Experience, config: PPOConfig, rewards: Tensor = REWARDS
+) -> Rollout:
+    return compute_advantages(experience, rewards, config, kl_coef=config.kl_coef)
+
+
+def gradient_of(
+    experience: Experience,
+    config: PPOConfig,
+    rewards: Tensor = REWARDS,
+) -> Tensor:
+    """The actor's, of one update on these responses."""
+    models = toy_models(config)
+    updated(models, rewarded_rollout(experience, config, rewards), config)
+    return gradient(models.actor)
+
+
+def test_every_loss_has_the_same_gradient_in_the_first_update(
+    toy: Path, experience: Experience
+) -> None:
+    found = [
+        gradient_of(experience, grouped(toy, loss=loss, aggregate="sequence", clip=3e-4))
+        for loss in LOSSES
+    ]
+
+    assert found[0].norm() > 0
+    assert max(distance(each, found[0]) for each in found[1:]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregate"), [("gspo", "sequence"), ("cispo", "token"), ("clip", "constant")]
+)
+def test_no_cut_into_micro_batches_changes_a_gradient(
+    toy: Path, experience: Experience, loss: str, aggregate: str
+) -> None:
+    settings = {"loss": loss, "aggregate": aggregate, "kl_in": "loss", "positive_nll_coef": 0.1}
+    whole, cut = (
+        gradient_of(experience, grouped(toy, **settings, micro_batch_size=size)) for size in (8, 1)
+    )
+
+    assert distance(cut, whole) < 1e-5
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "best", "reinforce_pp"])
+def test_equal_rewards_give_a_gradient_of_exactly_0(
+    toy: Path, experience: Experience, advantage: str
+) -> None:
+    baseline = "group" if advantage == "reinforce_pp" else "none"
+    config = grouped(toy, advantage=advantage, baseline=baseline)
+
+    found = gradient_of(experience, config, torch.full((8,), 0.7))
+
+    assert not found.any()
+
+
+def test_the_kl_of_the_loss_is_weighed_like_the_rest_of_it(
+    toy: Path, experience: Experience
+) -> None:
+    """Of equal rewards: the gradient is that of the KL alone, and k2's is known."""
+    config = grouped(toy, kl_in="loss", kl_coef=0.5, kl_estimator="k2", aggregate="sequence")
+    rollout = rewarded_rollout(experience, config, torch.zeros(8))
+    shifted = replace(rollout.experience, ref_logprobs=rollout.experience.logprobs - 0.2)
+    models = toy_models(config)
+
+    metrics = updated(models, replace(rollout, experience=shifted), config).metrics
+
+    # half of 0.2 squared at every token, and weights that add up to 1
+    assert metrics["kl_loss"] == pytest.approx(0.02, rel=1e-4)
+    as_advantages = replace(
+        rollout,
+        advantages=torch.where(shifted.mask, -0.5 * 0.2, 0.0),  # k2's gradient is 0.2 grad log pi
+        kl_coef=0.0,
+    )
+    plain_models = toy_models(config)
+    updated(plain_models, as_advantages, replace(config, kl_in="none"))
+    assert distance(gradient(models.actor), gradient(plain_models.actor)) < 1e-4
+
+
+@pytest.mark.parametrize(("correction", "level"), [("truncate", "token"), ("mask", "sequence")])
+def test_a_correction_changes_no_bit_where_generation_is_training(
+    toy: Path, experience: Experience, correction: str, level: str
+) -> None:
+    same = replace(experience, sampled_logprobs=experience.logprobs)
+    off, on = grouped(toy), grouped(toy, correction=correction, correction_level=level)
+
+    assert torch.equal(gradient_of(same, off), gradient_of(same, on))
+
+
+def test_a_correction_weighs_tokens_and_says_how_much(toy: Path, experience: Experience) -> None:
+    config = grouped(toy, correction="truncate", correction_cap=4.0)
+    rarer = replace(experience, sampled_logprobs=experience.logprobs - torch.tensor(2.0).log())
+
+    found = gradient_of(rarer, config)
+
+    assert distance(found, 2 * gradient_of(experience, grouped(toy))) < 1e-5
+    statistics = rollout_statistics(rewarded_rollout(rarer, config))
+    assert statistics["correction"] == pytest.approx(2.0, rel=1e-5)
+    assert statistics["correction_effective"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_response_without_a_reward_is_as_if_it_were_not_there(
+    toy: Path, experience: Experience
+) -> None:
+    """Of four responses the last is not counted: rows of the other three alone teach the same."""
+    config = grouped(toy, advantage="rloo", kl_in="loss")
+    counted = torch.tensor([True] * 3 + [False] + [True] * 4)
+    made = compute_advantages(experience, REWARDS, config, kl_coef=0.1, counted=counted)
+    others = [row for row in ALL if row != 3]
+
+    found: list[Tensor] = []
+    for rows in (list(ALL), others):
+        models = toy_models(config)
+        updated(models, made, config, rows=rows)
+        found.append(gradient(models.actor))
+
+    assert made.advantages[:3, 0].tolist() == [0.75, -0.75, 0.0]
+    assert distance(found[0], found[1]) < 1e-5
+    assert rollout_statistics(made)["uncounted"] == 1 / 8
+
+
+def test_a_critic_does_not_learn_from_what_has_no_reward(toy: Path) -> None:
+    config = toy_config(toy)
+    experience = toy_rollout(toy_models(config), config).experience
+    counted = torch.tensor([True] * 7 + [False])
+
+    def learned(last: float) -> Tensor:
+        rewards = torch.tensor([*REWARDS[:7].tolist(), last])
+        made = compute_advantages(experience, rewards, config, kl_coef=0.1, counted=counted)
+        models = toy_models(config)
+        updated(models, made, config)
+        assert models.critic is not None
+        return gradient(models.critic)
+
+    assert torch.equal(learned(0.0), learned(50.0))
+
+
+def test_responses_without_an_end_are_left_out_or_lose_for_their_length(
+    toy: Path, experience: Experience
+) -> None:
+    masks = grouped(toy, overlong="mask")
+    scores = grouped(toy, overlong_buffer=0.5)  # of 8 tokens
+
+    masked, scored = (rewarded_rollout(experience, each) for each in (masks, scores))
+
+    assert torch.equal(masked.counted, experience.stopped)
+    lost = (experience.mask.sum(dim=1) - 4).clamp(min=0) / 4
+    torch.testing.assert_close(scored.reward_score, REWARDS - lost)
+
+
+def test_groups_of_equal_rewards_are_counted_by_what_they_are_equal_in(
+    toy: Path, experience: Experience
+) -> None:
+    config = grouped(toy)
+    right = rollout_statistics(rewarded_rollout(experience, config))
+    wrong = rollout_statistics(
+        rewarded_rollout(experience, config, torch.tensor([1.0, 0, 1, 1, 0, 0, 0, 0]))
+    )
+
+    assert (right["dead_groups"], right["dead_right"], right["dead_wrong"]) == (0.5, 0.5, 0.0)
+    assert (wrong["dead_groups"], wrong["dead_right"], wrong["dead_wrong"]) == (0.5, 0.0, 0.5)

@@ -1,0 +1,118 @@
+"""Losses of the policy beyond PPO's, by hand, and where they agree."""
+
+import math
+from itertools import product
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from step3_ppo.correction import correction_weights, effective_share
+from step3_ppo.policy_losses import LOSSES, TrustRegion
+
+F64 = torch.float64
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+REGION = TrustRegion(clip=0.2, clip_high=0.3)
+
+
+def losses_at(
+    name: str, log_ratios: list[float], advantages: list[float]
+) -> tuple[list[float], list[float]]:
+    """Losses of the tokens of `MASK`, and their gradients with respect to log pi.
+
+    The old log-probabilities are -2 everywhere.
+    """
+    old = torch.full((5,), -2.0, dtype=F64)
+    logprobs = (old + torch.tensor(log_ratios, dtype=F64)).requires_grad_()
+    method = LOSSES[name]
+    ratio = method.ratio(logprobs, old, MASK)
+    losses = method.losses(ratio, logprobs, torch.tensor(advantages, dtype=F64), REGION)
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    return losses.tolist(), logprobs.grad.tolist()
+
+
+def test_gspo_clips_the_geometric_mean_of_a_responses_ratios() -> None:
+    first, second = math.log(1.1), math.log(1.5)
+    ratios = [2 * first, 0.0, 3 * second, 0.0, 0.0]  # means 1.1 and 1.5, whatever single tokens are
+
+    losses, gradients = losses_at("gspo", ratios, [1.0, 1.0, 2.0, 2.0, 2.0])
+
+    assert losses == pytest.approx([-1.1, -1.1, -2.6, -2.6, -2.6])  # 1.5 is clipped to 1.3
+    assert gradients == pytest.approx([-1.1, -1.1, 0.0, 0.0, 0.0])
+
+
+def test_the_gradient_of_gspo_is_that_of_the_sequences_ratio() -> None:
+    """With every response alike, the form of tokens sums to eq. 5's gradient."""
+    old = torch.full((5,), -2.0, dtype=F64)
+    moved = torch.tensor([0.1, -0.05, 0.02, 0.04, -0.03], dtype=F64)
+    advantages = torch.tensor([1.0, 1.0, -2.0, -2.0, -2.0], dtype=F64)
+    shares = torch.tensor([1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3], dtype=F64)
+
+    logprobs = (old + moved).requires_grad_()
+    ratio = LOSSES["gspo"].ratio(logprobs, old, MASK)
+    (shares * LOSSES["gspo"].losses(ratio, logprobs, advantages, REGION)).sum().backward()
+    of_tokens = logprobs.grad
+
+    logprobs = (old + moved).requires_grad_()
+    difference = logprobs - old
+    whole = -difference[:2].mean().exp() + 2 * difference[2:].mean().exp()
+    whole.backward()
+
+    assert of_tokens is not None
+    assert logprobs.grad is not None
+    torch.testing.assert_close(of_tokens, logprobs.grad)
+
+
+def test_cispo_bounds_what_a_token_weighs_and_keeps_its_gradient() -> None:
+    ratios = [math.log(1.1), math.log(3.0), math.log(0.2), 0.0, math.log(3.0)]
+
+    losses, gradients = losses_at("cispo", ratios, [1.0, 1.0, 1.0, -2.0, -2.0])
+
+    shares = [1.1, 1.3, 0.2, 1.0, 1.3]  # above 1.3 bounded, below 1 as they are
+    assert gradients == pytest.approx(
+        [-w * a for w, a in zip(shares, [1, 1, 1, -2, -2], strict=True)]
+    )
+    assert losses[3] == pytest.approx(2 * -2.0)
+
+
+def test_correction_weights_by_hand() -> None:
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    ratios = torch.tensor([[4.0, 1.0, 0.4], [0.5, 9.0, 9.0]])
+    sampled = torch.full_like(ratios, -1.0)
+
+    def of(correction: Literal["truncate", "mask"], level: Literal["token", "sequence"]) -> Tensor:
+        return correction_weights(
+            sampled + ratios.log(), sampled, mask, correction=correction, level=level, cap=2.0
+        )
+
+    mean = 1.6 ** (1 / 3)  # the geometric one of the first response
+    torch.testing.assert_close(of("truncate", "token"), torch.tensor([[2, 1, 0.4], [0.5, 1, 1]]))
+    torch.testing.assert_close(of("mask", "token")[0], torch.tensor([0, 1.0, 0]))
+    torch.testing.assert_close(
+        of("truncate", "sequence"), torch.tensor([[mean, mean, mean], [0.5, 1, 1]])
+    )
+
+
+def test_a_correction_of_nothing_weighs_exactly_1() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(4, 5, generator=generator)
+    mask = torch.rand(4, 5, generator=generator) > 0.3
+
+    for correction, level in product(("truncate", "mask"), ("token", "sequence")):
+        weights = correction_weights(
+            logprobs,
+            logprobs,
+            mask,
+            correction=correction,  # pyright: ignore[reportArgumentType]
+            level=level,  # pyright: ignore[reportArgumentType]
+            cap=1.0,
+        )
+        assert (weights == 1).all()
+
+
+def test_weights_that_differ_teach_as_fewer_tokens_do() -> None:
+    assert effective_share(4.0, 4.0, 4.0) == 1.0
+    assert effective_share(2.0, 4.0, 4.0) == 0.25  # one token of weight 2 among four
+    assert effective_share(0.0, 0.0, 4.0) == 0.0

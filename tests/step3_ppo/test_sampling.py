@@ -1,0 +1,122 @@
+"""Which prompts a rollout has, and which groups give way to others."""
+
+from pathlib import Path
+
+import torch
+
+from pipeline.data.batches import RowStream
+from pipeline.data.prompt_record import PromptRecord
+from step3_ppo.prompts import Prompt, PromptBatch, Prompts
+from step3_ppo.sampling import Sampled, dead_groups, sample_rollout
+from step3_ppo.scoring import raw_scores
+from tests.distributed import rank, run_ranks
+from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
+
+
+def prompts_of(num_rows: int = 20) -> Prompts:
+    """Rollouts of four groups of two; the prompt of row r is the token r."""
+    return Prompts(
+        train=[Prompt((), [row]) for row in range(num_rows)],
+        held_out=[],
+        stream=RowStream(num_rows=num_rows, batch_size=4, seed=0),
+        fingerprint="",
+        group_size=2,
+        record=PromptRecord.__new__(PromptRecord),
+    )
+
+
+def by_key(*batches: PromptBatch) -> dict[int, list[int]]:
+    """The prompt of each key; none comes twice."""
+    pairs = [pair for batch in batches for pair in zip(batch.keys, batch.inputs, strict=True)]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def test_further_prompts_are_the_next_ones_with_keys_of_their_own() -> None:
+    prompts = prompts_of()
+    order = RowStream(num_rows=20, batch_size=10, seed=0).take(10)
+
+    first, refill, second = prompts.next_batch(), prompts.next_batch([1, 3]), prompts.next_batch()
+
+    assert refill.groups == [1, 3]
+    assert [row for (row,) in first.inputs[::2] + refill.inputs[::2] + second.inputs[::2]] == order
+    assert list(by_key(first, refill, second)) == list(range(20))
+    assert prompts.stream.state_dict() == {"position": 10}
+
+
+def test_a_stream_that_is_resumed_after_refills_goes_on_with_the_same_prompts() -> None:
+    whole, again = prompts_of(), prompts_of()
+    whole.next_batch()
+    whole.next_batch([2])
+    again.stream.load_state_dict(whole.stream.state_dict())
+
+    assert again.next_batch() == whole.next_batch()
+
+
+def test_without_refills_keys_are_those_of_the_iterations_places() -> None:
+    prompts = prompts_of()
+
+    assert prompts.first_batch() == prompts.next_batch()
+    assert prompts.next_batch().keys == list(range(8, 16))
+
+
+def own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
+    """Of this process: its prompts by key, its groups of a refill; and the dead groups of all."""
+    prompts = prompts_of()
+    first, refill = prompts.next_batch(), prompts.next_batch([0, 1, 2])
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0]) if rank() == 0 else torch.tensor([0.0, 1, 2, 2])
+    dead = dead_groups(rewards, torch.ones(4).bool(), group_size=2)
+    return by_key(first, refill), refill.groups, dead
+
+
+def sampled(toy: Path, rounds: int) -> tuple[Sampled, list[int], int]:
+    """A rollout of four prompts with two responses each, whose scores count by their sign.
+
+    With it the groups of equal rewards, and how many prompts were taken.
+    """
+    config = toy_config(
+        toy,
+        advantage="grpo",
+        group_size=2,
+        normalize_score=False,
+        score_clip=1e-3,
+        missing_eos_score=None,
+        dynamic_sampling=rounds,
+        seed=3,
+    )
+    models, prompts = toy_models(config), prompts_of()
+    for row, prompt in enumerate(prompts.train):
+        prompt.input_ids[:] = [*PROMPTS[row % len(PROMPTS)], 30 + row]
+    rollout = sample_rollout(models, prompts, config)
+    score = raw_scores(models, rollout.inputs, rollout.responses, config)
+    dead = dead_groups(score.sign(), torch.ones(8).bool(), group_size=2)
+    return rollout, dead, prompts.stream.position
+
+
+def test_groups_of_equal_rewards_give_way_to_further_prompts(toy: Path) -> None:
+    first, dead, taken = sampled(toy, 0)
+    once, still_dead, with_refills = sampled(toy, 1)
+    _, at_last, _ = sampled(toy, 20)
+
+    assert 0 < len(dead) < 4
+    assert (taken, with_refills) == (4, 4 + len(dead))
+    assert once.metrics == {"refills": len(dead)}
+    assert set(still_dead) <= set(dead)
+    assert at_last == []
+    for group in range(4):
+        rows = slice(2 * group, 2 * group + 2)
+        gave_way = once.inputs[rows] != first.inputs[rows]
+        assert gave_way == (once.responses[rows] != first.responses[rows]) == (group in dead)
+
+
+def test_two_processes_answer_the_prompts_of_one() -> None:
+    prompts = prompts_of()
+    alone = by_key(prompts.next_batch(), prompts.next_batch([0, 1, 2]))
+
+    (mine, my_groups, dead), (theirs, their_groups, same) = run_ranks(own_prompts)
+
+    assert mine | theirs == alone
+    assert not mine.keys() & theirs.keys()
+    assert (my_groups, their_groups) == ([0, 2], [1])
+    # Groups 0 and 2 are of the first process, 1 and 3 of the second.
+    assert dead == same == [0, 3]
