@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config import (
     DEFAULT_OPTIM,
@@ -17,6 +17,7 @@ from pipeline.config import (
 )
 from pipeline.errors import require
 from step3_ppo.method_checks import check_method
+from step3_ppo.methods import METHODS
 from step3_ppo.workload import workload_of
 
 
@@ -60,7 +61,16 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 class PPOConfig(StepConfig):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
+    METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
+    """The settings that each choice of `method` stands for."""
+
     output_dir: Path = Path("output/step3_ppo")
+
+    method: Literal[
+        "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
+    ] = "ppo"
+    """Other defaults for the settings below, by the name of what they make together; whatever is
+    set beside it wins. docs/ppo.md has the table, and when to use which."""
 
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["actor"]))
@@ -262,8 +272,10 @@ class PPOConfig(StepConfig):
 
     @property
     def method_name(self) -> str:
-        """The method whose advantage it has."""
-        return {"gae": "ppo", "best": "raft"}.get(self.advantage, self.advantage)
+        """What its settings make: `method`, or the method of the advantage where none is named."""
+        by_advantage = {"gae": "ppo", "best": "raft"}
+        named = self.method != "ppo"
+        return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def kl_weight(self) -> float:
@@ -294,6 +306,10 @@ class PPOConfig(StepConfig):
         """Without the critic where there is none."""
         models = super().used_models()
         return {role: models[role] for role in models if role != "critic" or self.has_critic}
+
+    def roles_left_out(self) -> frozenset[str]:
+        """The critic, where there is none."""
+        return frozenset() if self.has_critic else frozenset({"critic"})
 
     def trains_actor(self, step: int) -> bool:
         """Whether iteration `step` updates the actor beside the critic."""

@@ -129,6 +129,10 @@ class StepConfig(ABC):
             if isinstance(model, FrozenModelConfig) and model.path is not None
         }
 
+    def roles_left_out(self) -> frozenset[str]:
+        """Sections of models that this step, with these settings, has no use for."""
+        return frozenset()
+
     @abstractmethod
     def workload(self, world: int) -> Workload:
         """What the step does on each of so many processes."""

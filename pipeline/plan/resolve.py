@@ -1,9 +1,10 @@
 """The settings of the three steps, from what the user said and what one step hands the next.
 
 Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
-before; `configs/embedded.yaml` where the actor is the embedded model; what `--plan auto` chose;
-each `--config` in order; the DeepSpeed file of `--zero-config`; train.py's own options such as
-`--actor-model` and the short forms such as `--lr`; dotted options such as `--ppo.kl_coef`.
+before; `configs/embedded.yaml` where the actor is the embedded model; the row of settings that
+`--method` names; what `--plan auto` chose; each `--config` in order; the DeepSpeed file of
+`--zero-config`; train.py's own options such as `--actor-model` and the short forms such as `--lr`;
+dotted options such as `--ppo.kl_coef`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from pipeline.installation import ROOT
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.build import Layer, build_config
+from pipeline.settings.methods import method_layer, rows_of
 from pipeline.settings.plain import flatten
 
 DEFAULT_DATA = "Dahoas/rm-static"
@@ -95,8 +97,11 @@ def step_config(
         f"{stage.section}.output_dir can't be set here: train.py puts this step in {out};"
         " --output-dir moves it",
     )
+    options = _options(stage, command_line.request, stages)
+    row = method_layer(stage.config_class, [*below, options], overrides)
+    below.insert(2, row)
     above = [
-        _options(stage, command_line.request, stages),
+        options,
         _short_forms(stage, command_line, below),
         Layer({"output_dir": str(out)}, "--output-dir"),
     ]
@@ -169,6 +174,7 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         for role, option in stage.options.items()
     }
     own = {"seed": request.seed, "save_every": request.save_every, "threads": request.threads}
+    own["method"] = request.method if rows_of(stage.config_class) else None
     return Layer(_given({"data": data, **own, **models}), "the command line")
 
 
