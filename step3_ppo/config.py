@@ -1,9 +1,9 @@
 """Settings of step 3."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config import (
     DEFAULT_OPTIM,
@@ -19,6 +19,8 @@ from pipeline.config import (
 from pipeline.errors import require
 from pipeline.settings.plain import Option
 from step3_ppo.method_checks import check_method
+from step3_ppo.methods import METHODS
+from step3_ppo.needs import ESTIMATOR_NEEDS
 from step3_ppo.reward_settings import (
     MODEL,
     RewardSettings,
@@ -33,33 +35,6 @@ def _adam(lr: float) -> OptimConfig:
     return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What an advantage estimator works with."""
-
-    critic: bool = False
-    """A value model, which is trained beside the policy."""
-
-    group: bool = False
-    """Several responses to each prompt, which are compared with each other."""
-
-    whitening: bool = False
-    """That advantages are shifted and scaled over the rollout, where `whiten_advantages` is on."""
-
-    discount: bool = False
-    """`gamma`, of rewards that come later."""
-
-
-ESTIMATOR_NEEDS = {
-    "gae": Needs(critic=True, whitening=True, discount=True),
-    "grpo": Needs(group=True),
-    "dr_grpo": Needs(group=True),
-    "rloo": Needs(group=True),
-    "reinforce_pp": Needs(whitening=True, discount=True),
-    "best": Needs(group=True),
-}
-"""By the setting `advantage`; the functions are in `step3_ppo.advantages`."""
-
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 """Of whole weights, by default."""
 
@@ -68,7 +43,16 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 class PPOConfig(StepConfig, RewardSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
+    METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
+    """The settings that each choice of `method` stands for."""
+
     output_dir: Path = Path("output/step3_ppo")
+
+    method: Literal[
+        "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
+    ] = "ppo"
+    """Other defaults for the settings below, by the name of what they make together; whatever is
+    set beside it wins. docs/ppo.md has the table, and when to use which."""
 
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["actor"]))
@@ -271,8 +255,10 @@ class PPOConfig(StepConfig, RewardSettings):
 
     @property
     def method_name(self) -> str:
-        """The method whose advantage it has."""
-        return {"gae": "ppo", "best": "raft"}.get(self.advantage, self.advantage)
+        """What its settings make: `method`, or the method of the advantage where none is named."""
+        by_advantage = {"gae": "ppo", "best": "raft"}
+        named = self.method != "ppo"
+        return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def kl_weight(self) -> float:
@@ -300,15 +286,10 @@ class PPOConfig(StepConfig, RewardSettings):
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
     @property
-    def unused_roles(self) -> Collection[str]:
+    def unused_roles(self) -> frozenset[str]:
         """The models that the method and its rewards do without."""
-        unused = set() if self.has_critic else {"critic"}
-        return unused if self.uses_reward_model else unused | {"reward"}
-
-    def used_models(self) -> Mapping[str, FrozenModelConfig]:
-        """Without a critic or a reward model where there is none."""
-        models = super().used_models()
-        return {role: models[role] for role in models if role not in self.unused_roles}
+        critic = frozenset[str]() if self.has_critic else frozenset({"critic"})
+        return critic if self.uses_reward_model else critic | {"reward"}
 
     @property
     def row_columns(self) -> RowColumns:

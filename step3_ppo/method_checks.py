@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 from pipeline.errors import require
+from step3_ppo.needs import Needs
 
 if TYPE_CHECKING:
-    from step3_ppo.config import Needs, PPOConfig
+    from step3_ppo.config import PPOConfig
 
 
 def check_method(config: "PPOConfig", needs: "Needs") -> None:

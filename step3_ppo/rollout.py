@@ -21,10 +21,11 @@ from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
-from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
+from step3_ppo.config import PPOConfig
 from step3_ppo.correction import correction_weights
 from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
+from step3_ppo.needs import ESTIMATOR_NEEDS
 from step3_ppo.scoring import raw_scores
 
 

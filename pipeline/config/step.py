@@ -126,13 +126,20 @@ class StepConfig(ABC):
         """The options of the step's own command, its short forms spelled out."""
         return options
 
+    @property
+    def unused_roles(self) -> frozenset[str]:
+        """Fields of models that the step, with these settings, does without."""
+        return frozenset()
+
     def used_models(self) -> Mapping[str, FrozenModelConfig]:
         """The models that the step loads, by the field that names them."""
         models = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             role: model
             for role, model in models.items()
-            if isinstance(model, FrozenModelConfig) and model.path is not None
+            if isinstance(model, FrozenModelConfig)
+            and model.path is not None
+            and role not in self.unused_roles
         }
 
     @property

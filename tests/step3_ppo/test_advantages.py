@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from step3_ppo.advantages import ESTIMATORS, STD_FLOOR, Rewarded
-from step3_ppo.config import ESTIMATOR_NEEDS, PPOConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.needs import ESTIMATOR_NEEDS
 from step3_ppo.policy_losses import LOSSES, TrustRegion
 
 GROUPED = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.group]
