@@ -1,0 +1,90 @@
+"""Rewards by programs as a user runs them: one command, from a file to the report."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SCORE = """
+def check(prompts, completions, answer, **columns):
+    return [float(right in text) for text, right in zip(completions, answer)]
+
+def broken(episodes):
+    raise KeyError("answer")
+"""
+
+SHORT = [
+    *("--sft.max_steps", "3", "--ppo.max_steps", "2", "--ppo.rollout_size", "16"),
+    *("--ppo.batch_size", "8", "--ppo.max_new_tokens", "4", "--ppo.max_prompt_length", "64"),
+    *("--ppo.advantage", "grpo", "--ppo.group_size", "4", "--ppo.data.max_eval_rows", "8"),
+    *("--sft.data.max_eval_rows", "8", "--max-length", "80"),
+]
+"""A run of seconds."""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Has the function and rows of GSM8K's schema."""
+    (tmp_path / "score.py").write_text(SCORE)
+    rows = [
+        {"question": f"What is {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
+        for n in range(100)
+    ]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`train.py` on the rows, as if typed in the directory."""
+    command = [sys.executable, str(ROOT / "train.py"), "--data-path", "gsm8k.jsonl"]
+    return subprocess.run(
+        [*command, "--output-dir", "out", *SHORT, *options],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    text = (directory / "out" / "step3_ppo" / "metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if "score" in line]
+
+
+def test_a_function_is_enough_for_a_run_from_file_to_report(directory: Path) -> None:
+    done = run(directory, "--reward-function", "score.py:check", "--reward", "length:2")
+
+    assert done.returncode == 0, done.stderr
+    out = directory / "out"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"].keys() == {"step1_sft", "step3_ppo"}
+    figures = summary["steps"]["step3_ppo"]["eval"]
+    assert figures.keys() >= {"reward_before", "reward_after", "reward_length_after", "win_rate"}
+    for line in lines(directory):
+        assert line["score"] == pytest.approx(line["reward_check"] + line["reward_length"])
+        assert line["reward_failures"] == 0
+    assert "Reward by source" in (out / "report.html").read_text()
+    assert not (out / "step2_reward").exists()
+    assert "is called as TRL's (prompts, completions, **columns)" in done.stderr
+
+
+@pytest.mark.grid
+def test_the_answers_of_gsm8k_are_golds_on_two_processes(directory: Path) -> None:
+    done = run(directory, "--reward", "math", "--deployment-type", "single_node")
+
+    assert done.returncode == 0, done.stderr
+    assert [line["reward_failures"] for line in lines(directory)] == [0, 0]
+
+
+@pytest.mark.grid
+def test_a_function_that_fails_ends_the_command_with_exit_code_2(directory: Path) -> None:
+    done = run(directory, "--reward-function", "score.py:broken")
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: rewards.broken failed on 8 of 8")
+    assert "Traceback" not in done.stderr
