@@ -5,8 +5,11 @@ import os
 import signal
 import sys
 import time
+from types import FrameType
 
 import psutil
+
+from pipeline.signals import INTERRUPTS, STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -24,6 +27,24 @@ def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def leave_signals_to(parent: int) -> None:
+    """Have Ctrl-C and a scheduler's signals change nothing while the parent lives.
+
+    They may reach every process of a job; it is the training process that stops, after its step,
+    for which it needs its rewards. Afterwards each ends this process and its descendants. Handlers,
+    unlike ignored signals, are not inherited by what a function starts.
+    """
+
+    def heed(_number: int, _frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            # Nothing is raised: it could interrupt the same work at its end.
+            kill_children()
+            os._exit(1)
+
+    for number in (*STOP_SIGNALS, *INTERRUPTS):
+        signal.signal(number, heed)
 
 
 def adopt_orphans() -> None:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from rewards.contract import Outcome
 from rewards.lane import Lane, Take
 from rewards.messages import Answer, Call, Collect, Collected, Opened, Setup, Submission
-from rewards.processes import adopt_orphans, end_with_parent, kill_children
+from rewards.processes import adopt_orphans, end_with_parent, kill_children, leave_signals_to
 from rewards.results import everywhere
 
 
@@ -59,6 +59,7 @@ class Supervisor:
         self._results = _Results.of(len(setup.sources))
         self._collecting = False
         self._number = 0
+        self._batched: dict[int, bool] = {}
         self._lanes = _lanes(setup, self._take)
 
     def serve(self) -> None:
@@ -117,9 +118,9 @@ def main(argv: Sequence[str]) -> None:
     """Serve the training process behind the connection until it closes its end."""
     descriptor, parent, ends_with_thread = map(int, argv)
     adopt_orphans()
-    # Not killed, since nobody else knows what its workers have started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    leave_signals_to(parent)
     if ends_with_thread:
+        # Not killed, since nobody else knows what its workers have started.
         end_with_parent(parent, signal.SIGTERM)
     trainer = Connection(descriptor)
     try:

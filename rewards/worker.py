@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 from rewards.contract import Outcome
 from rewards.messages import Answer, Call, Ready
-from rewards.processes import end_with_parent
+from rewards.processes import end_with_parent, leave_signals_to
 from rewards.results import everywhere, of_error
 from rewards.scorer import Scorer
 from rewards.sources import Source, scorer_of
@@ -22,6 +22,7 @@ def main(argv: Sequence[str]) -> None:
     """Load the sources that come first, then answer calls until the connection ends."""
     descriptor, parent = map(int, argv)
     end_with_parent(parent)
+    leave_signals_to(parent)
     os.dup2(2, 1)  # what a function prints is no output of the command that runs it
     connection = Connection(descriptor)
     try:

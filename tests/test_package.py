@@ -85,6 +85,18 @@ def test_the_installed_commands_run_the_three_steps_and_chat(
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
 
 
+def test_rewards_are_tried_with_an_installed_package(installed: Path, tmp_path: Path) -> None:
+    """Also where the user's own file has the name of one of ours."""
+    (tmp_path / "rewards.py").write_text("def score(episodes): return [1.0 for _ in episodes]")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    words = ("--reward", "math", "rewards.py:score", "--data-path", "rows.jsonl")
+
+    done = run(tmp_path, installed / "python", "-P", "-m", "rlhf_pipeline", "rewards", *words)
+
+    assert done.returncode == 0, done.stderr
+    assert "score    100.0%" in done.stdout
+
+
 def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) -> None:
     steps = ("step1_sft", "step2_reward", "step3_ppo")
     names = ("pipeline", "inference", "rewards", "train", "chat", *steps)

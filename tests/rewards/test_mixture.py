@@ -179,7 +179,7 @@ def test_what_a_killed_call_had_started_ends_with_it() -> None:
     mark = f"mark-{os.getpid()}"
 
     def orphans() -> list[psutil.Process]:
-        return [each for each in descendants() if mark in each.cmdline()]
+        return [each for each in descendants() if alive(each) and mark in each.cmdline()]
 
     source = function("by_text", column="answer")
     with Rewards([source], workers=1, timeout_seconds=0.5) as rewards:
@@ -230,6 +230,16 @@ def test_nothing_outlives_a_killed_training_process_or_supervisor(victim: str) -
 
 def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_signals_to_a_job_leave_the_rewards_of_its_last_step_alone() -> None:
+    with Rewards([function("length")]) as rewards:
+        for process in descendants():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                process.send_signal(number)
+        rewards.submit(episodes("a", "bb"))
+
+        assert rewards.results().combined == [1, 2]
 
 
 def test_a_lost_supervisor_is_said_in_a_sentence() -> None:

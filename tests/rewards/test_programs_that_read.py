@@ -1,12 +1,24 @@
 """The sources that read the response alone or beside a column: exact, regex, length, repetition."""
 
+from dataclasses import fields
+
 import pytest
 
 from pipeline.data.examples import Message
 from pipeline.errors import ConfigError
+from rewards import config, sources
 from rewards.config import RewardConfig
 from rewards.contract import Episode
 from rewards.sources import read_source, scorer_of
+from rewards.spec import KINDS
+
+
+def test_every_kind_has_a_scorer_and_every_setting_its_kinds() -> None:
+    settings = {field.name for field in fields(RewardConfig)}
+
+    assert set(sources._SCORERS) | {"function"} == set(KINDS)
+    assert set(config._USED_BY) == settings - {"name", "kind", "weight"}
+    assert set().union(*config._USED_BY.values()) <= set(KINDS)
 
 
 def reward(config: RewardConfig, response: str, num_tokens: int = 0, **extra: object) -> object:
