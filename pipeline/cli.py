@@ -18,8 +18,9 @@ A step's module ends with
 and begins with `before_imports(SFTConfig)` under the same condition.
 
 `python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4`: dataclass
-defaults, then each file in order, then the command line. Option names take dashes or underscores;
-lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a switch alone is true.
+defaults, then a method's, then each file in order, then the command line. Option names take dashes
+or underscores; lists are written with spaces (`--data.path a.jsonl b.jsonl`) or as JSON; a switch
+alone is true.
 """
 
 import os
@@ -48,6 +49,7 @@ from pipeline.installation import find_preset
 from pipeline.parallel import launched
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.file import read_settings
+from pipeline.settings.methods import method_layer
 from pipeline.settings.plain import Option, config_yaml
 from pipeline.signals import EXIT_INTERRUPTED
 
@@ -55,8 +57,9 @@ C = TypeVar("C")
 
 
 def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
-    """The step's settings: defaults, each `--config` in order, `--zero-config`, dotted overrides.
+    """The settings of a step, from what lies over one another, the last one winning.
 
+    Defaults, those of a method, each `--config` in order, `--zero-config`, dotted overrides.
     `--help [NAME ...]` and `--print_config` print and exit with code 0; `--local_rank`, which some
     launchers add, is ignored.
 
@@ -84,6 +87,7 @@ def parse_step(config_class: type[C], argv: Sequence[str]) -> C:
                 overrides.append((name, words))
     if issubclass(config_class, StepConfig):
         overrides = config_class.without_short_forms(overrides)
+    layers.insert(0, method_layer(config_class, layers, overrides))
     if zero_config is not None:
         layers.append(_deepspeed_layer(config_class, zero_config, layers, overrides))
     config = build_config(config_class, layers, overrides)

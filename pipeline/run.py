@@ -298,12 +298,17 @@ class _StderrHandler(logging.Handler):
 
 
 def changed_settings(config: StepConfig) -> dict[str, object]:
-    """Dotted names and values of the settings that differ from the step's defaults."""
+    """Dotted names and values of the settings that differ from the step's defaults.
+
+    Those of models that the step does not load are left out.
+    """
     defaults = flatten(plain(type(config)(output_dir=config.output_dir)))
+    unused = config.roles_left_out()
     return {
         name: value
         for name, value in flatten(plain(config)).items()
-        if name not in defaults or defaults[name] != value
+        if (name not in defaults or defaults[name] != value)
+        and name.partition(".")[0] not in unused
     }
 
 

@@ -1,9 +1,9 @@
 """Settings of step 3."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config import (
     DEFAULT_OPTIM,
@@ -11,20 +11,14 @@ from pipeline.config import (
     DataConfig,
     FrozenModelConfig,
     OptimConfig,
-    RowColumns,
     StepConfig,
     TrainedModelConfig,
     Workload,
 )
 from pipeline.errors import require
-from pipeline.settings.plain import Option
 from step3_ppo.method_checks import check_method
-from step3_ppo.reward_settings import (
-    MODEL,
-    RewardSettings,
-    check_rewards,
-    without_reward_options,
-)
+from step3_ppo.methods import METHODS
+from step3_ppo.reward_settings import MODEL, RewardSettings, check_rewards
 from step3_ppo.workload import workload_of
 
 
@@ -65,10 +59,19 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(StepConfig, RewardSettings):
+class PPOConfig(RewardSettings, StepConfig):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
+    METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
+    """The settings that each choice of `method` stands for."""
+
     output_dir: Path = Path("output/step3_ppo")
+
+    method: Literal[
+        "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
+    ] = "ppo"
+    """Other defaults for the settings below, by the name of what they make together; whatever is
+    set beside it wins. docs/ppo.md has the table, and when to use which."""
 
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["actor"]))
@@ -271,8 +274,10 @@ class PPOConfig(StepConfig, RewardSettings):
 
     @property
     def method_name(self) -> str:
-        """The method whose advantage it has."""
-        return {"gae": "ppo", "best": "raft"}.get(self.advantage, self.advantage)
+        """What its settings make: `method`, or the method of the advantage where none is named."""
+        by_advantage = {"gae": "ppo", "best": "raft"}
+        named = self.method != "ppo"
+        return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
     def kl_weight(self) -> float:
@@ -299,26 +304,15 @@ class PPOConfig(StepConfig, RewardSettings):
         """Responses of a rollout that one of so many processes has, at most."""
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
-    @property
-    def unused_roles(self) -> Collection[str]:
-        """The models that the method and its rewards do without."""
-        unused = set() if self.has_critic else {"critic"}
-        return unused if self.uses_reward_model else unused | {"reward"}
+    def roles_left_out(self) -> frozenset[str]:
+        """The critic and the reward model, where the method and its rewards do without."""
+        without = {"critic": not self.has_critic, "reward": not self.uses_reward_model}
+        return frozenset(role for role, is_left_out in without.items() if is_left_out)
 
     def used_models(self) -> Mapping[str, FrozenModelConfig]:
         """Without a critic or a reward model where there is none."""
         models = super().used_models()
-        return {role: models[role] for role in models if role not in self.unused_roles}
-
-    @property
-    def row_columns(self) -> RowColumns:
-        """Those that the sources of rewards read."""
-        return self.reward_columns
-
-    @classmethod
-    def without_short_forms(cls, options: list[Option]) -> list[Option]:
-        """`--reward-function FILE.py:NAME` and `--reward KIND` as a list of `rewards`."""
-        return without_reward_options(options)
+        return {role: models[role] for role in models if role not in self.roles_left_out()}
 
     def trains_actor(self, step: int) -> bool:
         """Whether iteration `step` updates the actor beside the critic."""

@@ -59,7 +59,7 @@ class RewardSettings:
         return tuple(source for source in self.rewards if source.kind != MODEL)
 
     @property
-    def reward_columns(self) -> RowColumns:
+    def row_columns(self) -> RowColumns:
         """Columns of the rows that the sources read.
 
         Raises:
@@ -76,6 +76,11 @@ class RewardSettings:
         return RowColumns(
             frozenset(needed), frozenset(others - {ALL_COLUMNS}), all=ALL_COLUMNS in others
         )
+
+    @classmethod
+    def without_short_forms(cls, options: list[Option]) -> list[Option]:
+        """`--reward-function FILE.py:NAME` and `--reward KIND` as a list of `rewards`."""
+        return without_reward_options(options)
 
 
 def check_rewards(config: "PPOConfig") -> None:

@@ -65,7 +65,7 @@ def _models(config: "PPOConfig") -> tuple[ModelUse, ...]:
         ),
         ModelUse(role="base", settings=config.base, phase_only=True),
     )
-    return tuple(model for model in models if model.role not in config.unused_roles)
+    return tuple(model for model in models if model.role not in config.roles_left_out())
 
 
 def _has_reference_of_its_own(config: "PPOConfig") -> bool:

@@ -140,6 +140,10 @@ class StepConfig(ABC):
         """Columns of the rows that the step reads beside the dialogue."""
         return RowColumns()
 
+    def roles_left_out(self) -> frozenset[str]:
+        """Sections of models that this step, with these settings, has no use for."""
+        return frozenset()
+
     @abstractmethod
     def workload(self, world: int) -> Workload:
         """What the step does on each of so many processes."""

@@ -72,12 +72,27 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         role = name.partition(".")[0]
         how = f", ZeRO stage {trained[role].zero_stage}" if role in trained else ""
         yield _line(role, f"{path}{how}{_offload(trained[role]) if role in trained else ''}")
+    yield from _method(config)
     yield _line("data", f"{' '.join(config.data.path)}, split {_split(config)}")
     length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
     yield _line(
         "training",
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
         f" {_length(config)}, seed {config.seed}",
+    )
+
+
+def _method(config: StepConfig) -> Iterator[str]:
+    """How a step learns that knows several ways, and from how many responses to a prompt."""
+    method, generation = getattr(config, "method", None), config.workload(1).generation
+    if method is None or generation is None:
+        return
+    size = generation.group_size
+    responses = "one response" if size == 1 else f"{size} responses"
+    without = f", without a {' or '.join(sorted(config.roles_left_out()))}"
+    yield _line(
+        "method",
+        f"{method}: {responses} to each prompt{without if config.roles_left_out() else ''}",
     )
 
 
@@ -131,7 +146,13 @@ def _commands(plan: Plan) -> Iterator[str]:
         if stage.name in plan.finished:
             continue
         config = plan.configs[stage.name]
-        options = [word for name, words in as_options(config) for word in (f"--{name}", *words)]
+        unused = config.roles_left_out()
+        options = [
+            word
+            for name, words in as_options(config)
+            if name.partition(".")[0] not in unused
+            for word in (f"--{name}", *words)
+        ]
         module, *rest = step_words(stage.module, Path("FILE"), plan.where)[1:]
         words = ["-m", module, *options, *rest[2:]]
         yield ""

@@ -40,8 +40,8 @@ GROUPS = (
         "run",
         "What runs",
         (
-            *("step", "actor_model", "reward_model", "reward_function", "reward", "data_path"),
-            *("output_dir", "resume", "overwrite"),
+            *("step", "method", "actor_model", "reward_model", "reward_function", "reward"),
+            *("data_path", "output_dir", "resume", "overwrite"),
         ),
     ),
     Group(
@@ -74,6 +74,7 @@ EXAMPLES = (
     f"{TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
     f"{TRAIN} --actor-model 6.7b --plan auto --plan-for 8xA100-40GB",
     f"{TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+    f"{TRAIN} --method grpo --output-dir out-grpo",
     f"{TRAIN} --deployment-type single_node --autotune run",
     f"{TRAIN} --output-dir out --resume",
 )

@@ -28,6 +28,11 @@ class Request(Deployment, Autotuning):
     """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO; without it all whose models
     are used: not step 2 where the rewards come from programs alone."""
 
+    method: str | None = None
+    """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
+    reinforce_pp, raft. It sets --ppo.method: other defaults for settings of step 3, which win where
+    they are given; docs/ppo.md."""
+
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
     DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model of about 1M

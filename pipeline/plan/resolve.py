@@ -1,9 +1,10 @@
 """The settings of the three steps, from what the user said and what one step hands the next.
 
 Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
-before; `configs/embedded.yaml` where the actor is the embedded model; what `--plan auto` chose;
-each `--config` in order; the DeepSpeed file of `--zero-config`; train.py's own options such as
-`--actor-model` and the short forms such as `--lr`; dotted options such as `--ppo.kl_coef`.
+before; `configs/embedded.yaml` where the actor is the embedded model; the row of settings that
+`--method` names; what `--plan auto` chose; each `--config` in order; the DeepSpeed file of
+`--zero-config`; train.py's own options such as `--actor-model` and the short forms such as `--lr`;
+dotted options such as `--ppo.kl_coef`.
 """
 
 import json
@@ -19,6 +20,7 @@ from pipeline.installation import ROOT
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.build import Layer, build_config
+from pipeline.settings.methods import method_layer, rows_of
 from pipeline.settings.plain import flatten
 
 DEFAULT_DATA = "Dahoas/rm-static"
@@ -141,8 +143,11 @@ def _built(
         f"{stage.section}.output_dir can't be set here: train.py puts this step in {out};"
         " --output-dir moves it",
     )
+    options = _options(stage, command_line.request, stages)
+    row = method_layer(stage.config_class, [*below, options], overrides)
+    below.insert(2, row)
     above = [
-        _options(stage, command_line.request, stages),
+        options,
         _short_forms(stage, command_line, below),
         Layer({"output_dir": str(out)}, "--output-dir"),
     ]
@@ -220,6 +225,7 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
+        "method": request.method if rows_of(stage.config_class) else None,
     }
     # Steps that have no such short forms leave them as they are.
     short = [("reward_function", [*request.reward_function]), ("reward", [*request.reward])]

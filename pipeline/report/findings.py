@@ -9,7 +9,13 @@ from pipeline.report.results import Results, StepResult, finite
 BASE = "base"
 """The model before the first step."""
 
-TITLES = {BASE: "Base", "sft": "Supervised fine-tuning", "reward": "Reward model"}
+TITLES = {
+    BASE: "Base",
+    "sft": "Supervised fine-tuning",
+    "reward": "Reward model",
+    "dr_grpo": "Dr. GRPO",
+    "reinforce_pp": "REINFORCE++",
+}
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,8 @@ def _by_win_rate(results: Results) -> Finding | None:
     wins, losses, count = (step.number(name) for name in ("wins", "losses", "prompts"))
     kl = step.number("kl")
     price = f", at a KL of {nats(kl)} per answer" if kl is not None else ""
-    start = f"{title(step.name)}'s answers score higher than step 1's on {percent(win_rate)} of"
+    name = title(step.name, results)
+    start = f"{name}'s answers score higher than step 1's on {percent(win_rate)} of"
     if wins is None or losses is None or not count:
         return Finding(None, f"{start} held-out prompts{price}", optimized=True)
     # A win rate with ties counted half is 1/2 and half of the change in wins.
@@ -224,9 +231,11 @@ def _by_perplexity(results: Results) -> Finding | None:
     )
 
 
-def title(name: str) -> str:
-    """What a step or model is called by its directory: `step3_ppo` is PPO."""
-    short = name.split("_", 1)[-1]
+def title(name: str, results: Results) -> str:
+    """What a step or model is called: by its method, else its directory; `step3_ppo` is PPO."""
+    step = results.steps.get(name)
+    method = step.changed_settings.get("method") if step else None
+    short = method if isinstance(method, str) else name.split("_", 1)[-1]
     return TITLES.get(short, short.replace("_", " ").upper())
 
 

@@ -53,7 +53,7 @@ def render(results: Results, out: Path) -> str:
             results=results,
             rates=pass_rates(results),
             trivial=trivial_rates(results),
-            titles={name: title(name) for name in (*results.steps, *models, BASE)},
+            titles={name: title(name, results) for name in (*results.steps, *models, BASE)},
             styles=styles(models),
             scored=results.evaluated_by("win_rate"),
             rewarded=results.evaluated_by("reward_after") is not None,

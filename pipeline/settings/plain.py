@@ -39,7 +39,9 @@ def as_options(config: object) -> list[Option]:
     An empty command line with these options gives an equal dataclass.
     """
     hints = {each.name: each.kind for each in list_settings(type(config))}
-    usual = flatten(plain(type(config)()))
+    # Of a method the row's settings are the usual ones.
+    row = getattr(config, "METHODS", {}).get(getattr(config, "method", ""), {})
+    usual = flatten(plain(type(config)())) | plain(row)
     options: list[Option] = []
     for name, value in flatten(plain(config)).items():
         if name in usual and usual[name] == value:

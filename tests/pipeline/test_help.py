@@ -55,7 +55,7 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
 
     own = [each.name for each in list_settings(PPOConfig) if each.name in vars(PPOConfig)]
     assert len(lines) < 200
-    assert options(first, second)[0] == "rollout_size"
+    assert options(first, second)[0] == "method"
     assert set(options(first, second)) <= set(own)
     assert {"kl_coef", "ema_decay"} <= set(options(first, second))
     assert options(second, third)[:3] == ["output_dir", "seed", "max_steps"]

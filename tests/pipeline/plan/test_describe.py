@@ -11,9 +11,12 @@ import pytest
 from pipeline.budget.flops import ModelFlops
 from pipeline.budget.speed import CpuSpeed, Work, gpu_speed
 from pipeline.cli import parse_step
+from pipeline.plan.describe import describe_plan
 from pipeline.plan.estimate import in_words
+from pipeline.plan.make import make_plan
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
+from pipeline.run import changed_settings
 from pipeline.settings.plain import as_options
 from train import STAGES
 
@@ -41,6 +44,7 @@ def dry_run(cwd: Path, *argv: str) -> str:
         ("--sft.model.optim.params", '{"amsgrad": true}', "--sft.patience", "3", "--epochs", "2"),
         ("--sft.save_every", "null", "--sft.eval_every", "5", "--reward.margin"),
         ("--sft.model.optim.betas", "0.8,0.9", "--ppo.trackers", "tensorboard", "wandb"),
+        ("--method", "gspo", "--ppo.clip", "0.2", "--ppo.baseline", "none"),
         ("--data-path", '["[x].jsonl"]', "--sft.model.lora", "--ppo.missing_eos_score", "null"),
     ],
 )
@@ -50,6 +54,27 @@ def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[st
         words = [word for name, each in as_options(config) for word in (f"--{name}", *each)]
 
         assert parse_step(type(config), words) == config
+
+
+def test_a_plan_names_the_method_and_says_nothing_of_a_critic_that_it_lacks(tmp_path: Path) -> None:
+    options = ["--output-dir", str(tmp_path / "out"), "--ppo.critic.zero_stage", "2"]
+    with_critic = describe_plan(make_plan(options, STAGES))
+    without = describe_plan(make_plan([*options, "--method", "rloo"], STAGES))
+
+    assert "  method     ppo: one response to each prompt\n" in with_critic
+    assert "--critic.path" in with_critic
+    assert "  method     rloo: 4 responses to each prompt, without a critic\n" in without
+    assert without.count("critic") == 1
+    assert "--method rloo" in without
+
+
+def test_a_steps_changed_settings_have_none_of_a_critic_that_it_lacks() -> None:
+    config = step_configs(parse_request(["--method", "dapo"], STAGES), STAGES)["step3_ppo"]
+
+    changed = changed_settings(config)
+
+    assert (changed["method"], changed["group_size"]) == ("dapo", 16)
+    assert not [name for name in changed if name.startswith("critic")]
 
 
 def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli import parse_step
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
+from pipeline.plan.help import train_help
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import EMBEDDED_PRESET, step_configs
 from pipeline.settings.plain import flatten, plain
+from step3_ppo.config import PPOConfig
+from step3_ppo.methods import METHODS
 from train import STAGES
 
 
@@ -68,6 +72,41 @@ def test_preset_then_files_then_options_then_dotted_options(tmp_path: Path) -> N
 
     assert (step["batch_size"], step["seed"], step["log_every"]) == (2, 3, 9)
     assert (dotted["seed"], step["model.path"]) == (4, "x/low")
+
+
+def test_a_method_lies_over_the_presets_and_under_all_that_is_said(tmp_path: Path) -> None:
+    mine = tmp_path / "my.yaml"
+    mine.write_text("ppo: {group_size: 4}\n")
+
+    plain_run = settings()["step3_ppo"]
+    method = settings("--method", "grpo")["step3_ppo"]
+    moved = settings("--method", "grpo", "--config", str(mine), "--ppo.kl_coef", "0.1")["step3_ppo"]
+
+    assert (plain_run["kl_coef"], plain_run["ppo_epochs"]) == (0.2, 2)  # of embedded.yaml
+    assert (method["kl_coef"], method["ppo_epochs"], method["group_size"]) == (0.04, 1, 8)
+    assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo", "grpo", 40)
+    assert (moved["kl_coef"], moved["group_size"], moved["kl_in"]) == (0.1, 4, "loss")
+
+
+def test_a_method_may_stand_in_a_file_of_train_or_of_the_step(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside.yaml", tmp_path / "inside.yaml"
+    outside.write_text("method: rloo\n")
+    inside.write_text("ppo: {method: raft}\n")
+
+    assert settings("--config", str(outside))["step3_ppo"]["advantage"] == "rloo"
+    assert settings("--config", str(inside))["step3_ppo"]["advantage"] == "best"
+    assert settings("--ppo.method", "dr_grpo")["step3_ppo"]["aggregate"] == "constant"
+    both = settings("--config", str(inside), "--method", "rloo")["step3_ppo"]
+    assert (both["method"], both["loss"]) == ("rloo", "clip")
+
+
+def test_the_help_of_method_names_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_step(PPOConfig, ["--help", "method"])
+    of_step = capsys.readouterr().out
+    of_train = train_help(STAGES, ["method"])
+
+    assert not [name for name in METHODS if name not in of_step or name not in of_train]
 
 
 def test_the_embedded_preset_applies_to_the_embedded_model_alone(tmp_path: Path) -> None:

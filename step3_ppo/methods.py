@@ -1,0 +1,101 @@
+"""The methods of step 3: each is a row of settings over the one loop of `step3_ppo.train`.
+
+A row lies just above the defaults: whatever a file or the command line says wins over it.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+
+def _row(**settings: Any) -> Mapping[str, Any]:  # noqa: ANN401
+    return MappingProxyType(settings)
+
+
+METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Ouyang et al. 2022.
+        "ppo": _row(),
+        # Shao et al. 2024, eq. 3 and section 4.1.2; the KL with the right gradient.
+        "grpo": _row(
+            advantage="grpo",
+            aggregate="sequence",
+            group_size=8,
+            ppo_epochs=1,
+            kl_in="loss",
+            kl_coef=0.04,
+        ),
+        # Liu et al. 2025.
+        "dr_grpo": _row(
+            advantage="dr_grpo", aggregate="constant", group_size=8, ppo_epochs=1, kl_in="none"
+        ),
+        # Yu et al. 2025, eq. 8 to 13.
+        "dapo": _row(
+            advantage="grpo",
+            aggregate="token",
+            clip=0.2,
+            clip_high=0.28,
+            group_size=16,
+            ppo_epochs=1,
+            kl_in="none",
+            dynamic_sampling=3,
+            overlong_buffer=0.2,
+            missing_eos_score=None,
+        ),
+        # Zheng et al. 2025, section 5.1: four minibatches a rollout.
+        "gspo": _row(
+            advantage="grpo",
+            loss="gspo",
+            aggregate="sequence",
+            clip=3e-4,
+            clip_high=4e-4,
+            group_size=8,
+            rollout_size=128,
+            batch_size=32,
+            ppo_epochs=1,
+            kl_in="none",
+        ),
+        # MiniMax 2025, eq. 4 and 5, with the bound of Khatri et al. 2025.
+        "cispo": _row(
+            advantage="grpo",
+            loss="cispo",
+            aggregate="token",
+            clip_high=4.0,
+            group_size=8,
+            rollout_size=128,
+            batch_size=32,
+            ppo_epochs=1,
+            kl_in="none",
+        ),
+        # Ahmadian et al. 2024.
+        "rloo": _row(
+            advantage="rloo",
+            aggregate="token",
+            group_size=4,
+            ppo_epochs=1,
+            kl_in="reward",
+            kl_coef=0.05,
+        ),
+        # Hu 2025.
+        "reinforce_pp": _row(
+            advantage="reinforce_pp",
+            aggregate="token",
+            group_size=1,
+            ppo_epochs=1,
+            kl_in="reward",
+            kl_coef=0.01,
+        ),
+        # Dong et al. 2023: one update on each rollout.
+        "raft": _row(
+            advantage="best",
+            loss="none",
+            aggregate="token",
+            group_size=8,
+            rollout_size=128,
+            batch_size=128,
+            ppo_epochs=1,
+            kl_in="none",
+        ),
+    }
+)
+"""By the setting `method`; docs/ppo.md says when to use which."""

@@ -1,0 +1,129 @@
+"""Every method on real processes: the same weights at every stage, after a cut, on 1 and 2."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.config import OptimConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.methods import METHODS
+from step3_ppo.train import train
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import toy_config
+
+STEPS = 2
+CASES = [
+    pytest.param(method, id=method, marks=() if method == "dapo" else pytest.mark.grid)
+    for method in METHODS
+]
+OF_TIME = ("seconds", "tokens_per_second", "memory_gb")
+
+
+def config_of(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
+    """The method's row on groups of two; scores count by their sign, so that some are equal.
+
+    Rates are small, so that rounding stays so.
+    """
+    row = {**METHODS[method], "rollout_size": 8, "batch_size": 4}
+    row["batch_size"] = 8 if row.get("loss") == "none" else 4
+    row["group_size"] = min(2, row.get("group_size", 1))
+    settings = {
+        "max_steps": STEPS,
+        "max_prompt_length": 40,
+        "score_clip": 1e-3,
+        "missing_eos_score": None,
+        "normalize_score": False,
+        "correction": "truncate",
+        "eval_every": 0,
+        "keep_best": False,
+    }
+    config = toy_config(toy, output_dir=out, method=method, **{**settings, **row, **changes})
+    optim = OptimConfig(lr=1e-3, eps=1e-5, schedule="constant", warmup_ratio=0.0)
+    trained = {role: replace(getattr(config, role), optim=optim) for role in ("actor", "critic")}
+    return replace(config, data=replace(config.data, max_eval_rows=4), **trained)
+
+
+def at_stage(config: PPOConfig, stage: int, out: Path) -> PPOConfig:
+    trained = {
+        role: replace(getattr(config, role), zero_stage=stage) for role in ("actor", "critic")
+    }
+    return replace(config, output_dir=out, **trained)
+
+
+def exported(out: Path) -> dict[str, torch.Tensor]:
+    """The actor's weights."""
+    return load_file(out / "actor" / "model.safetensors")
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """All that was logged but for what the clock says."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
+        for line in lines
+    ]
+
+
+def _train(config: PPOConfig) -> None:
+    train(config)
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = exported(one), exported(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_ends_in_the_same_weights_at_every_stage(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    config = config_of(method, toy, tmp_path)
+
+    for stage in range(4):
+        run_ranks(_train, at_stage(config, stage, tmp_path / str(stage)))
+
+    assert all(same(tmp_path / str(stage), tmp_path / "0") for stage in range(4))
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_a_method_that_was_cut_off_ends_as_the_whole_run(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    config = config_of(method, toy, whole, save_every=STEPS // 2)
+    train(config)
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / f"step_{STEPS:08d}")
+    shutil.rmtree(again / "actor")
+    (again / "result.json").unlink()
+
+    train(replace(config, output_dir=again, resume=True))
+
+    assert metrics(again) == metrics(whole)
+    assert same(again, whole)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_a_method_learns_the_same_on_one_and_two_processes(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    config = config_of(method, toy, alone)
+    train(config)
+    run_ranks(_train, at_stage(config, 3, together))
+
+    if config.dynamic_sampling > 0:
+        assert sum(line.get("refills", 0) for line in metrics(alone)) > 0
+    one, two = exported(alone), exported(together)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(metrics(alone), metrics(together), strict=True):
+        for name in mine.keys() & {"refills", "response_length", "dead_groups", "reward_score"}:
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), name

@@ -1,0 +1,84 @@
+"""Methods as rows of settings: what they stand for, what wins over them, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cli import parse_step
+from pipeline.errors import ConfigError
+from pipeline.settings.plain import as_options, plain
+from step3_ppo.config import PPOConfig
+from step3_ppo.course import TITLES
+from step3_ppo.methods import METHODS
+from tests.step3_ppo.toy import toy_config
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_is_what_its_name_stands_for_and_gives_way_to_what_is_said(method: str) -> None:
+    row = METHODS[method]
+
+    config = parse_step(PPOConfig, ["--method", method])
+    moved = parse_step(PPOConfig, ["--clip_high", "0.5", "--method", method])
+
+    assert {name: getattr(config, name) for name in row} == dict(row)
+    assert plain(config) == {**plain(PPOConfig()), **row, "method": method}
+    assert moved.clip_high == 0.5
+    assert config.method_name == method
+    assert method in TITLES
+
+
+def test_a_method_may_stand_in_a_file_and_the_file_wins_over_its_row(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("group_size: 2\nmethod: grpo\n")
+
+    config = parse_step(PPOConfig, ["--config", str(file)])
+    other = parse_step(PPOConfig, ["--config", str(file), "--method", "rloo"])
+
+    assert (config.advantage, config.group_size, config.kl_in) == ("grpo", 2, "loss")
+    assert (other.advantage, other.group_size, other.kl_in) == ("rloo", 2, "reward")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_recorded_method_and_its_options_give_the_same_settings(method: str) -> None:
+    config = parse_step(PPOConfig, ["--method", method, "--group_size", "16", "--kl_coef", "0.05"])
+    options = [word for name, words in as_options(config) for word in (f"--{name}", *words)]
+
+    assert parse_step(PPOConfig, options) == config
+    assert len(options) <= 2 * 4  # the method, and what differs from it
+
+
+def test_a_method_that_there_is_not_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"method.*grpo"):
+        parse_step(PPOConfig, ["--method", "grop"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"kl_in": "loss", "kl_estimator": "k1"}, "k1 in the loss has an expected gradient of 0"),
+        ({"kl_in": "reward", "kl_estimator": "k3"}, "ppo.kl_estimator k3 belongs into the loss"),
+        ({"kl_in": "none", "kl_target": 6.0}, "ppo.kl_target steers a KL penalty"),
+        ({"overlong": "mask", "missing_eos_score": -1.0}, "ppo.overlong mask decides"),
+        ({"overlong_buffer": 4.0, "missing_eos_score": -1.0}, "ppo.overlong_buffer 4 decides"),
+        ({"overlong_buffer": 4.0, "overlong": "mask"}, "ppo.overlong mask leaves responses"),
+        ({"overlong_buffer": 9.0}, "ppo.overlong_buffer must lie between 0 and"),
+        ({"correction_cap": 0.5}, "ppo.correction_cap must be at least 1"),
+        ({"lam_value": 1.0}, "ppo.lam_value is a trade-off of ppo.advantage gae"),
+        ({"advantage": "dr_grpo", "group_size": 1}, "set ppo.group_size to 2 or more"),
+        ({"baseline": "group"}, "ppo.baseline group is of ppo.advantage reinforce_pp"),
+        (
+            {"advantage": "reinforce_pp", "baseline": "group", "group_size": 1},
+            "ppo.baseline group is the mean",
+        ),
+        ({"dynamic_sampling": 2, "advantage": "gae", "group_size": 1}, "ppo.dynamic_sampling"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "ppo.dual_clip bounds a clipped loss"),
+        ({"positive_nll_coef": -1.0}, "ppo.positive_nll_coef must not be below 0"),
+    ],
+)
+def test_contradictions_are_refused_in_a_sentence(
+    toy: Path, changes: dict[str, object], named: str
+) -> None:
+    group: dict[str, Any] = {"advantage": "rloo", "group_size": 4, "kl_in": "none"}
+    with pytest.raises(ConfigError, match=named):
+        toy_config(toy, **{"missing_eos_score": None, **group, **changes})
