@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +34,16 @@ class Server:
     most_at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Counts the requests at work; it ends before the answer, after which the next may come."""
+        with self.lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        yield
+        with self.lock:
+            self.at_once -= 1
+
 
 def say(handler: BaseHTTPRequestHandler, body: object, status: int = 200, **headers: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -55,15 +65,9 @@ def serving(answer: Callable[[Server, BaseHTTPRequestHandler, Any], None]) -> It
             with known.lock:
                 known.asked.append(body)
                 known.headers.append(dict(self.headers))
-                known.at_once += 1
-                known.most_at_once = max(known.most_at_once, known.at_once)
-            try:
+            # The client may have given up, as it should.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 known.answer(known, self, body)
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # the client has given up, as it should
-            finally:
-                with known.lock:
-                    known.at_once -= 1
 
         def log_message(self, *args: object) -> None:
             del args
@@ -182,8 +186,9 @@ def test_a_server_that_is_down_or_slow_fails_after_its_attempts() -> None:
 
 
 def test_a_judge_is_asked_at_once_but_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(_server: Server, handler: BaseHTTPRequestHandler, body: Any) -> None:
-        time.sleep(0.1)
+    def answer(server: Server, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        with server.working():
+            time.sleep(0.1)
         content = body["messages"][0]["content"]
         say(handler, judged(f'Fine. {{"score": {7.5 if "[good]" in content else 0}}}'))
 

@@ -42,7 +42,16 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """The processes of rewards; the test run has others, which other tests started."""
+    own = [each for each in psutil.Process().children() if "rewards.supervisor" in words_of(each)]
+    return [process for each in own for process in (each, *each.children(recursive=True))]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return []
 
 
 def test_functions_of_every_form_run_unchanged() -> None:
@@ -151,7 +160,7 @@ def test_a_worker_that_dies_or_spins_is_replaced() -> None:
 
 def check_memory(count: int, seconds: float) -> None:
     with Rewards([function("by_text")], timeout_seconds=seconds) as rewards:
-        supervisor = psutil.Process().children()[0]
+        supervisor = descendants()[0]
         rewards.submit(episodes(*["hang"] * 4))
         rewards.results()
         before = supervisor.memory_info().rss
@@ -244,7 +253,7 @@ def test_signals_to_a_job_leave_the_rewards_of_its_last_step_alone() -> None:
 
 def test_a_lost_supervisor_is_said_in_a_sentence() -> None:
     with Rewards([function("length")]) as rewards:
-        supervisor = psutil.Process().children()[0]
+        supervisor = descendants()[0]
         supervisor.kill()
 
         with pytest.raises(RewardError, match="the process that keeps the reward workers"):
