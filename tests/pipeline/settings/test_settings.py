@@ -170,4 +170,4 @@ def test_list_settings_has_every_leaf_with_the_default_of_its_role() -> None:
     assert flatten(plain(PPOConfig())).keys() <= settings.keys()
     assert settings["actor.optim.lr"].default == 1e-6
     assert settings["critic.optim.lr"].default == 9e-6
-    assert settings["kl_coef"].description.startswith("Weight of the per-token KL penalty")
+    assert settings["kl_coef"].description.startswith("Weight of the KL penalty")
