@@ -73,7 +73,7 @@ class Alarms:
             "kl": (
                 kl > MAX_KL,
                 f"the actor is {kl:.2f} nats a token from the reference, beyond {MAX_KL}: its"
-                " answers may please the reward model alone; raise ppo.kl_coef or lower"
+                " answers may please what rewards them alone; raise ppo.kl_coef or lower"
                 " ppo.actor.optim.lr",
             ),
             "ratio": (
@@ -91,7 +91,7 @@ class Alarms:
             "length": (
                 not MIN_LENGTH <= _share(length, first["response_length"]) <= MAX_LENGTH,
                 f"answers went from {first['response_length']:.0f} to {length:.0f} tokens: the"
-                " reward model may favour their length; read the samples, or raise ppo.kl_coef",
+                " reward may favour their length; read the samples, or raise ppo.kl_coef",
             ),
             "stop rate": (
                 ended > STOP_RATE_LOSS,

@@ -136,7 +136,11 @@ def _check_overlong(config: "PPOConfig") -> None:
         " their reward: choose one",
     )
     require(
-        not ((masks or buffer > 0) and config.missing_eos_score is not None),
+        not (
+            (masks or buffer > 0)
+            and config.uses_reward_model
+            and config.missing_eos_score is not None
+        ),
         f"{name} decides what a response without an end counts, and so does"
         f" ppo.missing_eos_score {config.missing_eos_score}: set that to null",
     )

@@ -8,6 +8,7 @@ import pytest
 from pipeline.cli import parse_step
 from pipeline.errors import ConfigError
 from pipeline.settings.plain import as_options, plain
+from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.course import TITLES
 from step3_ppo.methods import METHODS
@@ -82,3 +83,11 @@ def test_contradictions_are_refused_in_a_sentence(
     group: dict[str, Any] = {"advantage": "rloo", "group_size": 4, "kl_in": "none"}
     with pytest.raises(ConfigError, match=named):
         toy_config(toy, **{"missing_eos_score": None, **group, **changes})
+
+
+def test_without_a_reward_model_long_responses_may_cost_without_another_word(toy: Path) -> None:
+    right = RewardConfig(name="right", kind="math")
+
+    config = toy_config(toy, method="dapo", rewards=(right,), overlong_buffer=4.0)
+
+    assert config.missing_eos_score is not None  # which nothing reads without a reward model
