@@ -70,7 +70,11 @@ def settings_help(
         default = _default(setting)
         meaning = f"{setting.description} {default}".strip()
         name = setting.name.replace("_", "-") if dashes else setting.name
-        lines += help_entry(f"--{prefix}{name} {_placeholder(setting.kind)}".rstrip(), meaning)
+        option = f"--{prefix}{name} {_placeholder(setting.kind)}".rstrip()
+        if len(option) + 2 > WIDTH:
+            option, choices = option.split(" ", 1)
+            option, meaning = f"{option} NAME", f"One of {choices.replace(',', ', ')}. {meaning}"
+        lines += help_entry(option, meaning)
     return lines
 
 
@@ -101,11 +105,17 @@ def _own_and_common(
     shared = {
         field.name
         for base in config_class.__mro__[1:]
-        if is_dataclass(base)
+        if is_dataclass(base) and _package(base) != _package(config_class)
         for field in fields(base)
     }
     own = [each for each in settings if each.name.partition(".")[0] not in shared]
+    # What the class itself declares comes before what it has from others of its package.
+    own.sort(key=lambda each: each.name.partition(".")[0] not in config_class.__annotations__)
     return own, [each for each in settings if each.name.partition(".")[0] in shared]
+
+
+def _package(of: type) -> str:
+    return of.__module__.partition(".")[0]
 
 
 def _section_of(setting: Setting, sections: Iterable[str]) -> str | None:
@@ -166,6 +176,8 @@ def _placeholder(kind: object) -> str:
         return "{" + ",".join(str(choice) for choice in typing.get_args(kind)) + "}"
     if typing.get_origin(kind) is tuple:
         first, *rest = typing.get_args(kind)
+        if section_class(first) is not None:
+            return "JSON"
         return f"{_placeholder(first)} ..." if rest == [...] else _placeholder(first) + ",..."
     if typing.get_origin(kind) is dict:
         return "NAME=VALUE ..."

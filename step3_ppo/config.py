@@ -51,8 +51,7 @@ class PPOConfig(StepConfig, RewardSettings):
     method: Literal[
         "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
     ] = "ppo"
-    """Other defaults for the settings below, by the name of what they make together; whatever is
-    set beside it wins. docs/ppo.md has the table, and when to use which."""
+    """Other defaults for the settings below; what is set beside it wins (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(
         default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["actor"]))
@@ -78,44 +77,41 @@ class PPOConfig(StepConfig, RewardSettings):
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
-    """Responses generated before each round of updates, on all processes."""
+    """Responses generated before each round of updates, in all."""
 
     group_size: int = 1
     """Responses to each prompt (num_generations, rollout.n)."""
 
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
-    """gae asks a critic (Schulman et al. 2016). grpo, dr_grpo, rloo and best compare the responses
-    to a prompt: with their mean, in standard deviations (Shao et al. 2024) or not (Liu et al.
-    2025), with the mean of the others (Ahmadian et al. 2024), or take the best alone (RAFT, Dong et
-    al. 2023). reinforce_pp whitens the rewards to come over all tokens (Hu 2025)."""
+    """gae asks a critic; grpo, dr_grpo, rloo and best compare the responses to a prompt: with their
+    mean, in standard deviations or not, with the mean of the others, or take the best alone;
+    reinforce_pp whitens the rewards to come over all tokens. Papers: docs/ppo.md."""
 
     baseline: Literal["none", "group"] = "none"
     """Of reinforce_pp: group takes the mean score of a prompt's responses off each score."""
 
     loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
-    """clip is PPO's clipped ratio; gspo clips the geometric mean of a response's ratios (Zheng et
-    al. 2025); cispo bounds the ratio and keeps every gradient (MiniMax 2025); none is the plain
-    policy gradient, for one update a rollout."""
+    """clip is PPO's clipped ratio; gspo clips the mean ratio of a response; cispo bounds the ratio
+    and keeps every gradient; none is the plain policy gradient, for one update a rollout."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Weights of that loss: token, every token alike; sequence, every response alike; constant,
-    1 / max_new_tokens of a response."""
+    """Weights of that loss: every token alike, every response alike, or 1 / max_new_tokens each."""
 
     dynamic_sampling: int = 0
     """Rounds in which prompts whose responses all have the same reward give way to further ones (Yu
     et al. 2025, eq. 11)."""
 
     overlong_buffer: float = 0.0
-    """Tokens before max_new_tokens in which a response's reward falls by up to 1 (Yu et al. 2025,
-    eq. 13); below 1 a share of max_new_tokens."""
+    """Tokens before max_new_tokens in which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
+    below 1 a share of max_new_tokens."""
 
     overlong: Literal["score", "mask"] = "score"
-    """What becomes of responses without an end: score keeps them, with their reward; mask leaves
-    them out of baseline and loss."""
+    """What becomes of responses without an end: score keeps them; mask leaves them out of baseline
+    and loss."""
 
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Weights where generation's policy is not training's, as in fewer bits: truncate bounds their
-    ratio by correction_cap, mask leaves out what lies beyond (importance sampling, TIS)."""
+    """Importance weights where generation's policy is not training's: truncate bounds them by
+    correction_cap, mask leaves out what lies beyond (TIS, IcePop)."""
 
     correction_level: Literal["token", "sequence"] = "token"
     """Whose ratio: a token's, or the geometric mean of a response's."""
@@ -128,11 +124,11 @@ class PPOConfig(StepConfig, RewardSettings):
     et al. 2025, VAPO: 0.1)."""
 
     generation_batch_size: int = 64
-    """Prompts answered at once by one process; changes memory and speed, not the result."""
+    """Prompts answered at once by one process; changes no result."""
 
     inference_tp_size: int = 1
-    """Neighbouring processes that generate together, each with its part of every layer (tensor
-    parallelism). It divides the number of processes and of attention heads."""
+    """Processes that generate together by tensor parallelism; it divides their number and that of
+    attention heads."""
 
     replica: Literal["release", "resident"] = "release"
     """Weights gathered, merged or sharded to generate with: release gives their memory back to
@@ -149,27 +145,24 @@ class PPOConfig(StepConfig, RewardSettings):
     """Longest response, in tokens, its end-of-turn token included."""
 
     temperature: float = 1.0
-    """Of sampling, and of every log-probability that PPO compares."""
+    """Of sampling, and of every log-probability compared."""
 
     ppo_epochs: int = 1
     """Passes over each rollout."""
 
     reuse_forward: bool = True
-    """Where a rollout is one micro-batch, let the first update go back through the pass that gave
-    the old log-probabilities and values: a fifth less work after generation, to the same bits (but
-    for adapters on vocabularies whose logits come in tiles), for the activations of actor and
-    critic at once."""
+    """Where a rollout is one micro-batch, the first update goes back through the pass that gave the
+    old log-probabilities: a fifth less work after generation, for the memory of its activations."""
 
     kl_coef: float = 0.05
-    """Weight of the KL penalty to the reference, per token."""
+    """Weight of the KL penalty to the reference."""
 
     kl_in: Literal["reward", "loss", "none"] = "reward"
-    """Where that penalty is; never in both (use_kl_loss)."""
+    """Where that penalty is (use_kl_loss)."""
 
     kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
-    """auto is k1 in the reward, log pi - log pi_ref, and k3_is in the loss: k3 times the ratio,
-    whose gradient is that of KL(pi || pi_ref). k2 has that gradient too, on responses of the policy
-    itself; k3 (low_var_kl) has the gradient of KL(pi_ref || pi), the other KL."""
+    """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),
+    as k2's is on-policy; that of k3 (low_var_kl) is of KL(pi_ref || pi)."""
 
     kl_target: float | None = None
     """Nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019, 2.2); null keeps
@@ -182,7 +175,7 @@ class PPOConfig(StepConfig, RewardSettings):
     """Discount per token."""
 
     lam: float = 0.95
-    """GAE's bias-variance trade-off: 1 is Monte Carlo, 0 is one-step TD."""
+    """Bias against variance of GAE: 1 is Monte Carlo, 0 one-step TD."""
 
     lam_value: float | None = None
     """The same of the returns that the critic learns (Yue et al. 2025, VAPO: 1); null is lam."""
@@ -199,10 +192,10 @@ class PPOConfig(StepConfig, RewardSettings):
     """Scale token rewards to variance 1, keeping their mean."""
 
     clip: float = 0.2
-    """Lower side of the trust region: the policy ratio is clipped at 1 - clip."""
+    """Lower side of the trust region: the ratio is clipped at 1 - clip."""
 
     clip_high: float | None = None
-    """Upper side, 1 + clip_high (Yu et al. 2025, clip-higher); null uses `clip`."""
+    """Upper side, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
 
     dual_clip: float | None = None
     """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null is off."""
@@ -214,15 +207,15 @@ class PPOConfig(StepConfig, RewardSettings):
     """Weight of the entropy bonus."""
 
     target_kl: float | None = 0.05
-    """Stop the epochs over a rollout when the approximate KL between new and old policy exceeds 1.5
-    times this, in nats per token; null never stops."""
+    """Stop the epochs over a rollout when new and old policy are more than 1.5 times this apart, in
+    nats per token; null never stops."""
 
     normalize_score: bool = True
-    """Subtract the reward model's stored mean and divide by its standard deviation; both are
-    measured on the first rollout where it has none."""
+    """Subtract the reward model's stored mean and divide by its deviation, or by those of the first
+    rollout where it has none."""
 
     score_clip: float | None = 5.0
-    """Scores are clipped to ± this, after normalization; null is off."""
+    """Scores are clipped to ± this, once normalized; null is off."""
 
     missing_eos_score: float | None = -1.0
     """Highest score of a response that did not end by itself, after normalization; null is off."""

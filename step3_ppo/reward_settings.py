@@ -26,10 +26,9 @@ class RewardSettings:
     """What gives the rewards, beside or in place of a reward model."""
 
     rewards: tuple[RewardConfig, ...] = ()
-    """Sources whose weighted sum is maximized (reward_funcs), each with a name and a kind: a list
-    in a file of settings, or JSON; --reward-function FILE.py:NAME and --reward KIND are short for
-    it. Empty takes the reward model alone; a source of kind model is its score, normalized
-    and clipped as these settings have it."""
+    """Sources whose weighted sum is maximized (reward_funcs), as a list in a file of settings, or
+    JSON; --reward-function FILE.py:NAME and --reward KIND are short for it. Empty takes the reward
+    model alone, which may also be a source."""
 
     gold: RewardConfig | None = None
     """A source that is measured and never trained on; null measures none."""

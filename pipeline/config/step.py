@@ -54,7 +54,7 @@ class StepConfig(ABC):
     data: DataConfig = field(default_factory=DataConfig)
 
     seed: int = 1234
-    """Seed of the data order, the sampling and the initialization of new weights."""
+    """Seed of the data order, of sampling and of new weights."""
 
     max_steps: int | None = None
     """Optimizer steps (iterations of rollout and update in step 3); null runs `epochs`."""
@@ -66,8 +66,8 @@ class StepConfig(ABC):
     """Sequences in an optimizer step, over all processes (pairs in step 2)."""
 
     micro_batch_size: int = 8
-    """Sequences in one forward pass of one process (per_device_train_batch_size); accumulation
-    follows from it. It changes memory and speed, not the result."""
+    """Sequences in one forward pass of one process (per_device_train_batch_size); changes memory
+    and speed, not the result."""
 
     threads: int | None = None
     """Processor threads of each process; null takes the variable RLHF_THREADS, else one for each
@@ -82,8 +82,8 @@ class StepConfig(ABC):
     0 evaluates before and after only."""
 
     keep_best: bool = True
-    """Export the weights of the best evaluation, whichever step they came from, for a copy of the
-    trained weights in main memory; false exports the last ones."""
+    """Export the weights of the best evaluation, for a copy of them in main memory; false exports
+    the last ones."""
 
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
@@ -99,7 +99,7 @@ class StepConfig(ABC):
     """Checkpoints that are kept (save_total_limit); at least 2, so that one may be damaged."""
 
     resume: bool = False
-    """Go on from the newest checkpoint in `output_dir` that verifies; without one, begin."""
+    """Go on from the newest checkpoint that verifies; without one, begin."""
 
     def __post_init__(self) -> None:
         require(

@@ -15,6 +15,7 @@ from pipeline.settings.describe import list_settings
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
+from step3_ppo.reward_settings import RewardSettings
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,15 +54,15 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     def options(start: int, end: int) -> list[str]:
         return re.findall(r"^  --([\w.]+)", "\n".join(lines[start:end]), re.MULTILINE)
 
-    own = [each.name for each in list_settings(PPOConfig) if each.name in vars(PPOConfig)]
+    declared = vars(PPOConfig) | vars(RewardSettings)
+    own = [each.name for each in list_settings(PPOConfig) if each.name in declared]
     assert len(lines) < 200
     assert options(first, second)[0] == "method"
     assert set(options(first, second)) <= set(own)
-    assert {"kl_coef", "ema_decay"} <= set(options(first, second))
+    assert {"kl_coef", "ema_decay", "rewards"} <= set(options(first, second))
     assert options(second, third)[:3] == ["output_dir", "seed", "max_steps"]
-    assert options(third, len(lines)) == [
-        f"{name}.SETTING" for name in ("data", "actor", "critic", "reference", "reward", "base")
-    ]
+    roles = ("actor", "critic", "reference", "reward", "base")
+    assert options(third, len(lines)) == [f"{each}.SETTING" for each in ("gold", "data", *roles)]
 
 
 def test_a_section_of_the_short_help_names_what_it_has() -> None:
