@@ -95,7 +95,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-SAVED = ("--save-every", "1", "--keep-last", "1")
+SAVED = ("--save-every", "1")
 
 
 def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
