@@ -64,18 +64,20 @@ def standardized(values: Values, eps: float) -> list[float | None]:
     return [None if value is None else (value - mean) / scale for value in values]
 
 
-def without_failures(
-    values: Values, sources: Sequence[Scored], weights: Sequence[float]
-) -> list[float | None]:
-    """The values, with None where a source that counts failed."""
-    masked = failed_rows(sources, weights, len(values))
-    return [None if failed else value for value, failed in zip(values, masked, strict=True)]
+def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
+    """By source, its values, with None on the responses that a source with a weight failed on.
 
-
-def failed_rows(sources: Sequence[Scored], weights: Sequence[float], count: int) -> list[bool]:
-    """By response, whether a source with a weight failed on it."""
+    A part of a sum is no reward: such a response has none, from any source.
+    """
     counted = [each.failed for each, weight in zip(sources, weights, strict=True) if weight != 0]
-    return [any(failed[row] is not None for failed in counted) for row in range(count)]
+
+    def has_failed(row: int) -> bool:
+        return any(failed[row] is not None for failed in counted)
+
+    return [
+        [None if has_failed(row) else value for row, value in enumerate(each.values)]
+        for each in sources
+    ]
 
 
 def _groups(values: Values, group_size: int) -> Iterator[Values]:

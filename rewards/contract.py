@@ -55,7 +55,7 @@ class Outcome:
 
     @classmethod
     def failed(cls, sentence: str) -> "Outcome":
-        """A failure, said in one line of moderate length."""
+        """A failure, described in one line of moderate length."""
         return cls(None, " ".join(sentence.split())[:500])
 
 
@@ -91,12 +91,6 @@ class Verdicts:
 
     gold: Scored | None
     """What is measured and never trained on."""
-
-    combined: list[float | None]
-    """The weighted sum of the sources; None where none applies, or where one failed."""
-
-    masked: list[bool]
-    """Where a source that counts failed: nothing may be learned from that response."""
 
     seconds: Mapping[str, float]
     """By source (and `gold`): the time its calls took, added up over the worker processes."""

@@ -3,16 +3,13 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.errors import require
-from rewards.combine import failed_rows, normalize_then_sum, weighted_sum, without_failures
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome, RewardError, Scored, Verdicts
 from rewards.pool import Pool
 from rewards.sources import Source, read_sources
-
-Combine = Literal["sum", "normalize_then_sum"]
 
 
 class Rewards:
@@ -23,14 +20,13 @@ class Rewards:
     Args:
         sources: what the responses are rewarded for.
         gold: what is measured beside that and never trained on.
-        combine: how the sources become one number.
         timeout_seconds: the time of one call of a function or verifier, or of one request.
         workers: processes that compute.
         max_failures: share of the responses on which a source may fail before the run stops.
         cache_dir: where answers of endpoints are kept, so that no request is repeated.
 
     Raises:
-        ConfigError: a source can't be used; said before any worker starts, but for errors that a
+        ConfigError: a source can't be used; raised before any worker starts, but for errors that a
             user's own code raises as it is loaded.
     """
 
@@ -39,7 +35,6 @@ class Rewards:
         sources: Sequence[RewardConfig],
         *,
         gold: RewardConfig | None = None,
-        combine: Combine = "sum",
         timeout_seconds: float = 10.0,
         workers: int = 2,
         max_failures: float = 0.1,
@@ -56,7 +51,6 @@ class Rewards:
         configs = [*sources, *([] if gold is None else [gold])]
         self._sources = read_sources(configs, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
         self._num_trained = len(sources)
-        self._combine: Combine = combine
         self._max_failures = max_failures
         self._slots: list[int] = []
         self._pool = Pool(self._sources, workers=workers)
@@ -90,31 +84,12 @@ class Rewards:
         scored = [_scored(outcomes, order) for outcomes in collected.outcomes]
         names = [source.name for source in self._sources]
         trained = scored[: self._num_trained]
-        summed = weighted_sum([each.values for each in trained], self._weights)
         return Verdicts(
             slots=slots,
             sources=dict(zip(names, trained, strict=False)),
             gold=scored[-1] if len(scored) > len(trained) else None,
-            combined=without_failures(summed, trained, self._weights),
-            masked=failed_rows(trained, self._weights, len(slots)),
             seconds=dict(zip(names, collected.seconds, strict=True)),
         )
-
-    def combine(self, sources: Sequence[Scored], *, group_size: int) -> list[float | None]:
-        """One number for each response of a whole batch, of all processes, by `combine`.
-
-        `sum` gives rewards, the same as `Verdicts.combined`; `normalize_then_sum` gives advantages.
-        Where a source with a weight failed, and where none applies, it is None; responses with a
-        failure take no part in the normalization.
-        """
-        masked = failed_rows(sources, self._weights, len(sources[0].values))
-        values = [
-            [None if hidden else value for value, hidden in zip(each.values, masked, strict=True)]
-            for each in sources
-        ]
-        if self._combine == "sum":
-            return weighted_sum(values, self._weights)
-        return normalize_then_sum(values, self._weights, group_size=group_size)
 
     def check_failures(
         self, failed: Mapping[str, int], *, num_rows: int, first: Mapping[str, str | None]
@@ -151,10 +126,6 @@ class Rewards:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    @property
-    def _weights(self) -> list[float]:
-        return [source.config.weight for source in self._sources[: self._num_trained]]
 
 
 def fingerprint_of(sources: Sequence[Source]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from pipeline.parallel.mesh import current_mesh
-from rewards.combine import failed_rows, normalize_then_sum, weighted_sum
+from rewards.combine import normalize_then_sum, weighted_sum, without_failures
 from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
@@ -116,7 +116,8 @@ def rewards_of(
             sources[source.name] = Scored(of_model.tolist(), [None] * len(stopped))
         else:
             sources[source.name] = given[source.name]
-    values = without_failed(sources, config)
+    own = [sources[source.name] for source in config.rewards]
+    values = without_failures(own, _weights(config))
     score = _tensor(weighted_sum(values, _weights(config)), stopped)
     reward = score
     if learns and config.reward_combine == "normalize_then_sum":
@@ -125,16 +126,6 @@ def rewards_of(
     return ResponseRewards(
         reward.nan_to_num(nan=0.0), score, {**sources, **gold}, models.sources.seconds
     )
-
-
-def without_failed(sources: Mapping[str, Scored], config: PPOConfig) -> list[list[float | None]]:
-    """What each source gave, None where one that counts failed: a part is no reward."""
-    own = [sources[source.name] for source in config.rewards]
-    failed = failed_rows(own, _weights(config), len(own[0].values))
-    return [
-        [None if hidden else value for value, hidden in zip(each.values, failed, strict=True)]
-        for each in own
-    ]
 
 
 def normalized(values: Sequence[Sequence[float | None]], config: PPOConfig) -> list[float | None]:

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from rewards.combine import normalize_then_sum, standardized, weighted_sum
+from rewards.combine import normalize_then_sum, standardized, weighted_sum, without_failures
+from rewards.contract import Scored
 
 
 def test_the_sum_is_weighted_and_the_weights_of_what_does_not_apply_go_to_the_others() -> None:
@@ -44,3 +45,17 @@ def test_what_a_source_does_not_apply_to_takes_no_part_in_its_mean() -> None:
         pytest.approx(-1 / math.sqrt(2)),
         pytest.approx(1 / math.sqrt(2)),
     ]
+
+
+def test_a_failed_response_has_no_reward_and_a_source_without_weight_hides_none() -> None:
+    correct = Scored([None, None, 3.0], [None, "it raised", None])
+    length = Scored([4.0, 3.0, 1.0], [None, None, None])
+    unweighted = Scored([None, None, None], ["it raised", "it raised", "it raised"])
+    weights = [1.0, 0.5, 0.0]
+
+    values = without_failures([correct, length, unweighted], weights)
+
+    assert values == [[None, None, 3.0], [4.0, None, 1.0], [None, None, None]]
+    # Where only length applies it weighs what both do: 1.5 of its own weight's 0.5.
+    assert weighted_sum(values, weights) == [1.5 * 4, None, 3 + 0.5]
+    assert without_failures([unweighted], [0.0]) == [[None, None, None]]

@@ -74,7 +74,7 @@ def test_functions_of_every_form_run_unchanged() -> None:
     assert verdicts.sources["slow_length"].values == [1, 4]
     for name in ("trl_plain", "trl_messages", "openrlhf", "verl"):
         assert verdicts.sources[name] == Scored([1.0, 0.0], [None, None]), name
-    assert verdicts.combined == [6, 8]
+    assert list(verdicts.sources) == [source.name for source in sources]
     assert rewards.columns == {"answer", "data_source", "extra_info"}
     for form in ("(episodes)", "with text", "with messages", "OpenRLHF's", "verl's"):
         assert form in notes
@@ -127,7 +127,7 @@ def test_results_are_ordered_by_slot_however_they_were_submitted() -> None:
 
     assert verdicts.slots == [0, 1, 2, 3]
     assert verdicts.sources["length"].values == [1, 2, 3, 4]
-    assert (empty.slots, empty.combined) == ([], [])
+    assert (empty.slots, empty.sources["length"].values) == ([], [])
 
 
 def test_one_of_64_calls_that_hangs_costs_its_deadline_and_no_more() -> None:
@@ -248,7 +248,7 @@ def test_signals_to_a_job_leave_the_rewards_of_its_last_step_alone() -> None:
                 process.send_signal(number)
         rewards.submit(episodes("a", "bb"))
 
-        assert rewards.results().combined == [1, 2]
+        assert rewards.results().sources["length"].values == [1, 2]
 
 
 def test_a_lost_supervisor_is_said_in_a_sentence() -> None:
@@ -285,7 +285,7 @@ def test_an_edit_during_the_run_changes_nothing_and_another_file_another_fingerp
         rewards.submit(episodes("end the process"))
         rewards.results()
         rewards.submit(episodes(""))
-        values = rewards.results().combined
+        values = rewards.results().sources["mine"].values
     with Rewards([config], workers=1) as again:
         after = again.fingerprint
 
@@ -294,21 +294,16 @@ def test_an_edit_during_the_run_changes_nothing_and_another_file_another_fingerp
     assert before != after
 
 
-def test_a_failed_row_is_masked_and_a_source_without_weight_masks_nothing() -> None:
-    sources = [function("returns"), function("length", weight=0.5), function("verl", weight=0.0)]
-    gold = function("batch")
-
-    with Rewards(sources, gold=gold) as rewards:
+def test_gold_is_measured_beside_the_sources() -> None:
+    with Rewards([function("returns")], gold=function("batch")) as rewards:
         rewards.submit(episodes("None", "1/0", "3"))
         verdicts = rewards.results()
 
     assert verdicts.sources["returns"].values == [None, None, 3.0]
-    # Where only length applies it weighs what both do: 1.5 of its own weight's 0.5.
-    assert verdicts.combined == [1.5 * 4, None, 3 + 0.5]
-    assert verdicts.masked == [False, True, False]
+    assert verdicts.sources["returns"].num_failed == 1
     assert verdicts.gold is not None
     assert verdicts.gold.num_failed == 3
-    assert set(verdicts.seconds) == {"returns", "length", "verl", "batch"}
+    assert set(verdicts.seconds) == {"returns", "batch"}
 
 
 def test_failures_past_the_share_stop_the_run_in_one_sentence() -> None:
