@@ -86,7 +86,7 @@ def random_ids(args: argparse.Namespace) -> Any:  # noqa: ANN401
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was told."""
+    """Until the device has done what its queue holds."""
     import torch
 
     if device == "cuda":

@@ -32,7 +32,7 @@ def iterate(
         num_prompts: of this process.
         prompt_length: tokens of each.
         vocabulary: tokens are drawn below it.
-        wait: returns when the device has done what it was told.
+        wait: returns when the device's queue is empty.
     """
     data = current_mesh().data
     generator = torch.Generator().manual_seed(step * data.size + data.rank)

@@ -20,7 +20,7 @@ def of_correct(row: Row) -> Iterator[Gate]:
 
 
 def of_compile(row: Row) -> Iterator[Gate]:
-    """No register goes to memory; the compiler must have said so."""
+    """No register goes to memory; the compiler must report it."""
     if "kernel" in row:
         yield f"{row['kernel']} {row['defines']} spills nothing", row["spilled"] == 0
 

@@ -167,7 +167,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def wait() -> None:
-    """Until the GPU has done what it was told, if there is one."""
+    """Until the GPU's queue is empty, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

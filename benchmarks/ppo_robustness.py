@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     print(f"{processor()}, Python {platform.python_version()}\n")
     names_of_columns = ("case", "seed", "reward model", "judge: step 1", "exported actor")
-    names_of_columns += ("of iteration", "KL per answer", "said")
+    names_of_columns += ("of iteration", "KL per answer", "warnings")
     print("| " + " | ".join(names_of_columns) + " |\n" + "|---" * len(names_of_columns) + "|")
     for case in (case for case in CASES if case.name in args.cases):
         for seed in args.seeds:
@@ -105,7 +105,7 @@ def train(directory: Path, seed: int, *words: str) -> None:
 
 
 def log_of(directory: Path) -> Path:
-    """What the runs in a directory said."""
+    """What the runs in a directory logged."""
     return directory.with_name(f"{directory.name}.log")
 
 
@@ -143,7 +143,7 @@ def evaluated(step: Path) -> Mapping[str, Any]:
 
 
 def warnings_of(directory: Path) -> Iterator[str]:
-    """The kinds of sentences in which the run said that something was wrong."""
+    """The kinds of warnings that the run logged."""
     log = log_of(directory)
     for line in log.read_text().splitlines() if log.is_file() else ():
         text = line[9:] if line[2:3] == ":" else line

@@ -121,7 +121,7 @@ class Checkpoints:
         `save_every` is null: what follows may take long. All processes come here together.
 
         Raises:
-            SystemExit: Ctrl-C or a scheduler told the run to stop; the state is saved.
+            SystemExit: Ctrl-C or a scheduler's signal stops the run; the state is saved.
         """
         patience = PATIENCE_SECONDS
         try:
@@ -175,7 +175,7 @@ class Checkpoints:
         return self.run.is_main and time.monotonic() - self._saved_at >= every.seconds
 
     def _save_or_leave(self, signals: StopSignals, *, due: bool) -> None:
-        """Save the state if that is due and not done; leave if any process was told to."""
+        """Save the state if that is due and not done; leave if any process received a signal."""
         received = signals.received
         interrupted, ended, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]

@@ -56,7 +56,7 @@ class DivergedError(RuntimeError):
 
 
 class JobFailed(SystemExit):
-    """A job of several processes has failed, and what it has to say is said."""
+    """A job of several processes has failed, and has printed why."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -37,7 +37,7 @@ def run_plan(plan: Plan) -> None:
     Raises:
         SystemExit: a step failed; 2 where it found wrong input, 75 where a scheduler stopped it,
             80 where training diverged, else 1.
-        KeyboardInterrupt: the run was told to stop; its message says how to go on.
+        KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
     out = plan.request.output_dir
     environment = plan.environment
@@ -68,7 +68,7 @@ def run_plan(plan: Plan) -> None:
 def follow_plan(plan: Plan) -> None:
     """Run the processes of one machine of several that are started by hand, but not the first one.
 
-    The first one has the output directory; what it decides can be told from the same files.
+    The first one has the output directory; what it decides follows from the same files.
 
     Raises:
         SystemExit, KeyboardInterrupt: as `run_plan`.
@@ -162,9 +162,9 @@ def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
         )
     if ending.code == 0:
         return
-    if ending.code == EXIT_USER_ERROR:  # the step has said what is wrong
+    if ending.code == EXIT_USER_ERROR:  # the step has printed what is wrong
         raise SystemExit(EXIT_USER_ERROR)
-    if ending.code == EXIT_DIVERGED:  # the step has said when and why, and kept its best weights
+    if ending.code == EXIT_DIVERGED:  # the step has printed when and why, and kept its best weights
         complain(
             f"step {stage.number} diverged, and no later step was started; the same command with"
             f" --resume and a smaller --{stage.section}.{stage.main_role}.optim.lr begins it again"

@@ -1,4 +1,4 @@
-"""Being told to stop, by Ctrl-C or by a scheduler: finish the step at hand, save, leave."""
+"""Interruption by Ctrl-C or by a scheduler: finish the step at hand, save, leave."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         if self._thread is None:
             return
-        # A process that leaves because others were told may be told only now: it is obeying.
+        # A process that leaves because others got a signal may get its own only now: ignore it.
         if self.received is not None or kind is not SystemExit:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # pyright: ignore[reportArgumentType]

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
     sources: list[RewardConfig] = []
     for spec in config.reward:
         sources.append(read_spec(spec, [source.name for source in sources]))
-    read_sources(sources)  # what is wrong with them is said before the rows are read
+    read_sources(sources)  # checks them before the rows are read
     columns = [each.reads_column for each in sources if each.reads_column is not None]
     rows = read_rows(
         read_source(config.data_path).train[: config.limit],

@@ -1,8 +1,8 @@
 """A user's reward function, read from its file without running it.
 
 Its form follows from the names of its parameters, so that functions written for other projects run
-unchanged, and a missing function or a wrong signature is said before any model is loaded. The text
-that was read is what runs: an edit of the file during a run changes nothing.
+unchanged, and a missing function or a wrong signature is reported before any model is loaded. The
+text that was read is what runs: an edit of the file during a run changes nothing.
 """
 
 import ast

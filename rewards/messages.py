@@ -34,7 +34,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Collect:
-    """Asks for the outcomes of all episodes that were submitted since it was last said."""
+    """Asks for the outcomes of all episodes that were submitted since the last such message."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rewards.processes import kill_tree
 from rewards.sources import Source
 
 CLOSE_SECONDS = 10.0
-"""In which the supervisor, told to end, must have ended its descendants."""
+"""Time in which the supervisor must end its descendants when it is asked to end."""
 
 
 class Pool:

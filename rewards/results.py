@@ -10,8 +10,8 @@ from rewards.contract import Outcome
 def outcomes_of(returned: object, count: int) -> list[Outcome]:
     """One outcome for each of `count` episodes from what a function returned for them.
 
-    A wrong number of results fails all of them, since none can be told to be whose; a result that
-    is neither a finite number nor None fails its episode alone.
+    A wrong number of results fails all of them, since none can be matched to a response; a result
+    that is neither a finite number nor None fails its episode alone.
     """
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
         return everywhere(f"it returned {_described(returned)}, not a list of numbers", count)

@@ -37,7 +37,7 @@ CHANCE = 0.55
 
 @dataclass
 class Alarms:
-    """What has been said so far, and what the first rollout looked like."""
+    """What has been logged so far, and what the first rollout looked like."""
 
     first: dict[str, float] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)

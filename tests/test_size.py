@@ -1,4 +1,4 @@
-"""Code stays in pieces that fit on a screen: the loops of the steps above all."""
+"""Code and documentation stay in pieces that fit on a screen: the loops of the steps above all."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ PACKAGES = (
     *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
     "rlhf_pipeline",
 )
-LOOP_LINES, FUNCTION_LINES, FILE_LINES = 40, 60, 400
+LOOP_LINES, FUNCTION_LINES, FILE_LINES, DOC_COLUMNS = 40, 60, 400, 100
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:
@@ -47,3 +47,16 @@ def test_no_function_and_no_file_is_long() -> None:
             long.append(f"{file.relative_to(ROOT)} has {length} lines")
 
     assert not long, "\n".join(long)
+
+
+def test_a_page_of_the_documentation_fits_a_screen_of_100_columns() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    wide = [
+        f"{page.relative_to(ROOT)}:{number} has {len(line)} columns"
+        for page in sorted(pages)
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > DOC_COLUMNS and not line.lstrip().startswith("|") and "](" not in line
+    ]
+
+    assert len(pages) > 15
+    assert not wide, "\n".join(wide)

@@ -58,7 +58,7 @@ class Conversation:
     def answer(self, text: str, write: Callable[[str], None]) -> Reply:
         """Reply the user's `text`, handing pieces of the answer to `write` as they come.
 
-        KeyboardInterrupt ends the answer; what was said until then stays in the dialogue.
+        KeyboardInterrupt ends the answer; what was written until then stays in the dialogue.
 
         Raises:
             DataError: `text` alone does not fit the model's context; the dialogue is as before.

@@ -97,7 +97,7 @@ class SlotCache(Cache):
             stored[target, :, :length] = stored[source, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """No common length: models are told the positions of their tokens."""
+        """No common length: models are given the positions of their tokens."""
         return 0
 
     def _empty(self, states: Float[Tensor, "1 G N D"]) -> Float[Tensor, "S G M D"]:

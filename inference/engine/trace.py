@@ -259,7 +259,7 @@ def replay_of(call: Call) -> Replay:
 
 
 WITH_OUT = {"mm", "bmm", "addmm", "baddbmm", "mean", "sum", "cat", "index_select", "embedding"}
-"""Operators besides the elementwise ones that write where they are told, in the same way."""
+"""Operators besides the elementwise ones that write into an argument, in the same way."""
 
 
 def _again(call: Call) -> None:

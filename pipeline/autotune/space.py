@@ -177,7 +177,7 @@ def known_dimensions(config: StepConfig) -> list[str]:
 def _usual(
     config: StepConfig, machine: Machine, tp_sizes: Sequence[int]
 ) -> Iterator[tuple[str, tuple[Value, ...]]]:
-    """The dimensions that are tuned unless something else is said."""
+    """The dimensions that are tuned by default."""
     each = -(-config.batch_size // machine.world)
     yield "micro_batch_size", _doubling(1, each, config.micro_batch_size)
     yield "gradient_checkpointing", (False, True)
@@ -310,7 +310,7 @@ def _number_offloaded(value: str) -> int:
 
 
 def _is_given(setting: str, fixed: Sequence[str]) -> bool:
-    """Whether a setting, or one inside of it, was said."""
+    """Whether a setting, or one inside of it, was given."""
     return any(f"{each}.".startswith(f"{setting}.") for each in fixed)
 
 

@@ -14,7 +14,7 @@ from pipeline.autotune.space import Candidate, Space
 Strategy = Literal["model", "grid", "random"]
 
 MOST_TRIALS = 24
-"""Of a step, unless another number is said."""
+"""Of a step, unless another number is given."""
 
 
 def next_candidate(
@@ -61,7 +61,7 @@ def next_candidate(
 
 
 def usual_trials(strategy: Strategy, candidates: int) -> int:
-    """Trials of a step where no number is said."""
+    """Trials of a step where no number is given."""
     return candidates if strategy == "grid" else min(-(-candidates // 3), MOST_TRIALS)
 
 

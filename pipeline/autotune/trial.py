@@ -1,4 +1,4 @@
-"""A trial: a real run of a step in processes of its own, ended when it has said enough."""
+"""A trial: a real run of a step in processes of its own, ended when it has logged enough."""
 
 import json
 import signal
@@ -29,10 +29,10 @@ FAMILY_SECONDS = 1.0
 """Between two looks at which processes belong to it."""
 
 LEAVING_SECONDS = 5.0
-"""In which a trial that is told to stop may leave in order; then it is to drop what it does."""
+"""Time in which a trial may end in order after it is asked to stop; then it is killed."""
 
 PATIENCE_SECONDS = 30.0
-"""In which a trial that was told to stop ends by itself."""
+"""Time in which a trial ends by itself after it is asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def run_trial(
         timeout_seconds: after which it is ended.
 
     Raises:
-        SystemExit: a scheduler told this process to stop; the code is 75.
+        SystemExit: a scheduler's signal stops this process; the code is 75.
         KeyboardInterrupt: Ctrl-C did, or a closed terminal.
     """
     began = time.monotonic()
@@ -200,7 +200,7 @@ class _Interruption:
             signal.signal(number, handler)
 
     def obey(self) -> None:
-        """Stop, if that was said."""
+        """Stop, if that was requested."""
         if self.signal in STOP_SIGNALS:
             raise SystemExit(EXIT_REQUEUE)
         if self.signal is not None:

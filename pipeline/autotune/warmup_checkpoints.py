@@ -48,7 +48,7 @@ def make_warmup_checkpoint(plan: Plan, stage: Stage) -> None:
         raise SystemExit(EXIT_REQUEUE)
     if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt("interrupted; the trials are kept, and the same command goes on")
-    if ending.code == EXIT_USER_ERROR:  # the step has said what is wrong
+    if ending.code == EXIT_USER_ERROR:  # the step has printed what is wrong
         raise SystemExit(EXIT_USER_ERROR)
     if ending.code:
         complain(

@@ -18,8 +18,8 @@ from pipeline.parallel import launched
 def check_memory(config: StepConfig, *, section: str) -> None:
     """Say what the step takes, on the first process, and refuse what can't fit.
 
-    `train.py` has done so for all steps, or was told not to; then it only says which number formats
-    are slow on this machine.
+    Where `train.py` has done so for all steps, or skips it, this only logs which number formats are
+    slow on this machine.
 
     Raises:
         ConfigError: it names what the step takes, what there is, and the cheapest change.

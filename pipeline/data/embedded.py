@@ -156,7 +156,7 @@ def training_questions(*, step: int, seed: int, count: int) -> list[Question]:
 def held_out_questions() -> tuple[Question, ...]:
     """Prompts in wordings that no step trains on, `HELD_OUT_PROMPTS` of each kind.
 
-    What they ask for is not trained on either, but for kinds whose facts have to be told.
+    What they ask for is not trained on either, but for kinds whose facts have to be learned.
     """
     random = Random("held-out prompts")
     train, held_out = split()

@@ -1,4 +1,4 @@
-"""Rows that are cut, and rows with nothing left to train on: said before a step trains."""
+"""Rows that are cut, and rows with nothing left to train on: reported before a step trains."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def check_lengths(
         data: the settings they were read and are cut by.
         name: of the rows: "training rows".
         end: which end a row that is cut loses: "end" or "beginning".
-        empty: what is said of rows that teach nothing: "have nothing left to train on".
+        empty: how rows that teach nothing are described: "have nothing left to train on".
 
     Raises:
         DataError: no row has anything to learn.

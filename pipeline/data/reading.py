@@ -1,4 +1,4 @@
-"""From data paths to examples: each path's rows read once, and told what was not used."""
+"""From data paths to examples: each path's rows read once, with a report of what was not used."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

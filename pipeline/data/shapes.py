@@ -109,7 +109,7 @@ def _example(shape: Shape, columns: Columns, origin: str, reading: Reading) -> E
 
 
 def _unlearned_where_empty(turn: Message) -> Message:
-    """The turn; of an assistant that said nothing, one that is read and not learned."""
+    """The turn; of an assistant without content, one that is read and not learned."""
     empty = turn.role == "assistant" and not turn.content.strip()
     return replace(turn, trained=False) if empty else turn
 

@@ -1,4 +1,4 @@
-"""What a chat template is told besides the dialogue: arguments such as enable_thinking, the date.
+"""What a chat template gets besides the dialogue: arguments such as enable_thinking, the date.
 
 Both are written into the template that is saved with the model, so that chat, other software and
 the next step render a dialogue as it was trained on.

@@ -205,7 +205,7 @@ def dialogue(row: Row, name: str) -> Turns | None:
 
 
 def history(row: Row) -> Turns:
-    """Earlier turns in a column `history`: pairs of what the user and the assistant said."""
+    """Earlier turns in a column `history`: pairs of a user's and an assistant's message."""
     pairs = row.columns.get("history") or []
     if isinstance(pairs, str):
         try:

@@ -31,5 +31,5 @@ def parameter_uses(loss: Tensor) -> Counter[Tensor] | None:
 
 
 def uses_inputs_alone(node: BackwardCFunction) -> bool:
-    """Whether a function written in Python has said that it goes back to its inputs alone."""
+    """Whether a function written in Python declares that it goes back to its inputs alone."""
     return getattr(node, "uses_inputs_alone", False)

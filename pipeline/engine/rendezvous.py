@@ -21,7 +21,7 @@ MOST_AHEAD = 8
 """Meetings that a process may have announced and not waited for."""
 
 SLOTS = 2 * MOST_AHEAD
-"""Another process can announce as many meetings before we have read what it said of the first."""
+"""Another process can announce as many meetings before we have read its note of the first."""
 
 LABEL_BYTES = 160
 SLOT_BYTES = LABEL_BYTES + 1
@@ -123,7 +123,7 @@ class Rendezvous:
             for other in self.others:
                 if self._counts[other][0] < each:
                     self._wait(other, each)
-                # It is less than `SLOTS` meetings ahead: what it said of this one still stands.
+                # It is less than `SLOTS` meetings ahead: its note of this one still stands.
                 if self._slots[other][each % SLOTS][:LABEL_BYTES] != mine[:LABEL_BYTES]:
                     raise DesyncError(
                         f"{self._name(self.rank)} came to {self._label(self.rank, each)} while"

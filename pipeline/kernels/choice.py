@@ -1,4 +1,4 @@
-"""Whether an operator takes its kernel, and what is said where there is none."""
+"""Whether an operator takes its kernel, and the message where there is none."""
 
 import functools
 import logging

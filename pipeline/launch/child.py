@@ -18,7 +18,7 @@ class Ending:
     """Its exit code; -n where signal n ended it."""
 
     signal_received: signal.Signals | None = None
-    """What told this process to stop meanwhile: Ctrl-C, a closed terminal, a scheduler."""
+    """The signal that stopped this process meanwhile: Ctrl-C, a closed terminal, a scheduler."""
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:

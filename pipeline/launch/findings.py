@@ -27,7 +27,7 @@ def problems(
     """All that stands in the way, machine by machine; empty if nothing does.
 
     Args:
-        machines: what each host has said, the first host first.
+        machines: what each host reported, the first host first.
         where: where the processes are to run.
         mark: what the launcher has written into its directory of the output.
         directory: that directory.

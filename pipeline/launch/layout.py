@@ -56,7 +56,7 @@ def layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) 
     """Where the processes of a step run, by the options and, for SLURM, the environment.
 
     Raises:
-        ConfigError: the machines can't be told from the options, or are not there.
+        ConfigError: the options name no machines, or they are not there.
     """
     if deployment.deployment_type == "single_gpu":
         return Layout("process")

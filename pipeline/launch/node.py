@@ -68,7 +68,7 @@ class _Launcher:
         return line.decode() or "{}"
 
     def lines(self, seconds: float) -> list[str]:
-        """What was said within the next `seconds`; empty lines too."""
+        """The lines read within the next `seconds`; empty ones too."""
         if self._ended:
             time.sleep(seconds)
         elif select.select([STDIN], [], [], seconds)[0]:

@@ -21,10 +21,10 @@ HEARING_SECONDS = 15.0
 then they are told to."""
 
 GRACE_SECONDS = 30.0
-"""For a machine that was told to end; then the way to it is closed."""
+"""For a machine that was asked to end; then the connection is closed."""
 
 SAVING_SECONDS = 600.0
-"""For processes that were told to save their state, by Ctrl-C or a scheduler."""
+"""For processes that save their state after Ctrl-C or a scheduler's signal."""
 
 LOST = 255
 """ssh's own exit code: it was the way that failed, not the command."""
@@ -77,7 +77,7 @@ class _Group:
         self._passed_on = 0
         self._first_bad: _Command | None = None
         self._deadline = float("inf")
-        """When those that are still there are told to end, and then when the way is closed."""
+        """When processes that still run are asked to end, and when the connection is closed."""
 
     def hear(self, number: int, _frame: object) -> None:
         """A signal for all machines; the loop passes it on."""
@@ -132,7 +132,7 @@ class _Group:
                 remark(f"{command.describe()}; {len(running)} of {len(self.commands)} go on")
                 continue
             self._first_bad = command
-            if command.code != EXIT_USER_ERROR:  # which has said what is wrong
+            if command.code != EXIT_USER_ERROR:  # which has printed what is wrong
                 complain(f"{command.describe()}{'; the others are stopped' if running else ''}")
             self._deadline = time.monotonic() + HEARING_SECONDS
         if time.monotonic() < self._deadline:
@@ -221,7 +221,7 @@ class _Command:
         return f"{self.host} ended first, with exit code {code}"
 
     def finish(self) -> None:
-        """Have all that it wrote passed on, before anything is said of it."""
+        """Have all that it wrote passed on, before its end is reported."""
         for thread in self._threads:
             thread.join(timeout=5)
 

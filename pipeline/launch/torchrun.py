@@ -1,7 +1,7 @@
 """torchrun whose exit code is that of the first process that failed.
 
 `python -m pipeline.launch.torchrun` takes torchrun's options. torchrun itself turns every failure
-into exit code 1 below a page of its own; here the failed process has already said what is wrong.
+into exit code 1 below a page of its own; here the failed process has already printed what is wrong.
 Ctrl-C and a scheduler's signals reach the processes, which get the time they need to save their
 state; a second Ctrl-C has them abort. Nodes that can't meet are a sentence. The processes share the
 cores of the machine, and find each other by the address that leads to the first one.
@@ -26,7 +26,7 @@ from pipeline.launch.local import share_of_cores
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 GRACE_SECONDS = 600
-"""Until processes that were told to stop are killed; a scheduler's own patience ends sooner."""
+"""Until processes that were asked to stop are killed; a scheduler's own patience ends sooner."""
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def _leave_nothing_behind() -> None:
-    """End processes that outlive torchrun, which waits no more when it is told to stop again."""
+    """End processes that outlive torchrun, which waits no more when a second signal stops it."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -251,7 +251,7 @@ def _build(
             trust_remote_code=trusted,
             use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # said below, in one sentence
+            ignore_mismatched_sizes=True,  # reported below, in one sentence
         ),
     )
     _require_sizes(path, info["mismatched_keys"])

@@ -38,7 +38,7 @@ too few, by 0.1 and more."""
 
 
 LEAK = 0.01
-"""Nats by which a later token may move what is said before it: rounding of experts' groups."""
+"""Nats by which a later token may move earlier log-probabilities: rounding of experts' groups."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Run:
 
 
 def how_to_run(model: PreTrainedModel) -> Run:
-    """Packed where that changes nothing, else padded; said in the log where only a try shows it.
+    """Packed where that changes nothing, else padded; logged where only a try shows it.
 
     The model's weights are not looked at: it may be on the meta device.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """What becomes of each layer, and what the layers must be told."""
+    """What becomes of each layer, and which attributes of the layers change."""
 
     styles: Mapping[str, str]
 

@@ -115,7 +115,7 @@ def _give_rows(
 
 
 def prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
-    """The model in training mode, recomputing the activations of the blocks that it is told to."""
+    """The model in training mode, recomputing the activations of the blocks that are listed."""
     plain: PreTrainedModel = base_model(model)
     if config.gradient_checkpointing:
         # Its name before transformers 5.23 was gradient_checkpointing_enable.
@@ -124,7 +124,7 @@ def prepared(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
         blocks = [each for each in plain.modules() if isinstance(each, GradientCheckpointingLayer)]
         for number, block in enumerate(blocks):
             block.gradient_checkpointing = number % config.checkpoint_every == 0
-    plain.config.use_cache = True  # said of the exported model; training passes its own flag
+    plain.config.use_cache = True  # for the exported model; training passes its own flag
     return model.train()
 
 

@@ -119,7 +119,7 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
 
 
 def _cut(plan: Plan, stage: Stage) -> Iterator[str]:
-    """A line where a model reads less than the step is told to give it."""
+    """A line where a model reads less than the step's settings give it."""
     config = plan.configs[stage.name]
     for context in contexts(plan, stage):
         if context.role == "model" and config.data.max_length > context.tokens:

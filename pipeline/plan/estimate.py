@@ -51,7 +51,7 @@ def speed_of(plan: Plan) -> Speed | None:
 
 
 def estimate(plan: Plan, stage: Stage, preview: Preview, speed: Speed) -> Estimate | str:
-    """How long a step takes, or in a few words why that can't be told."""
+    """How long a step takes, or in a few words why there is no estimate."""
     config = plan.configs[stage.name]
     steps = preview.steps(config)
     if preview.data is None:

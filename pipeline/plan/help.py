@@ -133,7 +133,7 @@ def _listed(group: Group) -> Iterator[str]:
             "YAML files with these options and sections sft:, reward:, ppo:; later files win, and"
             " the command line wins over files.",
         )
-        yield from help_entry("--help [NAME ...]", "This; all; or what is said below.")
+        yield from help_entry("--help [NAME ...]", "This; all; or a name listed below.")
 
 
 def _named(group: Group) -> list[str]:

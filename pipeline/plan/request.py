@@ -184,7 +184,7 @@ class Request(Deployment, Autotuning):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the user said, before it is resolved into settings of the steps."""
+    """What the user gave, before it is resolved into settings of the steps."""
 
     request: Request
 

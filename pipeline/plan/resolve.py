@@ -1,4 +1,4 @@
-"""The settings of the three steps, from what the user said and what one step hands the next.
+"""The settings of the three steps, from what the user gave and what one step hands the next.
 
 Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
 before; `configs/embedded.yaml` where the actor is the embedded model; the row of settings that
@@ -40,7 +40,7 @@ def step_configs(
 ) -> dict[str, StepConfig]:
     """The settings of all steps by name, whether they are to run, in `world` processes, or not.
 
-    `chosen` has settings by section that give way to all that the user said.
+    `chosen` has settings by section that give way to all that the user gave.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
@@ -91,7 +91,7 @@ def step_config(
 
 
 def with_needed_steps(command_line: CommandLine, stages: Sequence[Stage]) -> CommandLine:
-    """Without the steps whose models nothing in the run reads, unless the user said which to run.
+    """Without the steps whose models nothing in the run reads, unless the user chose which to run.
 
     A step is left out where later steps would take their models from it, and their settings have no
     use for any of these.

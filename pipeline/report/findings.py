@@ -23,7 +23,7 @@ class Finding:
     """What one kind of figure says of the run."""
 
     verdict: Verdict | None
-    """None where it can't be said, as without the number of prompts."""
+    """None where it can't be computed, as without the number of prompts."""
 
     sentence: str
     """With its figures, without a full stop."""

@@ -70,7 +70,7 @@ def render(results: Results, out: Path) -> str:
 
 
 def verdict(finding: Finding) -> tuple[str, str] | None:
-    """(style, words) of the mark beside the headline; None where nothing can be said."""
+    """(style, words) of the mark beside the headline; None where there is no finding."""
     match finding.verdict:
         case "better" if finding.optimized:
             return "yes", "It scores higher, by what it was trained on"

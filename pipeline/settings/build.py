@@ -241,7 +241,7 @@ def _with_file(
     """`sentence`, whose first word is a setting, with the file that has the setting's value.
 
     "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; what the command line
-    said last stays as it is.
+    given last stays as it is.
     """
     spelled = re.split(r"[^\w.]", sentence, maxsplit=1)[0]
     name = spelled.removeprefix(section)

@@ -1,7 +1,7 @@
 """Files of settings: YAML (or JSON, which is YAML), read strictly.
 
 What YAML forgives and a user can't have meant is refused: a name twice in one section. What it
-refuses is said with file, line and mend.
+refuses is reported with file, line and mend.
 """
 
 import re

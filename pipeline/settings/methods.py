@@ -1,7 +1,7 @@
 """Rows of settings by name: what a step's setting `method` stands for.
 
 A dataclass of settings has them as `METHODS`, by name; one without them has no methods. A row gives
-way to all that is said, and is laid over what nobody said.
+way to all that is given, and is laid over what is not.
 """
 
 from collections.abc import Mapping, Sequence

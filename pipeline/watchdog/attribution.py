@@ -11,7 +11,7 @@ from pipeline.watchdog.heartbeats import Failure, Heartbeats, Sighting
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, told apart from all others of this and other machines."""
+    """A process, unique among all of this and other machines."""
 
     host: str
     pid: int
@@ -45,7 +45,7 @@ class Attribution:
         return any(_is_zombie(process) for process in self._here.values())
 
     def ended(self) -> Failure | None:
-        """A process of this machine that is gone and has said nothing.
+        """A process of this machine that is gone and has reported nothing.
 
         What a process has to say it says before it goes, so that the order of the looks counts.
         """
@@ -94,7 +94,7 @@ class Attribution:
         return Failure(other, what, 1, stacks=True)
 
     def silent(self, now: float, patience: float) -> Failure | None:
-        """A process of another machine that is behind and has said nothing for `patience`."""
+        """A process of another machine that is behind and has reported nothing for `patience`."""
         for other, seen in self._seen():
             beat, since = self._silent.get(other, (-1, now))
             if seen.beat != beat:

@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Sighting:
-    """Where a process was when it last said so."""
+    """Where a process was at its last heartbeat."""
 
     host: str
     pid: int
@@ -58,7 +58,7 @@ class Sighting:
     """For which it has been there."""
 
     beat: int
-    """How often it has said so."""
+    """The number of its heartbeats."""
 
     left: bool = False
     """It went its way, as it should."""
@@ -124,7 +124,7 @@ class Heartbeats:
         self._try(lambda: self._store.set(key, f"{collective.number} {collective}"))
 
     def history(self, rank: int) -> dict[int, str]:
-        """Collectives that another process has told of, by number."""
+        """Collectives that another process has announced, by number."""
         published: dict[int, str] = dict(json.loads(self._get(f"history/{rank}") or "[]"))
         for place in range(LAST):
             number, _, label = (self._get(f"last/{rank}/{place}") or b"").decode().partition(" ")

@@ -195,7 +195,7 @@ class Watchdog:
             self.heartbeats.acknowledge()
 
     def _agreed(self, failure: Failure, error: Exception | None = None) -> Failure:
-        """This failure, said at once, unless another process was first with another one."""
+        """This failure, published immediately, unless another process published one first."""
         if self.heartbeats.claim():
             self._found = failure
             self._speak(failure, error)
@@ -211,7 +211,7 @@ class Watchdog:
         return failure
 
     def _cause(self, patience: float) -> Failure | None:
-        """Why others have ended: what they said, or that they said nothing."""
+        """Why others have ended: what they reported, or that they reported nothing."""
         deadline = time.monotonic() + patience
         while True:
             found = self.heartbeats.failure()

@@ -23,7 +23,7 @@ def candidates(root: Path) -> list[Path]:
 
 
 def newest(root: Path, *, verify: bool = True) -> tuple[Checkpoint | None, list[str]]:
-    """The first candidate that opens and, unless told otherwise, verifies.
+    """The first candidate that opens and, unless `verify` is off, verifies.
 
     And one sentence for each that was passed over.
     """

@@ -52,7 +52,7 @@ class Nvrtc:
     def compile(
         self, source: str, *, name: str, headers: Mapping[str, str], options: Sequence[str]
     ) -> tuple[bytes, str]:
-        """The machine code, or PTX for a virtual architecture, and what the compiler said.
+        """The machine code, or PTX for a virtual architecture, and the compiler's messages.
 
         Args:
             source: CUDA C++.
