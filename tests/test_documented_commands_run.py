@@ -7,6 +7,7 @@ name are tiny directories of those names. Commands that would take long, a netwo
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,31 +25,31 @@ ELSEWHERE = {
     ".venv/bin/python chat.py": "the chat.py below, in another environment",
     "python3 -m venv": "make",
     ". .venv/bin/activate": "make",
-    "pip install": "make, and test_package.py",
-    "torchrun ": "the same steps, in faults/ and test_resume.py",
-    "bash scripts/": "test_configs.py",
-    "sbatch ": "pipeline/launch/test_slurm.py, without SLURM itself",
-    "python train.py --deployment-type multi_node --hostfile": "faults/test_many_machines.py",
-    "python train.py --deployment-type multi_node --node-rank": "faults/test_many_machines.py",
-    "python -m pipeline.launch.cluster": "pipeline/launch/test_remote.py",
-    "--output-dir out/hand": "faults/test_many_machines.py",
-    "--include localhost:0,2": "pipeline/launch/, as two GPUs are needed",
-    "--autotune": "pipeline/autotune/",
-    "out/autotune/best.yaml": "pipeline/autotune/",
+    "pip install": "make, and tests/test_package.py",
+    "torchrun ": "the same steps, in tests/faults/ and tests/test_resume.py",
+    "bash scripts/": "tests/test_configs.py",
+    "sbatch ": "tests/pipeline/launch/test_layout.py, without SLURM itself",
+    "python train.py --deployment-type multi_node --hostfile": "tests/faults/test_many_machines.py",
+    "python train.py --deployment-type multi_node --node-rank": "tests/faults/test_many_machines.py",
+    "python -m pipeline.launch.cluster": "tests/pipeline/launch/test_remote.py",
+    "--output-dir out/hand": "tests/faults/test_many_machines.py",
+    "--include localhost:0,2": "tests/pipeline/launch/, as two GPUs are needed",
+    "--autotune": "tests/pipeline/autotune/",
+    "out/autotune/best.yaml": "tests/pipeline/autotune/",
     "stories260k": "a run of an hour, whose figures are in docs/results.md",
     "--sft.model.lora.rank 8": "a run of minutes, whose figures are in docs/results.md",
-    "--ppo.advantage": "step3_ppo/, and test_steps_at_every_stage.py",
-    "--zero-config ds_config.json": "test_end_to_end.py, in a short form",
-    "--lora 16": "test_end_to_end.py, in a short form",
+    "--ppo.advantage": "tests/step3_ppo/, and tests/test_steps_at_every_stage.py",
+    "--zero-config ds_config.json": "tests/test_end_to_end.py, in a short form",
+    "--lora 16": "tests/test_end_to_end.py, in a short form",
     "python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m": "Hub",
-    "--actor-zero-stage 3": "test_steps_at_every_stage.py",
-    "--config my.yaml": "test_train_cli.py",
-    "--threads 1": "pipeline/test_compute_threads.py",
-    "--save-every": "test_resume.py",
-    "... --resume": "test_resume.py",
-    "--step 1 --deployment-type single_node": "test_end_to_end.py, in a short form",
+    "--actor-zero-stage 3": "tests/test_steps_at_every_stage.py",
+    "--config my.yaml": "tests/test_train_cli.py",
+    "--threads 1": "tests/pipeline/test_compute_threads.py",
+    "--save-every": "tests/test_resume.py",
+    "... --resume": "tests/test_resume.py",
+    "--step 1 --deployment-type single_node": "tests/test_end_to_end.py, in a short form",
 }
-"""Parts of commands that are not run here, and where they are."""
+"""Parts of commands that are not run here, and the test, or the reason."""
 
 WHOLE_RUNS = {"python train.py", "python train.py --deployment-type single_node"}
 """Minutes each; test_end_to_end.py runs them in a short form."""
@@ -131,3 +132,10 @@ def test_what_is_run_elsewhere_is_still_in_the_docs() -> None:
     gone = [part for part in ELSEWHERE if not any(part in command for command in listed())]
 
     assert gone == []
+
+
+def test_what_is_run_elsewhere_is_run_where_the_table_has_it() -> None:
+    named = [path for place in ELSEWHERE.values() for path in re.findall(r"tests/[\w./]+", place)]
+
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
