@@ -1,0 +1,293 @@
+"""Where TRL and verl have the same loss or advantage, it gives the same numbers.
+
+Neither is needed by the project: `pip install trl` and `pip install verl` bring them.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from step3_ppo.advantages import ESTIMATORS, Rewarded
+from step3_ppo.kl_losses import KL_LOSSES
+from step3_ppo.losses import k2, k3, value_loss, whiten
+from step3_ppo.policy_losses import LOSSES, TrustRegion
+from step3_ppo.weights import Aggregate, Weighting
+
+MAX_NEW_TOKENS = 8
+LENGTHS = (3, 8, 1, 5, 2, 4)
+MASK = torch.arange(MAX_NEW_TOKENS) < torch.tensor(LENGTHS)[:, None]
+GROUP_SIZE = 3
+
+
+def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+    """Numbers in float64, so that differences are of the formulas alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+OLD = drawn(1, *MASK.shape) - 2
+NEW = OLD + drawn(2, *MASK.shape, scale=0.3)
+REFERENCE = OLD + drawn(3, *MASK.shape, scale=0.3)
+ADVANTAGES = drawn(4, len(LENGTHS))
+
+
+def ours(
+    loss: str,
+    aggregate: Aggregate,
+    region: TrustRegion,
+    *,
+    kl_coef: float = 0.0,
+    estimator: str = "k3",
+) -> tuple[Tensor, Tensor]:
+    """The loss of the six responses as one minibatch, and its gradient by log-probability."""
+    logprobs = NEW.clone().requires_grad_()
+    flat, old = logprobs[MASK], OLD[MASK]
+    lengths = torch.tensor(LENGTHS, dtype=torch.float64)[:, None].expand_as(MASK)[MASK]
+    weighting = Weighting(aggregate, int(MASK.sum()), len(LENGTHS), MAX_NEW_TOKENS)
+    method = LOSSES[loss]
+    ratio = method.ratio(flat, old, MASK)
+    advantages = ADVANTAGES[:, None].expand_as(MASK)[MASK]
+    losses = method.losses(ratio, flat, advantages, region)
+    if kl_coef:
+        token_ratio = (flat - old).exp()
+        losses = losses + kl_coef * KL_LOSSES[estimator](flat - REFERENCE[MASK], token_ratio)
+    total = (weighting.of(lengths) * losses).sum() / weighting.num_tokens
+    total.backward()
+    assert logprobs.grad is not None
+    return total.detach(), logprobs.grad
+
+
+def trls(
+    loss_type: str, level: str, region: TrustRegion, *, beta: float, corrected: bool
+) -> tuple[Tensor, Tensor]:
+    """The same by the method of TRL's trainer, whose log-probabilities are given."""
+    trainer_class = pytest.importorskip("trl").GRPOTrainer
+    logprobs = NEW.clone().requires_grad_()
+    # TRL's bound of CISPO is the ratio itself.
+    high = region.clip_high + (loss_type == "cispo")
+    # What TRL's method reads of its trainer.
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(OLD), None),
+        model=SimpleNamespace(training=True),
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        epsilon_low=region.clip,
+        epsilon_high=high,
+        beta=beta,
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=corrected, steps_per_generation=1),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_NEW_TOKENS,
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda value: value, reduce=lambda value, **_: value
+        ),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    ids = torch.zeros(MASK.shape, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": torch.ones_like(ids[:, :1]),
+        "completion_ids": ids,
+        "completion_mask": MASK.long(),
+        "advantages": ADVANTAGES,
+        "old_per_token_logps": OLD,
+        "ref_per_token_logps": REFERENCE,
+        "num_items_in_batch": MASK.sum(),
+    }
+    loss = trainer_class._compute_loss(trainer, None, inputs)
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.detach(), logprobs.grad
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregate", "loss_type", "level", "region"),
+    [
+        ("clip", "sequence", "grpo", "token", TrustRegion(0.2, 0.2)),
+        ("clip", "token", "dapo", "token", TrustRegion(0.2, 0.28)),
+        ("clip", "constant", "dr_grpo", "token", TrustRegion(0.2, 0.2)),
+        ("gspo", "sequence", "grpo", "sequence", TrustRegion(0.05, 0.07)),
+        ("cispo", "token", "cispo", "token", TrustRegion(0.2, 0.3)),
+    ],
+)
+def test_the_losses_of_the_methods_are_trls(
+    loss: str, aggregate: Aggregate, loss_type: str, level: str, region: TrustRegion
+) -> None:
+    value, gradient = ours(loss, aggregate, region)
+
+    expected, expected_gradient = trls(loss_type, level, region, beta=0.0, corrected=False)
+
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
+    assert (gradient == 0).sum() > (~MASK).sum() or loss == "cispo", "nothing was clipped"
+
+
+@pytest.mark.parametrize(("estimator", "corrected"), [("k3", False), ("k3_is", True)])
+def test_the_kl_in_the_loss_is_trls(estimator: str, corrected: bool) -> None:
+    region = TrustRegion(0.2, 0.2)
+
+    value, gradient = ours("clip", "sequence", region, kl_coef=0.04, estimator=estimator)
+
+    expected, expected_gradient = trls("grpo", "token", region, beta=0.04, corrected=corrected)
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
+
+
+def verls() -> Any:
+    """The module of verl that has its algorithms."""
+    return pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+
+
+def rewarded(**changes: Any) -> Rewarded:
+    """Two groups of three, each rewarded at its end."""
+    scores = drawn(5, len(LENGTHS))
+    last = MASK.sum(dim=1, keepdim=True) - 1
+    rewards = torch.zeros(MASK.shape, dtype=torch.float64).scatter(1, last, scores[:, None])
+    given: dict[str, Any] = {
+        "rewards": rewards,
+        "mask": MASK,
+        "scores": scores,
+        "values": drawn(6, *MASK.shape) * MASK,
+        "group_size": GROUP_SIZE,
+        "gamma": 0.99,
+        "lam": 0.9,
+        "counted": torch.ones(len(LENGTHS), dtype=torch.bool),
+    }
+    return Rewarded(**{**given, **changes})
+
+
+GROUPS = np.repeat(np.arange(len(LENGTHS) // GROUP_SIZE), GROUP_SIZE)
+
+
+def whitened(values: Tensor) -> Tensor:
+    """As verl does it, by the sample's variance; ours is that of the whole batch."""
+    real = values[MASK]
+    mean, variance = real.mean().item(), real.var(unbiased=True).item()
+    return whiten(values, MASK, mean=mean, variance=variance, shift_mean=True)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "name", "arguments"),
+    [
+        ("grpo", "compute_grpo_outcome_advantage", {"epsilon": 1e-4}),
+        ("dr_grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}),
+        ("rloo", "compute_rloo_outcome_advantage", {}),
+    ],
+)
+def test_the_advantages_of_groups_are_verls(
+    advantage: str, name: str, arguments: dict[str, Any]
+) -> None:
+    responses = rewarded()
+
+    estimate = ESTIMATORS[advantage](responses)
+
+    expected, _ = getattr(verls(), name)(
+        responses.rewards.clone(), MASK.double(), GROUPS, **arguments
+    )
+    torch.testing.assert_close(estimate.advantages.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("group_baseline", [False, True])
+def test_the_advantages_of_reinforce_pp_are_verls(group_baseline: bool) -> None:
+    # With a baseline verl gives every token of a response the same, as gamma 1 does.
+    responses = rewarded(gamma=1.0 if group_baseline else 0.99, group_baseline=group_baseline)
+    core = verls()
+    name = "reinforce_plus_plus_baseline" if group_baseline else "reinforce_plus_plus"
+
+    estimate = ESTIMATORS["reinforce_pp"](responses)
+
+    compute = getattr(core, f"compute_{name}_outcome_advantage")
+    arguments = {"index": GROUPS} if group_baseline else {}
+    expected, _ = compute(
+        responses.rewards.clone(),
+        response_mask=MASK.double(),
+        config=SimpleNamespace(gamma=responses.gamma),
+        **arguments,
+    )
+    found = whitened(estimate.advantages.double())
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_advantages_and_returns_of_a_critic_are_verls() -> None:
+    responses = rewarded()
+    assert responses.values is not None
+
+    estimate = ESTIMATORS["gae"](responses)
+
+    expected, returns = verls().compute_gae_advantage_return(
+        responses.rewards, responses.values, MASK.double(), responses.gamma, responses.lam
+    )
+    assert estimate.returns is not None
+    torch.testing.assert_close(estimate.returns[MASK], returns[MASK])
+    torch.testing.assert_close(whitened(estimate.advantages), expected * MASK, rtol=1e-6, atol=1e-6)
+
+
+def test_the_loss_of_a_critic_is_verls() -> None:
+    old, values, returns = drawn(6, *MASK.shape), drawn(7, *MASK.shape), drawn(8, *MASK.shape)
+
+    loss = value_loss(values[MASK], old[MASK], returns[MASK], clip=0.2)
+
+    expected, _ = verls().compute_value_loss(values, returns, old, MASK.double(), 0.2)
+    torch.testing.assert_close(loss / MASK.sum(), expected)
+
+
+@pytest.mark.parametrize(("name", "estimator"), [("k2", k2), ("k3", k3)])
+def test_estimates_of_the_kl_are_verls(name: str, estimator: Any) -> None:
+    expected = verls().kl_penalty(NEW, REFERENCE, name)
+
+    torch.testing.assert_close(estimator(NEW - REFERENCE), expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregate", "name", "mode"),
+    [
+        ("clip", "token", "vanilla", "token-mean"),
+        ("clip", "sequence", "vanilla", "seq-mean-token-mean"),
+        ("gspo", "sequence", "gspo", "seq-mean-token-mean"),
+        ("cispo", "token", "cispo", "token-mean"),
+    ],
+)
+def test_the_losses_of_the_methods_are_verls(
+    loss: str, aggregate: Aggregate, name: str, mode: str
+) -> None:
+    core = verls()
+    settings = pytest.importorskip("verl.workers.config", exc_type=ImportError)
+
+    # verl bounds CISPO's ratio from below too, and always the loss of negative advantages: neither
+    # bound is reached here.
+    low = 0.99 if loss == "cispo" else 0.05
+    region = TrustRegion(low, 0.07, dual_clip=10.0 if loss == "clip" else None)
+    config = settings.ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio=low,
+        clip_ratio_low=low,
+        clip_ratio_high=0.07,
+        clip_ratio_c=10.0,
+        loss_agg_mode=mode,
+    )
+    logprobs = NEW.clone().requires_grad_()
+
+    value, gradient = ours(loss, aggregate, region)
+
+    expected, _ = getattr(core, f"compute_policy_loss_{name}")(
+        old_log_prob=OLD,
+        log_prob=logprobs,
+        advantages=ADVANTAGES[:, None].expand_as(MASK),
+        response_mask=MASK.double(),
+        loss_agg_mode=mode,
+        config=config,
+    )
+    expected.backward()
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient, logprobs.grad, rtol=1e-6, atol=1e-7)
