@@ -11,6 +11,7 @@ from pipeline.launch.layout import Layout, layout
 from pipeline.launch.local import list_gpus
 from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs
+from pipeline.plan.methods import side_by_side
 from pipeline.plan.output import finished_steps
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request, parse_request
@@ -31,7 +32,9 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         if name == "help":
             say(train_help(stages, words))
             raise SystemExit(0)
-    command_line = with_needed_steps(parse_request(argv, stages), stages)
+    command_line = parse_request(argv, stages)
+    stages = side_by_side(stages, command_line.request.method)
+    command_line = with_needed_steps(command_line, stages)
     request = command_line.request
     if request.plan_for is not None:
         machine = parse_machine(request.plan_for)

@@ -18,6 +18,7 @@ from pipeline.config import StepConfig, affects_result
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
+from pipeline.plan.methods import directories
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.plain import plain, portable, with_defaults
@@ -187,7 +188,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Names in the output directory that no run makes; hidden files don't count."""
-    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, *(stage.name for stage in stages)}
+    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, *directories(stages)}
     if not out.is_dir():
         return []
     # A run that was cut off while it wrote one of them leaves it under a temporary name.
@@ -226,14 +227,20 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
 
 
 def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
-    """The finished steps that `--resume` skips: those before the first one that must run."""
-    skipped: set[str] = set()
-    for stage in stages:
-        if stage.number in request.step:
-            if not request.resume or not (request.output_dir / stage.name / RESULT).is_file():
-                break
-            skipped.add(stage.name)
-    return skipped
+    """The finished steps that `--resume` skips: those that follow none that must run."""
+    chosen = [stage for stage in stages if stage.number in request.step]
+    finished = {
+        stage.name
+        for stage in chosen
+        if request.resume and (request.output_dir / stage.name / RESULT).is_file()
+    }
+    # Methods side by side have one number: none of them follows another.
+    last = min((stage.number for stage in chosen if stage.name not in finished), default=None)
+    return {
+        stage.name
+        for stage in chosen
+        if stage.name in finished and (last is None or stage.number <= last)
+    }
 
 
 def _difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
