@@ -69,7 +69,8 @@ def run_plan(plan: Plan) -> None:
             continue
         add_to_summary(out, stage.name)
         _write_report(out)
-    say("\n".join(_closing_table(plan)))
+    if read_summary(out):  # else every method failed
+        say("\n".join(_closing_table(plan)))
     _end_with(failed)
 
 
@@ -243,8 +244,8 @@ def _write_report(out: Path) -> None:
 def _closing_table(plan: Plan) -> Iterator[str]:
     """The steps' numbers, and where everything is."""
     out = plan.request.output_dir
-    done = read_summary(out).get("steps", {})
-    width = max(14, *(len(name) + 2 for name in done)) if done else 14
+    done = read_summary(out)["steps"]
+    width = max(14, *(len(name) + 2 for name in done))
     yield f"\n{'step':<{width}}{'seconds':>9}{'steps':>8}{'tokens':>12}   result"
     for name, result in done.items():
         work = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
@@ -256,7 +257,7 @@ def _closing_table(plan: Plan) -> Iterator[str]:
         yield "\n" + "\n".join(lines(compared))
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
-    made = [out / stage.name for stage in plan.stages]
+    made = [out / stage.name for stage in plan.stages if stage.name in done]
     models = [path / "actor" if (path / "actor").is_dir() else path for path in made]
     yield f"models   {'  '.join(str(path) for path in models)}"
     furthest = model_to_talk_to(results.steps)
