@@ -252,7 +252,9 @@ def _closing_table(plan: Plan) -> Iterator[str]:
         yield f"{name:<{width}}{work}   {_numbers(result.get('eval', {}))}"
     results = read_results(out)
     compared = compare_methods(results)
-    yield f"\n{findings(results)[0].whole}"
+    headline = findings(results)[0].whole
+    if compared is None or headline != compared.sentence:
+        yield f"\n{headline}"
     if compared is not None:
         yield "\n" + "\n".join(lines(compared))
     yield f"\nreport   {out / REPORT}"

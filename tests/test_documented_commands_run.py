@@ -47,6 +47,8 @@ ELSEWHERE = {
     "--save-every": "test_resume.py",
     "... --resume": "test_resume.py",
     "--step 1 --deployment-type single_node": "test_end_to_end.py, in a short form",
+    "--method ppo grpo": "test_methods_end_to_end.py, in a short form",
+    "--path out --method grpo": "inference/chat/test_find_model.py",
 }
 """Parts of commands that are not run here, and where they are."""
 

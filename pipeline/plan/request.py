@@ -31,9 +31,8 @@ class Request(Deployment, Autotuning):
 
     method: tuple[str, ...] = ()
     """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
-    reinforce_pp, raft. It sets --ppo.method: other defaults for settings of step 3, which win where
-    they are given; docs/methods.md. Of several each has a step 3 of its own, in step3_NAME, and the
-    report compares them at equal KL; --methods.NAME.SETTING is for one of them."""
+    reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Several run side by
+    side, in step3_NAME, and are compared; --methods.NAME.SETTING is for one."""
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as

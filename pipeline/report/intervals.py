@@ -18,7 +18,7 @@ def share_interval(successes: int | float, count: int) -> Interval:
     center = share + Z * Z / (2 * count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
     scale = 1 + Z * Z / count
-    return (center - half) / scale, (center + half) / scale
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

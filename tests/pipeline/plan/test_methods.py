@@ -9,6 +9,7 @@ from pipeline.autotune.best import write_best
 from pipeline.errors import UserError, UserErrors
 from pipeline.plan.checks import check_settings
 from pipeline.plan.describe import describe_plan
+from pipeline.plan.help import train_help
 from pipeline.plan.make import make_plan
 from pipeline.plan.plan import Plan
 from pipeline.settings.plain import flatten, plain
@@ -207,3 +208,12 @@ def test_best_settings_of_each_method_run_again_as_they_were(tmp_path: Path) -> 
         | {"clip": 0.1},
     }
     assert again.configs == made.configs
+
+
+def test_help_lists_the_settings_of_one_method() -> None:
+    text = train_help(STAGES, ["methods.grpo.kl_coef"])
+
+    assert text.startswith("  --methods.grpo.kl_coef ")
+    assert "Weight of the KL penalty" in text
+    with pytest.raises(UserError, match=r"--help methods.gpro.kl_coef: there is no such option"):
+        train_help(STAGES, ["methods.gpro.kl_coef"])
