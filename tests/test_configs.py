@@ -101,6 +101,7 @@ def test_every_script_starts_its_step_with_its_preset(
         assert [model.path for model in models] == ["A", "C", "C"]
         trained = [(config.actor, 0), (config.critic, 1)]
     else:
+        assert isinstance(config, SFTConfig | RewardConfig)
         trained = [(config.model, 1)]
     assert all((m.zero_stage, bool(m.lora)) == (stage, bool(lora)) for m, stage in trained)
 

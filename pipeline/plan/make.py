@@ -12,7 +12,7 @@ from pipeline.launch.local import list_gpus
 from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs
 from pipeline.plan.methods import side_by_side
-from pipeline.plan.output import finished_steps
+from pipeline.plan.output import finished_steps, recorded_methods
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request, parse_request
 from pipeline.plan.resolve import given_settings, step_configs, with_needed_steps
@@ -33,7 +33,9 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
             say(train_help(stages, words))
             raise SystemExit(0)
     command_line = parse_request(argv, stages)
-    stages = side_by_side(stages, command_line.request.method)
+    request = command_line.request
+    recorded = recorded_methods(request.output_dir, stages) if request.method else {}
+    stages = side_by_side(stages, request.method, recorded)
     command_line = with_needed_steps(command_line, stages)
     request = command_line.request
     if request.plan_for is not None:

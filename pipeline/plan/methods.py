@@ -14,28 +14,52 @@ from pipeline.settings.methods import rows_of
 from pipeline.settings.plain import Option
 
 
-def side_by_side(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stage, ...]:
+def side_by_side(
+    stages: Sequence[Stage], methods: Sequence[str], recorded: Mapping[str, str] | None = None
+) -> tuple[Stage, ...]:
     """The stages of a run, where several methods are named one for each of them.
 
-    `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays.
+    `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays. Where an
+    earlier run has a directory of a method, whether it was alone then or not, it is taken up.
+
+    Args:
+        stages: all steps.
+        methods: those that `--method` names.
+        recorded: the method in each directory of an earlier run.
 
     Raises:
         ConfigError: no step has a method of such a name, or one is named twice.
     """
-    if len(methods) < 2:
-        return tuple(stages)
-    for name in methods:
-        check_method_name(name, stages, "--method")
-        require(methods.count(name) == 1, f"--method names {name} twice")
-    return tuple(
-        each
-        for stage in stages
-        for each in (
-            [replace(stage, name=directory_of(stage, name), method=name) for name in methods]
-            if rows_of(stage.config_class)
-            else [stage]
-        )
-    )
+    known = recorded or {}
+    several = len(methods) > 1
+    if several:
+        for name in methods:
+            check_method_name(name, stages, "--method")
+            require(methods.count(name) == 1, f"--method names {name} twice")
+    found: list[Stage] = []
+    for stage in stages:
+        names = methods if rows_of(stage.config_class) else ()
+        own = {name: directory_of(stage, name) for name in names}
+        apart = [
+            name
+            for name in names
+            if several or (own[name] != stage.name and known.get(own[name]) == name)
+        ]
+        found += [
+            replace(stage, name=_directory(stage, name, methods, known), method=name)
+            for name in apart
+        ] or [stage]
+    return tuple(found)
+
+
+def _directory(
+    stage: Stage, method: str, methods: Sequence[str], recorded: Mapping[str, str]
+) -> str:
+    """Of a method beside others: its own, or the step's where it was trained there alone."""
+    own = directory_of(stage, method)
+    was_alone = recorded.get(stage.name) == method and own not in recorded
+    is_free = all(directory_of(stage, name) != stage.name for name in methods)
+    return stage.name if was_alone and is_free else own
 
 
 def directory_of(stage: Stage, method: str) -> str:

@@ -86,6 +86,19 @@ def finished_steps(
     return _skipped(request, stages)
 
 
+def recorded_methods(out: Path, stages: Sequence[Stage]) -> dict[str, str]:
+    """The method by which each step in the output directory learned, of those that know several."""
+    found: dict[str, str] = {}
+    for name in directories(stages):
+        try:
+            settings = yaml.safe_load((out / name / MARK).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):  # whoever looks into it says what is wrong
+            continue
+        if isinstance(settings, dict) and isinstance(settings.get("method"), str):
+            found[name] = settings["method"]
+    return found
+
+
 def clear_step(out: Path, name: str) -> set[str]:
     """Remove what an earlier run of this step left; return the files that stay: not ours."""
     directory = out / name

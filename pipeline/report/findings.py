@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import Results, StepResult, finite
+from pipeline.report.results import Results, StepResult, finite, model_to_talk_to
 from pipeline.report.words import BASE, nats, percent, plain, points, score, title, tokens
 
 
@@ -166,12 +166,15 @@ def _by_verifier(results: Results) -> Finding | None:
 
 
 def _by_talk(results: Results) -> Finding | None:
-    step = results.evaluated_by("judge_talk")
+    chosen = model_to_talk_to(results.steps)
+    of_chosen = chosen is not None and chosen.has("judge_talk")
+    step = chosen if of_chosen else results.evaluated_by("judge_talk")
     rate = step.number("judge_talk") if step else None
-    if rate is None:
+    if step is None or rate is None:
         return None
     among = f"{len(results.talk)} prompts" if results.talk else "prompts"
-    return Finding(None, f"{percent(rate)} of answers to {among} written by hand are right")
+    name = of_method(step, results)
+    return Finding(None, f"{name}{percent(rate)} of answers to {among} written by hand are right")
 
 
 def _after(model: str) -> str:

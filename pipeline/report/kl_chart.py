@@ -59,7 +59,7 @@ def kl_chart(comparison: Comparison) -> Markup:
     drawn = [method for method in comparison.methods if method.path]
     if not drawn:
         return Markup("")
-    x, y = _scales(drawn)
+    x, y = _scales(drawn, is_share=comparison.figure == "judge")
     parts = _grid(x, y)
     if comparison.kl is not None:
         at = Markup('<path class="equal" d="M{:.1f} {}V{}"><title>{}</title></path>')
@@ -73,14 +73,17 @@ def kl_chart(comparison: Comparison) -> Markup:
     )
 
 
-def _scales(methods: Sequence[Method]) -> tuple[Scale, Scale]:
+def _scales(methods: Sequence[Method], *, is_share: bool) -> tuple[Scale, Scale]:
     kls = [each.kl for method in methods for each in method.path]
     values = [each.mean for method in methods for each in method.path]
     low, high = min(0.0, *kls), max(kls)
     room = 0.08 * (max(values) - min(values)) or 0.1
+    least, most = min(values) - room, max(values) + room
+    if is_share:
+        least, most = max(0.0, least), min(1.0, most)
     return (
         Scale(low, high if high > low else low + 1.0, LEFT, WIDTH - RIGHT),
-        Scale(min(values) - room, max(values) + room, HEIGHT - BOTTOM, TOP),
+        Scale(least, most, HEIGHT - BOTTOM, TOP),
     )
 
 

@@ -18,7 +18,7 @@ from pipeline.report.intervals import (
     verdict_of,
 )
 from pipeline.report.results import Results, StepResult, finite, mean, numbers
-from pipeline.report.words import nats, percent, score, title
+from pipeline.report.words import listed, nats, percent, score, title
 
 FIGURES = {
     "judge": "correct and polite",
@@ -111,7 +111,7 @@ class Comparison:
         for verdict, words in _WORDS.items():
             found = [each for each in others if each.against_best == verdict]
             names = [f"{each.method.title} ({shown(self.figure, each.value)})" for each in found]
-            parts += [f"{words} {' and '.join(names)}"] if names else []
+            parts += [f"{words} {listed(names)}"] if names else []
         return ", ".join(parts)
 
 
@@ -135,11 +135,11 @@ def compare_methods(results: Results) -> Comparison | None:
     measured = [method for method in methods if method.is_measured]
     if sparse := [method.title for method in methods if method.path and not method.is_measured]:
         notes += (
-            f"{' and '.join(sparse)} kept no evaluation between start and end (eval_every), so that"
+            f"{listed(sparse)} kept no evaluation between start and end (eval_every), so that"
             " nothing is known of smaller KLs",
         )
     if absent := [method.title for method in methods if not method.path]:
-        notes += (f"{' and '.join(absent)} kept no evaluation that has this figure",)
+        notes += (f"{listed(absent)} kept no evaluation that has this figure",)
     kl = min((method.reach for method in measured), default=0.0)
     if kl <= 0 or len(measured) < 2 or any(note.startswith(_OTHER_PROMPTS) for note in notes):
         return Comparison(figure, methods, None, (), notes)

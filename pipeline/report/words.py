@@ -1,5 +1,7 @@
 """What steps and models are called in the report, and its figures in words."""
 
+from collections.abc import Sequence
+
 from pipeline.report.results import Results
 
 BASE = "base"
@@ -49,3 +51,9 @@ def nats(value: float) -> str:
 def tokens(value: float) -> str:
     """A mean number of tokens."""
     return f"{value:.1f} tokens"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`A`, `A and B`, `A, B and C`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -20,7 +20,7 @@ from pipeline.report.method_table import heads, rows
 from pipeline.report.methods import compare_methods
 from pipeline.report.pages import templates
 from pipeline.report.results import Results, model_to_talk_to, read_results
-from pipeline.report.words import BASE, title
+from pipeline.report.words import BASE, listed, title
 
 
 def write_report(out: Path) -> Path:
@@ -42,7 +42,6 @@ def render(results: Results, out: Path) -> str:
     first, *others = findings(results)
     models = answering_models(results)
     compared = compare_methods(results)
-    scored = results.evaluated_by("win_rate")
     key_charts, charts = split_key_charts(
         {name: step_charts(step) for name, step in results.steps.items()}
     )
@@ -64,11 +63,8 @@ def render(results: Results, out: Path) -> str:
             compared_rows=rows(compared) if compared else (),
             compared_chart=kl_chart(compared) if compared else "",
             compared_lines=lines_of(compared) if compared else (),
-            scored=scored,
-            trained=" and ".join(
-                title(step.name, results)
-                for step in results.methods or list(filter(None, [scored]))
-            ),
+            scored=results.evaluated_by("win_rate"),
+            trained=trained_models(results),
             rewarded=results.evaluated_by("reward_after") is not None,
             figures={name: before_after(step) for name, step in results.steps.items()},
             key_charts=key_charts,
@@ -80,6 +76,13 @@ def render(results: Results, out: Path) -> str:
             out=out,
         )
     )
+
+
+def trained_models(results: Results) -> str:
+    """What the sentence about rewards is about: the methods, or the one there is."""
+    scored = results.evaluated_by("win_rate")
+    steps = results.methods or ([scored] if scored else [])
+    return listed([title(step.name, results) for step in steps]) if steps else ""
 
 
 def verdict(finding: Finding) -> tuple[str, str] | None:

@@ -11,6 +11,8 @@ from pipeline.plan.checks import check_settings
 from pipeline.plan.describe import describe_plan
 from pipeline.plan.help import train_help
 from pipeline.plan.make import make_plan
+from pipeline.plan.methods import side_by_side
+from pipeline.plan.output import recorded_methods
 from pipeline.plan.plan import Plan
 from pipeline.settings.plain import flatten, plain
 from train import STAGES
@@ -217,3 +219,28 @@ def test_help_lists_the_settings_of_one_method() -> None:
     assert "Weight of the KL penalty" in text
     with pytest.raises(UserError, match=r"--help methods.gpro.kl_coef: there is no such option"):
         train_help(STAGES, ["methods.gpro.kl_coef"])
+
+
+def write_settings(out: Path, name: str, method: str) -> None:
+    (out / name).mkdir(parents=True, exist_ok=True)
+    (out / name / "config.yaml").write_text(f"method: {method}\n")
+
+
+def test_a_method_is_taken_up_where_it_was_trained(tmp_path: Path) -> None:
+    def directories_of(*methods: str) -> list[str]:
+        stages = side_by_side(STAGES, methods, recorded_methods(tmp_path, STAGES))
+        return [stage.name for stage in stages if stage.number == 3]
+
+    write_settings(tmp_path, "step3_ppo", "grpo")  # it was alone
+    alone = directories_of("grpo")
+    added = directories_of("grpo", "rloo")
+    with_ppo = directories_of("grpo", "ppo")
+    write_settings(tmp_path, "step3_rloo", "rloo")  # it was not
+
+    assert (alone, added, with_ppo) == (
+        ["step3_ppo"],
+        ["step3_ppo", "step3_rloo"],
+        ["step3_grpo", "step3_ppo"],
+    )
+    assert directories_of("rloo") == ["step3_rloo"]
+    assert directories_of("raft") == ["step3_ppo"]
