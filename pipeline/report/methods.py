@@ -141,6 +141,11 @@ def compare_methods(results: Results) -> Comparison | None:
     if absent := [method.title for method in methods if not method.path]:
         notes += (f"{listed(absent)} kept no evaluation that has this figure",)
     kl = min((method.reach for method in measured), default=0.0)
+    if still := [method.title for method in measured if method.reach <= 0]:
+        notes += (
+            f"{listed(still)} never left the reference (KL 0), so that nothing is compared at equal"
+            " KL",
+        )
     if kl <= 0 or len(measured) < 2 or any(note.startswith(_OTHER_PROMPTS) for note in notes):
         return Comparison(figure, methods, None, (), notes)
     return Comparison(figure, methods, kl, _at_equal_kl(measured, kl, figure), notes)

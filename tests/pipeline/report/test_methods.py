@@ -220,3 +220,16 @@ def test_one_method_alone_is_compared_with_nothing(tmp_path: Path) -> None:
 
     assert compare_methods(read_results(tmp_path)) is None
     assert "side by side" not in write_report(tmp_path).read_text()
+
+
+def test_a_method_that_stayed_where_it_was_is_compared_with_nothing(tmp_path: Path) -> None:
+    for method, far in (("ppo", 1.0), ("rloo", -0.01)):
+        points = [(far * kl, {"judge": verdicts(kl)}) for kl in range(3)]
+        write_method(tmp_path, method, points)
+
+    found = compared(tmp_path)
+
+    assert (found.kl, found.equal) == (None, ())
+    assert found.notes == (
+        "RLOO never left the reference (KL 0), so that nothing is compared at equal KL",
+    )
