@@ -86,7 +86,7 @@ COMMON = [
 
 def main(argv: Sequence[str]) -> None:
     """Make the rows, train, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="RL on a rule about how stories end.")
     parser.add_argument("--model", type=Path, required=True, help="directory of stories260K")
     parser.add_argument("--out", type=Path, required=True, help="where rows and runs go, and stay")
     parser.add_argument("--method", choices=["grpo", "ppo"], default="grpo")

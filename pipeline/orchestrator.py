@@ -27,7 +27,9 @@ from pipeline.plan.output import (
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
 from pipeline.report.findings import findings
-from pipeline.report.results import read_results
+from pipeline.report.method_table import lines
+from pipeline.report.methods import compare_methods
+from pipeline.report.results import model_to_talk_to, read_results
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 
@@ -36,14 +38,16 @@ def run_plan(plan: Plan) -> None:
 
     Raises:
         SystemExit: a step failed; 2 where it found wrong input, 75 where a scheduler stopped it,
-            80 where training diverged, else 1.
+            80 where training diverged, else 1. Methods that run beside the one that failed are
+            done before.
         KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
     out = plan.request.output_dir
     environment = plan.environment
+    failed: dict[str, int] = {}
     for stage in plan.stages:
         if stage.name in plan.finished:
-            say(f"step {stage.number} is finished, skipped")
+            say(f"{stage.title} is finished, skipped")
             add_to_summary(out, stage.name)
             continue
         goes_on = plan.request.resume and can_go_on(out, stage.name)
@@ -59,10 +63,15 @@ def run_plan(plan: Plan) -> None:
             record_step(out, stage.name, others=others)
         if ending.code == EXIT_DIVERGED:
             _write_report(out)  # whose curves show when
-        _stop_unless_done(plan, stage, ending)
+        code = _failure(plan, stage, ending)
+        if code:
+            failed |= _unless_alone(stage, code)
+            continue
         add_to_summary(out, stage.name)
         _write_report(out)
-    say("\n".join(_closing_table(plan)))
+    if read_summary(out):  # else every method failed
+        say("\n".join(_closing_table(plan)))
+    _end_with(failed)
 
 
 def follow_plan(plan: Plan) -> None:
@@ -74,12 +83,15 @@ def follow_plan(plan: Plan) -> None:
         SystemExit, KeyboardInterrupt: as `run_plan`.
     """
     environment = plan.environment
+    failed: dict[str, int] = {}
     for stage in plan.stages:
         if stage.name not in plan.finished:
             goes_on = plan.request.resume and can_go_on(plan.request.output_dir, stage.name)
             say(f"step {stage.number}: {stage.name}")
             ending = _run_step(plan, stage, environment, goes_on=goes_on)
-            _stop_unless_done(plan, stage, ending)
+            if code := _failure(plan, stage, ending):
+                failed |= _unless_alone(stage, code)
+    _end_with(failed)
 
 
 def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
@@ -145,55 +157,73 @@ def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_
         size, goes_on = size // 2, True
         command = [*plan.command(stage), "--micro_batch_size", str(size)]
         remark(
-            f"step {stage.number} ran out of memory and goes on with --{stage.section}"
+            f"{stage.title} ran out of memory and goes on with --{stage.prefix}"
             f".micro_batch_size {size}; the result is the same, in less memory and more time"
         )
 
 
-def _stop_unless_done(plan: Plan, stage: Stage, ending: Ending) -> None:
+def _unless_alone(stage: Stage, code: int) -> dict[str, int]:
+    """The failure of one of several methods, for the end of the run; any other ends it here."""
+    if stage.method is None:
+        raise SystemExit(code)
+    return {stage.method: code}
+
+
+def _end_with(failed: Mapping[str, int]) -> None:
+    """Exit with the code of the first method that failed, if one did."""
+    for code in failed.values():
+        complain(f"not finished: {', '.join(failed)}; the same command with --resume tries again")
+        raise SystemExit(code)
+
+
+def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
+    """The exit code of a step that failed, which is said here; 0 where it is done.
+
+    Raises:
+        SystemExit, KeyboardInterrupt: the step was told to stop.
+    """
     out = plan.request.output_dir
     if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
-        complain(f"told to stop in step {stage.number}; the same command with --resume goes on")
+        complain(f"told to stop in {stage.title}; the same command with --resume goes on")
         raise SystemExit(EXIT_REQUEUE)
     if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
-            f"interrupted in step {stage.number}; {out} keeps what is finished, and the same"
+            f"interrupted in {stage.title}; {out} keeps what is finished, and the same"
             " command with --resume goes on"
         )
-    if ending.code == 0:
-        return
-    if ending.code == EXIT_USER_ERROR:  # the step has printed what is wrong
-        raise SystemExit(EXIT_USER_ERROR)
+    if ending.code in (0, EXIT_USER_ERROR):  # the step has printed what is wrong
+        return ending.code
     if ending.code == EXIT_DIVERGED:  # the step has printed when and why, and kept its best weights
+        others = "no later step was started" if stage.method is None else "the other methods run on"
         complain(
-            f"step {stage.number} diverged, and no later step was started; the same command with"
-            f" --resume and a smaller --{stage.section}.{stage.main_role}.optim.lr begins it again"
+            f"{stage.title} diverged, and {others}; the same command with"
+            f" --resume and a smaller --{stage.prefix}.{stage.main_role}.optim.lr begins it again"
         )
-        raise SystemExit(EXIT_DIVERGED)
+        return EXIT_DIVERGED
     if ending.code == EXIT_OUT_OF_MEMORY:
         from pipeline.plan.describe import describe_memory
 
         remark(describe_memory(plan))
         complain(
-            f"step {stage.number} ran out of memory with micro-batches of one sequence, beside what"
+            f"{stage.title} ran out of memory with micro-batches of one sequence, beside what"
             f" the table counts; {_savings(plan, stage)}. --resume then goes on from its last"
             " checkpoint."
         )
-        raise SystemExit(EXIT_FAILED)
+        return EXIT_FAILED
     how = f"was ended by signal {-ending.code}" if ending.code < 0 else "failed"
     complain(
-        f"step {stage.number} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
-        f" If memory ran out: a smaller --{stage.section}.micro_batch_size;"
+        f"{stage.title} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
+        f" If memory ran out: a smaller --{stage.prefix}.micro_batch_size;"
         f" {_savings(plan, stage)}. --resume then goes on with this step."
     )
-    raise SystemExit(EXIT_FAILED)
+    return EXIT_FAILED
 
 
 def _savings(plan: Plan, stage: Stage) -> str:
     """What saves memory in this step and is not in use yet, the cheapest first."""
     name = stage.main_role
     model: TrainedModelConfig = getattr(plan.configs[stage.name], name)
-    option = f"--{stage.section}.{name}"
+    option = f"--{stage.prefix}.{name}"
     ways = [
         (not model.gradient_checkpointing, f"{option}.gradient_checkpointing"),
         (model.zero_stage < 3 and (plan.processes or 1) > 1, f"{option}.zero_stage 3"),
@@ -201,7 +231,7 @@ def _savings(plan: Plan, stage: Stage) -> str:
         (model.lora is None, f"{option}.lora.rank 16"),
     ]
     unused = [words for usable, words in ways if usable]
-    shorter = f"a shorter --{stage.section}.data.max_length"
+    shorter = f"a shorter --{stage.prefix}.data.max_length"
     return f"try {', '.join(unused) or shorter}"
 
 
@@ -214,17 +244,29 @@ def _write_report(out: Path) -> None:
 def _closing_table(plan: Plan) -> Iterator[str]:
     """The steps' numbers, and where everything is."""
     out = plan.request.output_dir
-    yield f"\n{'step':<14}{'seconds':>9}{'steps':>8}{'tokens':>12}   result"
-    for name, result in read_summary(out)["steps"].items():
+    done = read_summary(out)["steps"]
+    width = max(14, *(len(name) + 2 for name in done))
+    yield f"\n{'step':<{width}}{'seconds':>9}{'steps':>8}{'tokens':>12}   result"
+    for name, result in done.items():
         work = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
-        yield f"{name:<14}{work}   {_numbers(result.get('eval', {}))}"
-    yield f"\n{findings(read_results(out))[0].whole}"
+        yield f"{name:<{width}}{work}   {_numbers(result.get('eval', {}))}"
+    results = read_results(out)
+    compared = compare_methods(results)
+    headline = findings(results)[0].whole
+    if compared is None or headline != compared.sentence:
+        yield f"\n{headline}"
+    if compared is not None:
+        yield "\n" + "\n".join(lines(compared))
     yield f"\nreport   {out / REPORT}"
     yield f"numbers  {out / SUMMARY}"
-    made = [out / stage.name for stage in plan.stages]
+    made = [out / stage.name for stage in plan.stages if stage.name in done]
     models = [path / "actor" if (path / "actor").is_dir() else path for path in made]
     yield f"models   {'  '.join(str(path) for path in models)}"
-    actors = [out / stage.name / stage.chat_model for stage in plan.all_stages if stage.chat_model]
+    furthest = model_to_talk_to(results.steps)
+    chosen = "" if furthest is None else furthest.name
+    talking = [stage for stage in plan.all_stages if stage.chat_model]
+    talking.sort(key=lambda stage: (stage.number, stage.name == chosen))
+    actors = [out / stage.name / str(stage.chat_model) for stage in talking]
     for model in [path for path in actors if (path / "config.json").is_file()][-1:]:
         yield f"chat     {CHAT} --path {model}"
         if all(config.data.path == (EMBEDDED,) for config in plan.configs.values()):

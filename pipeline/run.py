@@ -178,18 +178,28 @@ class Run:
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
             line = {"tokens": tokens, "tokens_per_second": self._tokens_per_second, **metrics}
-            self._write(step, line)
+            self._write(step, line, {})
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
-    def evaluated(self, step: int, **metrics: int | float) -> None:
-        """Record an evaluation after `step` optimizer steps, under names that begin `eval_`."""
+    def evaluated(
+        self,
+        step: int,
+        *,
+        by_prompt: Mapping[str, object] | None = None,
+        **metrics: int | float,
+    ) -> None:
+        """Record an evaluation after `step` optimizer steps, under names that begin `eval_`.
+
+        `by_prompt` has what was found for each held-out prompt, for the report alone.
+        """
         # The time since the last step went into the evaluation (before step 1: and into loading).
         self._step_end = time.perf_counter()
         self._stragglers.begin_step()
         if self._metrics is None:
             return
-        self._write(step, {f"eval_{name}": value for name, value in metrics.items()})
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self._write(step, named, {} if by_prompt is None else {"eval_by_prompt": by_prompt})
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
@@ -265,9 +275,12 @@ class Run:
     def _metrics_bytes(self) -> int:
         return 0 if self._metrics is None else os.fstat(self._metrics.fileno()).st_size
 
-    def _write(self, step: int, metrics: Mapping[str, int | float]) -> None:
+    def _write(
+        self, step: int, metrics: Mapping[str, int | float], details: Mapping[str, object]
+    ) -> None:
+        """A line of metrics.jsonl; trackers get its `metrics` alone."""
         assert self._metrics is not None
-        line = _finite({"step": step, "seconds": round(self.seconds, 3), **metrics})
+        line = _finite({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
         self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._trackers.log(step, metrics)
 
@@ -316,6 +329,8 @@ def _finite(value: object) -> object:
     """`value` with NaN and infinities as None, which JSON has."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

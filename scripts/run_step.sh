@@ -30,7 +30,14 @@ done
 stage() {
   if [ -n "${2:-${STAGE:-}}" ]; then SETTINGS+=("--$1.zero_stage" "${2:-$STAGE}"); fi
 }
-if [ "$STEP" = step3_ppo ]; then
+MODULE=$STEP
+if [ "$STEP" = step3_grpo ]; then
+  MODULE=step3_ppo
+  SETTINGS+=(--actor.path "${1:-output/step1_sft}" --data.path "${2:-gsm8k.jsonl}")
+  stage actor "${3:-}"
+  SETTINGS+=(--output_dir "${4:-output/step3_ppo}")
+  OWN=4
+elif [ "$STEP" = step3_ppo ]; then
   CRITIC=${2:-output/step2_reward}
   SETTINGS+=(--actor.path "${1:-output/step1_sft}" --critic.path "$CRITIC" --reward.path "$CRITIC")
   stage actor "${3:-}"
@@ -48,4 +55,4 @@ else
 fi
 shift $(($# < OWN ? $# : OWN))
 
-exec "$PYTHON" ${LAUNCHER[@]+"${LAUNCHER[@]}"} -m "$STEP.train" "${SETTINGS[@]}" "$@"
+exec "$PYTHON" ${LAUNCHER[@]+"${LAUNCHER[@]}"} -m "$MODULE.train" "${SETTINGS[@]}" "$@"

@@ -154,6 +154,10 @@ def _by_source(answers: Sequence[Answer], when: str) -> dict[str, float]:
 def verification(held_out: HeldOut, sampled: Mapping[str, list[Answer]]) -> dict[str, object]:
     """What the embedded task's judge says of the models; empty on any other data.
 
+    Args:
+        held_out: the prompts.
+        sampled: answers to them by model, those of step 3 the last.
+
     Returns:
         `judge`: the share of right answers by model; `judge_counts`: the number of prompts, and on
         how many of them step 3 alone (gained) or step 1 alone (lost) is right.
@@ -162,7 +166,7 @@ def verification(held_out: HeldOut, sampled: Mapping[str, list[Answer]]) -> dict
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
     if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
         return {}
-    pairs = list(zip(known["step3_ppo"], known["step1_sft"], strict=True))
+    pairs = list(zip(known[list(known)[-1]], known["step1_sft"], strict=True))
     return {
         "judge": {name: sum(each) / len(each) for name, each in known.items()},
         "judge_counts": {

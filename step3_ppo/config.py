@@ -254,6 +254,12 @@ class PPOConfig(StepConfig, RewardSettings):
         return self.method if named else by_advantage.get(self.advantage, self.advantage)
 
     @property
+    def step_name(self) -> str:
+        """What its figures call the step: of several methods each has a directory of its name."""
+        own = f"step3_{self.method}"
+        return own if self.output_dir.name == own else "step3_ppo"
+
+    @property
     def kl_weight(self) -> float:
         """`kl_coef` where there is a KL penalty at all."""
         return 0.0 if self.kl_in == "none" else self.kl_coef

@@ -88,7 +88,10 @@ class Course:
             greedy = self.before.greedy
             self.best.update(-self.start, step=0)
             greedy_score = {self._scores_are: mean_score(greedy)}
-            run.evaluated(0, **greedy_score, stop_rate=stop_rate(greedy), **figures)
+            by_prompt = self.watched.by_prompt(answers)
+            run.evaluated(
+                0, **greedy_score, stop_rate=stop_rate(greedy), **figures, by_prompt=by_prompt
+            )
 
     def look(self, step: int, run: Run) -> None:
         """After iteration `step` print samples and evaluate the actor, where that is due.
@@ -105,7 +108,7 @@ class Course:
         answers = self.watched.answers(responses)
         figures = self._figures(answers, kl=self.watched.kl(responses))
         self.best.update(-figures["objective"], step=step)
-        run.evaluated(step, **figures)
+        run.evaluated(step, **figures, by_prompt=self.watched.by_prompt(answers))
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
     def end(self, run: Run) -> None:
@@ -116,8 +119,9 @@ class Course:
             **summarize(self.before, after, name=self._scores_are),
             "best_step": self.best.step if self.config.keep_best else self.best.last_step,
         }
-        run.evaluated(self.total_steps, **evaluation)
-        sampled = {"step1_sft": self.before.sampled, "step3_ppo": after.sampled}
+        exported = {"exported": self.held_out.by_prompt(after.sampled)}
+        run.evaluated(self.total_steps, **evaluation, by_prompt=exported)
+        sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}
         base = answers_of_base(self.held_out, self.config.base)
         if base is not None:
             sampled = {"base": base, **sampled}
@@ -127,7 +131,11 @@ class Course:
         penalty = "" if self.config.kl_in == "none" else ", with a KL penalty to the base"
         method = f"Trained by {TITLES[name]} against {against}{penalty}."
         card = Card("Chat model", method, self.config.actor.path or "", (name,))
-        run.finish(eval={**evaluation, **verification}, models={"actor": card})
+        run.finish(
+            eval={**evaluation, **verification},
+            models={"actor": card},
+            samples=self.total_steps * self.config.rollout_size,
+        )
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
         """Of sampled answers to the watched prompts; the win rate is against step 1's."""

@@ -17,6 +17,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 from step3_ppo.response_rewards import ResponseRewards, rewards_of
+from step3_ppo.reward_sources import GOLD
 from step3_ppo.rollout import score_responses
 from step3_ppo.scoring import raw_scores, reward_of
 
@@ -108,6 +109,18 @@ class HeldOut:
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
         return [None if verdict is None else verdict.both for verdict in verdicts]
+
+    def by_prompt(self, answers: Sequence[Answer]) -> dict[str, list[float | None]]:
+        """What tells best how good each answer is, under its name; None where it is not known.
+
+        The verdicts of the embedded task's program, else the gold source, else what is trained on.
+        """
+        if self.is_verifiable:
+            return {"judge": [float(bool(verdict)) for verdict in self.verdicts(answers)]}
+        if self.config.gold is not None:
+            return {GOLD: [answer.rewards.get(GOLD) for answer in answers]}
+        name = "reward" if self.config.rewards else "score"
+        return {name: [answer.score for answer in answers]}
 
     @property
     def is_verifiable(self) -> bool:

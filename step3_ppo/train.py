@@ -45,7 +45,7 @@ def train(config: PPOConfig) -> Path:
     prompts = load_prompts(chat, config)
     total_steps = prompts.stream.num_steps(config.epochs, config.max_steps)
     with (
-        Run(config, name="step3_ppo", total_steps=total_steps, mesh=mesh) as run,
+        Run(config, name=config.step_name, total_steps=total_steps, mesh=mesh) as run,
         RewardSources(config, cache_dir=run.path("reward_cache")) as sources,
     ):
         ppo = set_up(config, tokenizer, chat, prompts, run, sources)

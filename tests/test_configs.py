@@ -15,7 +15,7 @@ from step3_ppo.config import PPOConfig
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent
-CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "grpo": PPOConfig}
 MODULES = {f"{stage.module}": stage.config_class for stage in STAGES}
 PRESETS = sorted(p for section in CLASSES for p in (ROOT / "configs" / section).glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "scripts").glob("step*/*/*/run_*.sh"))
@@ -77,7 +77,8 @@ def test_every_script_starts_its_step_with_its_preset(
 ) -> None:
     step, _, deployment, file = script.relative_to(ROOT / "scripts").parts
     size, _, lora = file.removeprefix("run_").removesuffix(".sh").partition("_")
-    arguments = ["A", "C", "0", "1", "OUT"] if step == "step3_ppo" else ["OUT", "1"]
+    of_step = {"step3_ppo": ["A", "C", "0", "1", "OUT"], "step3_grpo": ["A", "ROWS", "0", "OUT"]}
+    arguments = of_step.get(step, ["OUT", "1"])
 
     words = printed(script, *arguments, "--seed", "7", HOSTFILE="hosts", **environment)
 
@@ -85,16 +86,22 @@ def test_every_script_starts_its_step_with_its_preset(
     config = parse_step(MODULES[words[at + 1]], words[at + 2 :])
     presets = [Path(words[n + 1]) for n, word in enumerate(words) if word == "--config"]
     assert words[0] == str(ROOT)
-    assert words[at + 1] == f"{step}.train"
+    assert words[at + 1] == ("step3_ppo" if step == "step3_grpo" else step) + ".train"
     assert (str(config.output_dir), config.seed) == ("OUT", 7)
     assert presets[0].stem.endswith(size)
     assert [preset.stem for preset in presets[1:]] == ["lora"] * bool(lora)
     assert words[1:at] == LAUNCHERS[deployment]
-    if isinstance(config, PPOConfig):
+    if step == "step3_grpo":
+        assert isinstance(config, PPOConfig)
+        assert (config.method, config.actor.path, config.data.path) == ("grpo", "A", ("ROWS",))
+        assert config.used_models().keys() == {"actor"}
+        trained = [(config.actor, 0)]
+    elif isinstance(config, PPOConfig):
         models = (config.actor, config.critic, config.reward)
         assert [model.path for model in models] == ["A", "C", "C"]
         trained = [(config.actor, 0), (config.critic, 1)]
     else:
+        assert isinstance(config, SFTConfig | RewardConfig)
         trained = [(config.model, 1)]
     assert all((m.zero_stage, bool(m.lora)) == (stage, bool(lora)) for m, stage in trained)
 
@@ -130,7 +137,7 @@ def test_every_model_has_its_presets_and_scripts() -> None:
         for size in each.split():
             for step in ("step1_sft", "step3_ppo"):
                 assert list((ROOT / "scripts" / step / family).glob(f"*/run_{size}.sh"))
-            for section in CLASSES:
+            for section in ("sft", "reward", "ppo"):
                 assert list((ROOT / "configs" / section).glob(f"{family}*-{size}.yaml"))
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.cli import parse_step
 from pipeline.errors import UserError
+from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from train import STAGES
@@ -74,7 +75,8 @@ def wrong_with(words: list[str]) -> str:
 
 def _request(options: list[str]) -> str:
     try:
-        step_configs(parse_request(options, STAGES), STAGES, world=2)
+        request = parse_request(options, STAGES)
+        step_configs(request, side_by_side(STAGES, request.request.method), world=2)
     except UserError as error:
         return str(error)
     return ""

@@ -48,6 +48,8 @@ ELSEWHERE = {
     "--save-every": "tests/test_resume.py",
     "... --resume": "tests/test_resume.py",
     "--step 1 --deployment-type single_node": "tests/test_end_to_end.py, in a short form",
+    "--method ppo grpo": "tests/test_methods_end_to_end.py, in a short form",
+    "--path out --method grpo": "tests/inference/chat/test_find_model.py",
 }
 """Parts of commands that are not run here, and the test, or the reason."""
 

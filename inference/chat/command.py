@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from inference.chat.find_model import find_model
 from inference.settings import add_options, sampling_of
 from pipeline.config import EMBEDDED
 from pipeline.data.embedded_talk import TAUGHT
@@ -31,10 +32,11 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
-    model, tokenizer = load_for_inference(options.path)
+    path = find_model(options.path, options.method)
+    model, tokenizer = load_for_inference(path)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
     conversation.reset(options.system)
-    Terminal(conversation, greeting=TAUGHT if taught_embedded_task(options.path) else "").run()
+    Terminal(conversation, greeting=TAUGHT if taught_embedded_task(path) else "").run()
 
 
 def taught_embedded_task(path: str) -> bool:
@@ -57,7 +59,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog=CHAT, description="Talk to a model with the chat template it was saved with."
     )
     add = parser.add_argument
-    add("--path", required=True, help="model directory, such as OUT/step3_ppo/actor, or Hub id")
+    add(
+        "--path",
+        required=True,
+        help="model directory, such as OUT/step3_ppo/actor, a run's output directory, or Hub id",
+    )
+    add("--method", help="of a run's output directory the model of this method: ppo, grpo, ...")
     add_options(parser, max_new_tokens=128, temperature=CHAT_TEMPERATURE)
     add("--system", metavar="TEXT", help="system message")
     add("--seed", type=int, help="makes the answers repeatable; random without it")

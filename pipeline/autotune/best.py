@@ -14,7 +14,7 @@ from pipeline.installation import TRAIN
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.resolve import step_configs
-from pipeline.plan.stage import Stage
+from pipeline.plan.stage import METHODS, Stage
 from pipeline.settings.plain import flatten, plain
 
 
@@ -45,11 +45,12 @@ def write_best(
         changed = {
             name: value
             for name, value in here.items()
-            if name != "output_dir"
+            if name not in ("output_dir", *(["method"] if stage.method else []))
             and (name in tuned.get(stage.name, {}) or there.get(name, _Missing) != value)
         }
         if changed:
-            document[stage.section] = nested(changed)
+            of_methods = document if stage.method is None else document.setdefault(METHODS, {})
+            of_methods[stage.method or stage.section] = nested(changed)
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
@@ -71,6 +72,8 @@ def _options(
     options = {name: value for name, value in given.items() if value != defaults[name]}
     if request.plan == "off":  # what auto chose is among the steps' settings
         options["plan"] = "off"
+    if len(request.method) > 1:  # one alone is among the step's settings
+        options["method"] = list(request.method)
     actor = str(plain(configs[stages[0].name])["model"]["path"])
     models = {} if actor == EMBEDDED else {"actor_model": actor}
     return {"output_dir": str(request.output_dir), **models, **plain(options)}

@@ -55,7 +55,7 @@ def tune(plan: Plan) -> Plan:
             if stage not in stages:
                 continue
             write_best(out / BEST, plan.request, plan.all_stages, plan.configs, chosen)
-            if stage is not stages[-1]:
+            if any(later.number > stage.number for later in stages):
                 make_warmup_checkpoint(plan, stage)
     finally:
         shutil.rmtree(warmup_checkpoints(plan), ignore_errors=True)

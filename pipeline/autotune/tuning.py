@@ -197,7 +197,7 @@ class Tuning:
             )
         except (KeyboardInterrupt, SystemExit) as stop:
             sentence = (
-                f"stopped while step {self.stage.number} was tuned; {self.file} keeps"
+                f"stopped while {self.stage.title} was tuned; {self.file} keeps"
                 f" {number - 1} trials, and the same command goes on"
             )
             if isinstance(stop, KeyboardInterrupt):
@@ -230,7 +230,7 @@ class Tuning:
         return SystemExit(EXIT_FAILED)
 
     def _too_large(self, short: Shortage) -> ConfigError:
-        return ConfigError(f"step {self.stage.number} {short}; of its candidates none takes less")
+        return ConfigError(f"{self.stage.title} {short}; of its candidates none takes less")
 
     def _verdict(self, best: Point, points: Sequence[Point]) -> str:
         start = self.space.start
@@ -242,7 +242,7 @@ class Tuning:
         if self._refused:
             left_out = f"; {len(self._refused)} that don't fit by the plan were not tried"
         return (
-            f"step {self.stage.number} is fastest with {_words(best.settings)}{gain}, of"
+            f"{self.stage.title} is fastest with {_words(best.settings)}{gain}, of"
             f" {len(points)} trials{left_out}"
         )
 

@@ -38,7 +38,7 @@ MARGIN = 0.9
 def choose(
     command_line: CommandLine, stages: Sequence[Stage], machine: Machine
 ) -> Mapping[str, Settings]:
-    """Settings by section for the steps asked for.
+    """Settings by the prefix of their stage, for the steps asked for.
 
     Raises:
         ModelError: the size of a model is not known.
@@ -51,7 +51,7 @@ def choose(
     )
     origins = origins_of(step_configs(command_line, stages, world=machine.world))
     return {
-        stage.section: _Choice(command_line, stages, stage, machine, origins).settings()
+        stage.prefix: _Choice(command_line, stages, stage, machine, origins).settings()
         for stage in stages
         if stage.number in command_line.request.step
     }
@@ -72,7 +72,7 @@ class _Choice:
         config, memory = self.with_settings({})
         if memory.unknown:
             raise ModelError(
-                f"--plan auto can't choose for step {self.stage.number}: {memory.unknown[0]}"
+                f"--plan auto can't choose for {self.stage.title}: {memory.unknown[0]}"
             )
         length = config.workload(self.machine.world).length
         most = max(1, min(-(-config.batch_size // self.machine.world), MOST // length))

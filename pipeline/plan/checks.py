@@ -4,7 +4,7 @@ What is cheap to look at comes first: where that is wrong, nothing heavy is impo
 never loaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,14 @@ from pipeline.launch.local import share_of_cores
 from pipeline.models.directory import check_model_directory
 from pipeline.plan.chats import Chats, is_here
 from pipeline.plan.inputs import is_local, model_paths
+from pipeline.plan.methods import of_methods
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview, count_tokens, read_rows
 from pipeline.plan.stage import Stage
 from pipeline.trackers import require_trackers
+
+Problem = tuple[Stage, str]
+"""Where something is wrong, and what."""
 
 
 def check_plan(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
@@ -43,11 +47,11 @@ def check_settings(plan: Plan) -> None:
     Raises:
         UserErrors: as `check_plan`.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     for stage in _to_check(plan):
         for check in (_trackers, _processes, _model_files):
-            problems += _found(lambda check=check, stage=stage: check(plan, stage))
-    _raise(problems)
+            problems += _found(stage, lambda check=check, stage=stage: check(plan, stage))
+    _raise(problems, plan)
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
@@ -56,14 +60,17 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     Raises:
         UserErrors: as `check_plan`.
     """
-    stages, problems = _to_check(plan), list[str]()
+    stages, problems = _to_check(plan), list[Problem]()
     chats = Chats(stages, plan.configs, downloads=downloads)
     previews: dict[str, Preview] = {}
     for stage in stages:
-        problems += _found(lambda stage=stage: _rows(plan, stage, previews, downloads=downloads))
-        problems += _found(lambda stage=stage: _chat(plan, stage, chats, previews))
-        problems += _found(lambda stage=stage: _lengths(plan, stage))
-    _raise(problems)
+        for check in (
+            lambda stage=stage: _rows(plan, stage, previews, downloads=downloads),
+            lambda stage=stage: _chat(plan, stage, chats, previews),
+            lambda stage=stage: _lengths(plan, stage),
+        ):
+            problems += _found(stage, check)
+    _raise(problems, plan)
     return previews
 
 
@@ -73,16 +80,20 @@ def _to_check(plan: Plan) -> list[Stage]:
     return [stage for stage in plan.stages if stage.name not in plan.finished]
 
 
-def _found(check: Callable[[], None]) -> Iterator[str]:
+def _found(stage: Stage, check: Callable[[], None]) -> Iterator[Problem]:
     try:
         check()
     except UserError as error:
-        yield str(error)
+        yield stage, str(error)
 
 
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise UserErrors(list(dict.fromkeys(problems)))
+def _raise(problems: Sequence[Problem], plan: Plan) -> None:
+    """All that is wrong, each once; what is so in some methods alone with their names."""
+    found: dict[str, list[str]] = {}
+    for stage, sentence in problems:
+        found.setdefault(sentence, []).extend([stage.method] if stage.method else [])
+    if found:
+        raise UserErrors(of_methods(found, _to_check(plan)))
 
 
 def _trackers(plan: Plan, stage: Stage) -> None:
@@ -106,12 +117,12 @@ def _processes(plan: Plan, stage: Stage) -> None:
     of_groups = f" in groups of {group}" if group > 1 else ""
     require(
         rollout is None or rollout // group >= world,
-        f"{stage.section}.rollout_size {rollout}{of_groups} leaves some of {world} processes"
+        f"{stage.prefix}.rollout_size {rollout}{of_groups} leaves some of {world} processes"
         " without a prompt; raise it, or start fewer processes",
     )
     require(
         together is None or world % together == 0,
-        f"{stage.section}.inference_tp_size {together} doesn't divide the {world} processes; choose"
+        f"{stage.prefix}.inference_tp_size {together} doesn't divide the {world} processes; choose"
         " one that does, or start another number of processes",
     )
 

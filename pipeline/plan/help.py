@@ -10,9 +10,10 @@ from pipeline.help import INDENT, WIDTH, help_entry, settings_help, step_help
 from pipeline.installation import MODULE, TRAIN
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.request import Request
-from pipeline.plan.stage import Stage
+from pipeline.plan.stage import METHODS, Stage
 from pipeline.plan.tuning_options import Autotuning
 from pipeline.settings.describe import Setting, list_settings
+from pipeline.settings.methods import rows_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ EXAMPLES = (
     f"{TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
     f"{TRAIN} --actor-model 6.7b --plan auto --plan-for 8xA100-40GB",
     f"{TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
-    f"{TRAIN} --method grpo --output-dir out-grpo",
+    f"{TRAIN} --method ppo grpo rloo --output-dir out",
     f"{TRAIN} --deployment-type single_node --autotune run",
     f"{TRAIN} --output-dir out --resume",
 )
@@ -130,8 +131,8 @@ def _listed(group: Group) -> Iterator[str]:
     if group.key == GROUPS[0].key:
         yield from help_entry(
             "--config FILE ...",
-            "YAML files with these options and sections sft:, reward:, ppo:; later files win, and"
-            " the command line wins over files.",
+            "YAML files with these options and sections sft:, reward:, ppo:, methods:; later files"
+            " win, and the command line wins over files.",
         )
         yield from help_entry("--help [NAME ...]", "This; all; or a name listed below.")
 
@@ -152,6 +153,10 @@ def _about(word: str, stages: Sequence[Stage]) -> Iterator[str]:
     group = next((each for each in _groups() if each.key == name), None)
     section, _, rest = name.partition(".")
     stage = next((each for each in stages if each.section == section), None)
+    if section == METHODS and rest:
+        method, _, rest = rest.partition(".")
+        section = f"{METHODS}.{method}"
+        stage = next((each for each in stages if method in rows_of(each.config_class)), None)
     options: list[Setting] = [each for each in list_settings(Request) if each.name == name]
     if stage is not None:
         yield step_help(stage.config_class, [rest] if rest else [], prefix=f"{section}.")

@@ -11,7 +11,8 @@ from pipeline.launch.layout import Layout, layout
 from pipeline.launch.local import list_gpus
 from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs
-from pipeline.plan.output import finished_steps
+from pipeline.plan.methods import side_by_side
+from pipeline.plan.output import finished_steps, recorded_methods
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request, parse_request
 from pipeline.plan.resolve import given_settings, step_configs, with_needed_steps
@@ -31,7 +32,11 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         if name == "help":
             say(train_help(stages, words))
             raise SystemExit(0)
-    command_line = with_needed_steps(parse_request(argv, stages), stages)
+    command_line = parse_request(argv, stages)
+    request = command_line.request
+    recorded = recorded_methods(request.output_dir, stages) if request.method else {}
+    stages = side_by_side(stages, request.method, recorded)
+    command_line = with_needed_steps(command_line, stages)
     request = command_line.request
     if request.plan_for is not None:
         machine = parse_machine(request.plan_for)

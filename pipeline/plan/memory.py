@@ -49,7 +49,7 @@ def refusals(plan: Plan) -> Iterator[str]:
             count, processes = _count(plan), plan.machine.processes
             sizes = tp_sizes(config, processes=processes, origins=origins_of(plan.configs))
             fix = suggest_fix(config, plan.machine, count, tp_sizes=sizes)
-            yield refusal(f"step {stage.number}", stage.section, short, fix)
+            yield refusal(stage.title, stage.prefix, short, fix)
 
 
 def crowded(plan: Plan) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _fewer_processes(plan: Plan, stage: Stage, short: Shortage) -> str:
     count, config = _count(plan), plan.configs[stage.name]
     processes = plan.machine.processes
     start = (
-        f"{processes} processes are more than this machine can run: step {stage.number} {short},"
+        f"{processes} processes are more than this machine can run: {stage.title} {short},"
         f" with {_cores(share_of_cores(1))}"
     )
     fewer = share_of_cores(1)
@@ -93,13 +93,14 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     yield f"memory: {there(plan.machine)}"
     for stage in plan.stages:
         if stage.name not in plan.finished:
-            yield f"  step {stage.number} takes {line(memory_of(plan, stage), plan.machine)}"
+            yield f"  {stage.title} takes {line(memory_of(plan, stage), plan.machine)}"
 
 
 def chosen_settings(plan: Plan) -> Iterator[str]:
     """What `--plan auto` chose, as a file of settings."""
     yield "chosen by --plan auto; as a file for --config:"
-    settings = {section: nested(each) for section, each in plan.chosen.items()}
+    dotted = {f"{at}.{name}": v for at, each in plan.chosen.items() for name, v in each.items()}
+    settings = nested(dotted)
     yield from (f"  {each}" for each in yaml.safe_dump(settings, sort_keys=False).splitlines())
 
 

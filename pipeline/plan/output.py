@@ -18,6 +18,7 @@ from pipeline.config import StepConfig, affects_result
 from pipeline.errors import ConfigError
 from pipeline.files.durable import replace_durably
 from pipeline.files.lock import RunLock
+from pipeline.plan.methods import directories
 from pipeline.plan.request import Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.plain import plain, portable, with_defaults
@@ -83,6 +84,19 @@ def finished_steps(
             if _holds_files(out / stage.name):
                 _check_step(request, stage, configs[stage.name])
     return _skipped(request, stages)
+
+
+def recorded_methods(out: Path, stages: Sequence[Stage]) -> dict[str, str]:
+    """The method by which each step in the output directory learned, of those that know several."""
+    found: dict[str, str] = {}
+    for name in directories(stages):
+        try:
+            settings = yaml.safe_load((out / name / MARK).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):  # whoever looks into it says what is wrong
+            continue
+        if isinstance(settings, dict) and isinstance(settings.get("method"), str):
+            found[name] = settings["method"]
+    return found
 
 
 def clear_step(out: Path, name: str) -> set[str]:
@@ -187,7 +201,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Names in the output directory that no run makes; hidden files don't count."""
-    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, *(stage.name for stage in stages)}
+    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, *directories(stages)}
     if not out.is_dir():
         return []
     # A run that was cut off while it wrote one of them leaves it under a temporary name.
@@ -226,14 +240,20 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
 
 
 def _skipped(request: Request, stages: Sequence[Stage]) -> set[str]:
-    """The finished steps that `--resume` skips: those before the first one that must run."""
-    skipped: set[str] = set()
-    for stage in stages:
-        if stage.number in request.step:
-            if not request.resume or not (request.output_dir / stage.name / RESULT).is_file():
-                break
-            skipped.add(stage.name)
-    return skipped
+    """The finished steps that `--resume` skips: those that follow none that must run."""
+    chosen = [stage for stage in stages if stage.number in request.step]
+    finished = {
+        stage.name
+        for stage in chosen
+        if request.resume and (request.output_dir / stage.name / RESULT).is_file()
+    }
+    # Methods side by side have one number: none of them follows another.
+    last = min((stage.number for stage in chosen if stage.name not in finished), default=None)
+    return {
+        stage.name
+        for stage in chosen
+        if stage.name in finished and (last is None or stage.number <= last)
+    }
 
 
 def _difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:

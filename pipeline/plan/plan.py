@@ -37,10 +37,10 @@ class Plan:
     """What one of their machines has."""
 
     chosen: Mapping[str, Settings]
-    """What `--plan auto` chose, by section."""
+    """What `--plan auto` chose, by the prefix of the stage."""
 
     all_stages: tuple[Stage, ...]
-    """Every step there is."""
+    """Every step there is, of several methods with a step of each."""
 
     given: Mapping[str, frozenset[str]]
     """Dotted names of the settings that the command line says, by the name of the step."""

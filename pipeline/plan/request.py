@@ -10,7 +10,8 @@ from pipeline.cli import read_layers, split_options
 from pipeline.config import check_split
 from pipeline.errors import ConfigError, require
 from pipeline.launch.deployment import Deployment
-from pipeline.plan.stage import Stage
+from pipeline.plan.methods import check_sections
+from pipeline.plan.stage import METHODS, Stage
 from pipeline.plan.tuning_options import Autotuning
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.describe import did_you_mean, list_settings
@@ -28,10 +29,10 @@ class Request(Deployment, Autotuning):
     """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO; without it all whose models
     are used: not step 2 where the rewards come from programs alone."""
 
-    method: str | None = None
+    method: tuple[str, ...] = ()
     """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
-    reinforce_pp, raft. It sets --ppo.method: other defaults for settings of step 3, which win where
-    they are given; docs/ppo.md."""
+    reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Several run side by
+    side, in step3_NAME, and are compared; --methods.NAME.SETTING is for one."""
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
@@ -192,14 +193,15 @@ class CommandLine:
     """Each `--config`, in order."""
 
     overrides: Mapping[str, tuple[Option, ...]]
-    """Dotted options by section: `--ppo.kl_coef 0.1` is ("kl_coef", ["0.1"]) under "ppo"."""
+    """Dotted options by section: `--ppo.kl_coef 0.1` is ("kl_coef", ["0.1"]) under "ppo", and
+    `--methods.grpo.kl_coef 0.1` the same under "methods.grpo"."""
 
     typed: frozenset[str] = frozenset()
     """Names of train.py's own options that stand on the command line itself, not in a file."""
 
 
 def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
-    """The options of train.py, with those of the steps set apart.
+    """The options of train.py, with those of the steps and of single methods set apart.
 
     Raises:
         ConfigError: an option or a file of settings can't be used; the sentence names it.
@@ -213,6 +215,9 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
             files += read_layers(words)
         elif section in dotted and rest:
             dotted[section].append((rest, words))
+        elif section == METHODS and "." in rest:
+            method, _, rest = rest.partition(".")
+            dotted.setdefault(f"{METHODS}.{method}", []).append((rest, words))
         else:
             own.append((name, words))
     _check_names(own, files, stages)
@@ -225,6 +230,7 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
         actor_model=full_name("--actor-model", request.actor_model),
         reward_model=full_name("--reward-model", request.reward_model),
     )
+    check_sections(files, dotted, request.method, stages)
     overrides = {section: tuple(options) for section, options in dotted.items()}
     return CommandLine(request, tuple(files), overrides, frozenset(name for name, _ in own))
 
@@ -249,7 +255,7 @@ def full_name(option: str, path: str | None) -> str | None:
 
 def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:
     """What a file says about train.py's own options."""
-    sections = {stage.section for stage in stages}
+    sections = {stage.section for stage in stages} | {METHODS}
     own = {name: value for name, value in layer.settings.items() if name not in sections}
     return replace(layer, settings=own)
 
@@ -269,6 +275,7 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
             hint = f"did you mean {meant}?" if meant else "--help lists the options"
             raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
     sections = {stage.section for stage in stages}
+    known |= {METHODS}
     for layer in files:
         for name, value in layer.settings.items():
             if name in sections and not isinstance(value, Mapping):

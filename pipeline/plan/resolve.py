@@ -2,26 +2,28 @@
 
 Laid over one another, later ones winning: the dataclass's defaults; models handed over by the steps
 before; `configs/embedded.yaml` where the actor is the embedded model; the row of settings that
-`--method` names; what `--plan auto` chose; each `--config` in order; the DeepSpeed file of
-`--zero-config`; train.py's own options such as `--actor-model` and the short forms such as `--lr`;
-dotted options such as `--ppo.kl_coef`.
+`--method` names; what `--plan auto` chose; each `--config` in order, its settings of one method
+above those of the step; the DeepSpeed file of `--zero-config`; train.py's own options such as
+`--actor-model` and the short forms such as `--lr`; dotted options such as `--ppo.kl_coef`, then
+those of one method such as `--methods.grpo.kl_coef`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from pipeline.cli import read_layers
 from pipeline.config import EMBEDDED, StepConfig, TrainedModelConfig
 from pipeline.config.deepspeed.layer import deepspeed_layer
-from pipeline.errors import ConfigError, require
+from pipeline.errors import ConfigError, UserErrors, require
 from pipeline.installation import ROOT
+from pipeline.plan.methods import of_methods, options_of, settings_of
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.stage import BEFORE, Stage
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.methods import method_layer, rows_of
-from pipeline.settings.plain import flatten
+from pipeline.settings.plain import Option, flatten
 
 DEFAULT_DATA = "Dahoas/rm-static"
 """Data for a model of the user's own, where none is named (as in DeepSpeed-Chat)."""
@@ -40,18 +42,32 @@ def step_configs(
 ) -> dict[str, StepConfig]:
     """The settings of all steps by name, whether they are to run, in `world` processes, or not.
 
-    `chosen` has settings by section that give way to all that the user gave.
+    `chosen` has settings by the prefix of a stage that give way to all that the user gave.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
+        UserErrors: that is so in several methods, each in its way.
     """
     layers = chosen or {}
-    return {
-        stage.name: step_config(
-            stage, command_line, stages, world=world, chosen=layers.get(stage.section, NOTHING)
-        )
-        for stage in stages
-    }
+    configs: dict[str, StepConfig] = {}
+    wrong: dict[str, list[str]] = {}
+    for stage in stages:
+        layer = layers.get(stage.prefix, NOTHING)
+        try:
+            configs[stage.name] = step_config(
+                stage, command_line, stages, world=world, chosen=layer
+            )
+        except ConfigError as error:
+            if stage.method is None:
+                raise
+            wrong.setdefault(str(error), []).append(stage.method)
+    if wrong:
+        _refuse(of_methods(wrong, stages))
+    return configs
+
+
+def _refuse(sentences: Sequence[str]) -> NoReturn:
+    raise ConfigError(sentences[0]) if len(sentences) == 1 else UserErrors(sentences)
 
 
 def given_settings(
@@ -61,7 +77,7 @@ def given_settings(
 
     An option of train.py says those that it stands for; what files say is not among them.
     """
-    dotted = {name for name, _ in command_line.overrides[stage.section]}
+    dotted = {name for name, _ in _overrides(stage, command_line)}
     return frozenset(
         dotted | flatten(_options(stage, command_line.request, stages).settings).keys()
     )
@@ -103,7 +119,7 @@ def with_needed_steps(command_line: CommandLine, stages: Sequence[Stage]) -> Com
     request = replace(command_line.request, zero_config=None)
     try:
         configs = step_configs(replace(command_line, request=request), stages)
-    except ConfigError:  # whoever resolves the settings to run them says it
+    except (ConfigError, UserErrors):  # whoever resolves the settings to run them says it
         return command_line
     offered = {origin for stage in stages for origin in stage.models.values()}
     read: set[str] = set()
@@ -130,13 +146,12 @@ def _built(
     else:
         base = Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
     out = command_line.request.output_dir / stage.name
-    overrides = command_line.overrides[stage.section]
-    below = [
-        handed_over,
-        base,
-        chosen or NOTHING,
-        *(_section(layer, stage) for layer in command_line.files),
-    ]
+    overrides = _overrides(stage, command_line)
+    below = [handed_over, base, chosen or NOTHING, *_from_files(stage, command_line)]
+    require(
+        stage.method is None or all(name != "method" for name, _ in overrides),
+        f"{stage.section}.method names one method, and --method several; leave it away",
+    )
     require(
         not any("output_dir" in layer.settings for layer in below)
         and not any(name == "output_dir" for name, _ in overrides),
@@ -182,6 +197,22 @@ def _before(command_line: CommandLine, first: Stage) -> str:
     return str(path)
 
 
+def _method(stage: Stage, request: Request) -> str | None:
+    """The method that the user named for a step: its own of several, or the one there is."""
+    return stage.method or next(iter(request.method), None)
+
+
+def _from_files(stage: Stage, command_line: CommandLine) -> list[Layer]:
+    """What each file says about a step, and then about its method."""
+    method = _method(stage, command_line.request)
+    return [each for layer in command_line.files for each in settings_of(layer, stage, method)]
+
+
+def _overrides(stage: Stage, command_line: CommandLine) -> tuple[Option, ...]:
+    """The dotted options of a step, those of its method the last."""
+    return options_of(command_line.overrides, stage, _method(stage, command_line.request))
+
+
 def _section(layer: Layer, stage: Stage) -> Layer:
     """What a file says about one step."""
     return replace(layer, settings=layer.settings.get(stage.section, {}))
@@ -211,7 +242,7 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
     }
     paths = {"actor": request.actor_model, "reward": request.reward_model}
     zero_stages = {"actor": request.actor_zero_stage, "reward": request.reward_zero_stage}
-    earlier = stages[: stages.index(stage)]
+    earlier = [each for each in stages if each.number < stage.number]
     begun = {option for each in earlier for option in each.options.values()}
     models = {
         # Later steps take the model from the one that begins with it.
@@ -225,7 +256,7 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
-        "method": request.method if rows_of(stage.config_class) else None,
+        "method": _method(stage, request) if rows_of(stage.config_class) else None,
     }
     # Steps that have no such short forms leave them as they are.
     short = [("reward_function", [*request.reward_function]), ("reward", [*request.reward])]
@@ -259,7 +290,7 @@ def _short_forms(stage: Stage, command_line: CommandLine, below: Sequence[Layer]
                 settings["rollout_size"] = request.batch_size
     if request.epochs is not None:
         settings["epochs"] = request.epochs
-        own = [layer.settings.get(stage.section, {}) for layer in command_line.files]
+        own = [layer.settings for layer in _from_files(stage, command_line)]
         # Of a file that says both, a step's own max_steps is the more specific.
         if "epochs" in command_line.typed or not any("max_steps" in section for section in own):
             settings["max_steps"] = None

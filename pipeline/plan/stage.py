@@ -9,6 +9,9 @@ from pipeline.config import StepConfig
 BEFORE = "before"
 """In place of a section: the model that the first step begins with."""
 
+METHODS = "methods"
+"""The section of files whose sections, named after methods, hold settings of one method alone."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -40,6 +43,19 @@ class Stage:
     without: Mapping[str, str] = field(default_factory=dict)
     """Roles whose model comes from elsewhere, by role the section or `BEFORE`, in a run that has no
     other use for what the step in `models` makes."""
+
+    method: str | None = None
+    """The method it runs, where several run side by side; each of them has such a stage."""
+
+    @property
+    def prefix(self) -> str:
+        """Before the names of settings for this stage alone: `ppo`, of several `methods.grpo`."""
+        return self.section if self.method is None else f"{METHODS}.{self.method}"
+
+    @property
+    def title(self) -> str:
+        """What sentences call it: `step 3`, of several `step 3 (grpo)`."""
+        return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
     def origins(self, used: Collection[str]) -> Mapping[str, str]:
         """Where the models come from in a run that uses those of the roles in `used`."""

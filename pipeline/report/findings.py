@@ -1,21 +1,12 @@
 """What a run's figures say: did it get better, and by how much."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
-from pipeline.report.results import Results, StepResult, finite
-
-BASE = "base"
-"""The model before the first step."""
-
-TITLES = {
-    BASE: "Base",
-    "sft": "Supervised fine-tuning",
-    "reward": "Reward model",
-    "dr_grpo": "Dr. GRPO",
-    "reinforce_pp": "REINFORCE++",
-}
+from pipeline.report.methods import compare_methods
+from pipeline.report.results import Results, StepResult, finite, model_to_talk_to
+from pipeline.report.words import BASE, nats, percent, plain, points, score, title, tokens
 
 
 @dataclass(frozen=True)
@@ -46,11 +37,40 @@ def findings(results: Results) -> list[Finding]:
     A run that diverged says so first. Else the judge's word comes first where there is one; then
     what people would look at next.
     """
-    broken = [Finding("worse", each.diverged) for each in results.steps.values() if each.diverged]
+    broken = [
+        Finding("worse", f"{of_method(each, results)}{each.diverged}")
+        for each in results.steps.values()
+        if each.diverged
+    ]
     found = [_by_verifier(results), _by_talk(results), _by_reward(results), _by_win_rate(results)]
+    if results.methods:
+        found = [_at_equal_kl(results), *_of_each_method(results), _by_talk(results)]
     found += [_by_accuracy(results), _by_perplexity(results)]
     known = broken + [finding for finding in found if finding is not None]
     return known or [Finding(None, _nothing_known(results))]
+
+
+def of_method(step: StepResult, results: Results) -> str:
+    """Before a sentence about one of several methods, its name."""
+    return f"{title(step.name, results)}: " if step in results.methods else ""
+
+
+def _at_equal_kl(results: Results) -> Finding | None:
+    compared = compare_methods(results)
+    return Finding(None, compared.sentence) if compared and compared.sentence else None
+
+
+def _of_each_method(results: Results) -> Iterator[Finding]:
+    """The strongest that is known of each method by itself."""
+    names = {step.name for step in results.methods}
+    before = {name: step for name, step in results.steps.items() if name not in names}
+    for step in results.methods:
+        alone = replace(results, steps={**before, step.name: step})
+        by_all = (_by_verifier(alone), _by_reward(alone), _by_win_rate(alone))
+        for found in list(filter(None, by_all))[:1]:
+            is_named = title(step.name, results) in found.sentence
+            name = "" if is_named else of_method(step, results)
+            yield replace(found, sentence=f"{name}{found.sentence}")
 
 
 def _nothing_known(results: Results) -> str:
@@ -65,11 +85,12 @@ def pass_rates(results: Results) -> dict[str, float]:
 
     The earliest model comes first.
     """
-    step = results.evaluated_by("judge")
-    verify = step.eval.get("judge") if step else None
-    if not isinstance(verify, Mapping):
-        return {}
-    rates = {str(model): finite(rate) for model, rate in verify.items()}
+    rates: dict[str, float | None] = {}
+    for step in results.steps.values():
+        verify = step.eval.get("judge")
+        known = verify if isinstance(verify, Mapping) else {}
+        # Methods side by side were all measured against the same models before them.
+        rates |= {str(model): finite(rate) for model, rate in known.items()}
     return {model: rate for model, rate in rates.items() if rate is not None}
 
 
@@ -145,12 +166,15 @@ def _by_verifier(results: Results) -> Finding | None:
 
 
 def _by_talk(results: Results) -> Finding | None:
-    step = results.evaluated_by("judge_talk")
+    chosen = model_to_talk_to(results.steps)
+    of_chosen = chosen is not None and chosen.has("judge_talk")
+    step = chosen if of_chosen else results.evaluated_by("judge_talk")
     rate = step.number("judge_talk") if step else None
-    if rate is None:
+    if step is None or rate is None:
         return None
     among = f"{len(results.talk)} prompts" if results.talk else "prompts"
-    return Finding(None, f"{percent(rate)} of answers to {among} written by hand are right")
+    name = of_method(step, results)
+    return Finding(None, f"{name}{percent(rate)} of answers to {among} written by hand are right")
 
 
 def _after(model: str) -> str:
@@ -229,41 +253,3 @@ def _by_perplexity(results: Results) -> Finding | None:
         "better" if after < before else "worse",
         f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
     )
-
-
-def title(name: str, results: Results) -> str:
-    """What a step or model is called: by its method, else its directory; `step3_ppo` is PPO."""
-    step = results.steps.get(name)
-    method = step.changed_settings.get("method") if step else None
-    short = method if isinstance(method, str) else name.split("_", 1)[-1]
-    return TITLES.get(short, short.replace("_", " ").upper())
-
-
-def points(change: float) -> str:
-    """A change of a share, in percentage points with its sign."""
-    return f"{100 * change:+.1f}".replace("-", "\u2212")
-
-
-def percent(share: float) -> str:
-    """0.844 as `84.4 %`."""
-    return f"{100 * share:.1f}".removesuffix(".0") + "\u202f%"
-
-
-def score(value: float) -> str:
-    """A reward-model score, with its sign."""
-    return f"{value:+.2f}".replace("-", "\u2212")
-
-
-def plain(value: float) -> str:
-    """A figure with two decimals, or none where it is large."""
-    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def nats(value: float) -> str:
-    """A figure in nats."""
-    return f"{value:.2f} nats"
-
-
-def tokens(value: float) -> str:
-    """A mean number of tokens."""
-    return f"{value:.1f} tokens"

@@ -1,6 +1,7 @@
 """How far a figure of so many prompts can be trusted: 95 % intervals of shares and of changes."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 Verdict = Literal["better", "worse", "not told apart"]
@@ -17,15 +18,26 @@ def share_interval(successes: int | float, count: int) -> Interval:
     center = share + Z * Z / (2 * count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
     scale = 1 + Z * Z / count
-    return (center - half) / scale, (center + half) / scale
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
-def change_interval(gained: int, lost: int, count: int) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Of the mean that two or more independent values estimate, by the normal distribution."""
+    count = len(values)
+    center = sum(values) / count
+    spread = math.sqrt(sum((value - center) ** 2 for value in values) / (count - 1))
+    half = Z * spread / math.sqrt(count)
+    return center - half, center + half
+
+
+def change_interval(gained: float, lost: float, count: int) -> Interval:
     """Of the change of a share between two models that answered the same `count` prompts.
 
     `gained` prompts are right with the new model alone, `lost` with the old one alone; those on
-    which both agree tell nothing about the change. Half a prompt is added to each of the four kinds
-    of pairs, so that the interval also holds for few prompts (Agresti and Min 2005, "Wald + 2").
+    which both agree tell nothing about the change. Parts of prompts may be gained and lost, whose
+    spread is smaller: the interval then holds more often. Half a prompt is added to each of the
+    four kinds of pairs, so that the interval also holds for few prompts (Agresti and Min 2005,
+    "Wald + 2").
     """
     total = count + 2
     change = (gained - lost) / total

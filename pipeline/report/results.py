@@ -3,14 +3,19 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import yaml
 
 from pipeline.errors import DataError
 
 STEP = re.compile(r"step[0-9]_[a-z0-9]+")
-"""Names of the directories of steps, in their order; a copy such as step3_ppo.old is none."""
+"""Names of the directories of steps, in their order; a copy such as step3_ppo.old is none.
+
+A method's directory may have more underscores: `step3_dr_grpo`, of a step whose settings say so.
+"""
 
 SAMPLES = "samples.json"
 """Answers to held-out prompts, in the directory of the step that compares models."""
@@ -38,6 +43,14 @@ class StepResult:
     metrics: tuple[Mapping[str, object], ...] = ()
     """The lines of metrics.jsonl."""
 
+    samples: int = 0
+    """Responses of its own that it learned from."""
+
+    @property
+    def stage(self) -> str:
+        """What the name begins with: `step3`, which methods that ran side by side share."""
+        return self.name.partition("_")[0]
+
     def number(self, name: str) -> float | None:
         """The evaluation figure `name`; None where it is missing or was not finite."""
         return finite(self.eval.get(name))
@@ -45,6 +58,21 @@ class StepResult:
     def has(self, figure: str) -> bool:
         """Whether the step was evaluated by that figure."""
         return figure in self.eval
+
+    @property
+    def method(self) -> str:
+        """How it learned: `ppo`; of a step that knows no methods the end of its name."""
+        method = self.changed_settings.get("method")
+        return method if isinstance(method, str) else self.name.partition("_")[2]
+
+    @property
+    def exported(self) -> tuple[str, list[float | None]] | None:
+        """(figure, its value for each held-out prompt) of the model that was exported."""
+        for line in reversed(self.metrics):
+            found = _object(_object(line.get("eval_by_prompt")).get("exported"))
+            for figure, values in found.items():
+                return figure, numbers(values)
+        return None
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """(step, value) of every line that has a finite `name`."""
@@ -100,7 +128,14 @@ class Results:
     samples: tuple[Sample, ...]
 
     talk: tuple[TalkAnswer, ...] = ()
-    """Empty where there is no judge."""
+    """Of the model to talk to; empty where there is no judge."""
+
+    @property
+    def methods(self) -> list[StepResult]:
+        """The steps that ran side by side, each by a method of its own; none where one ran."""
+        last = max((step.stage for step in self.steps.values()), default="")
+        found = [step for step in self.steps.values() if step.stage == last]
+        return found if len(found) > 1 else []
 
     def evaluated_by(self, figure: str) -> StepResult | None:
         """The last step that was evaluated by that figure."""
@@ -120,7 +155,7 @@ def read_results(out: Path) -> Results:
     summary = _read_object(out / "summary.json")
     summaries = _object(summary.get("steps"))
     begun = {path.parent.name for path in out.glob("*/metrics.jsonl")}
-    begun = {name for name in begun if STEP.fullmatch(name)}
+    begun = {name for name in begun if STEP.fullmatch(name) or _is_of_method(out / name)}
     steps = {
         name: _read_step(out / name, _object(summaries.get(name)))
         for name in sorted(begun | {str(name) for name in summaries})
@@ -130,14 +165,44 @@ def read_results(out: Path) -> Results:
             f"{out} holds no step's results: no summary.json and no <step>/metrics.jsonl"
         )
     seconds = finite(summary.get("seconds"))
-    of_steps = [out / name / SAMPLES for name in steps if (out / name / SAMPLES).is_file()]
-    samples = of_steps[-1] if of_steps else out / SAMPLES
+    files = {name: out / name / SAMPLES for name in steps if (out / name / SAMPLES).is_file()}
+    files = files or {"": out / SAMPLES}
+    furthest = model_to_talk_to(steps)
+    spoken = files.get(furthest.name) if furthest is not None else None
     return Results(
         steps=steps,
         seconds=sum(step.seconds for step in steps.values()) if seconds is None else seconds,
-        samples=tuple(_samples(samples)),
-        talk=tuple(_talk(samples)),
+        samples=_side_by_side([tuple(_samples(file)) for file in files.values()]),
+        talk=tuple(_talk(spoken or list(files.values())[-1])),
     )
+
+
+def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
+    """The furthest finished step with a model that talks.
+
+    Of methods side by side it is the one whose exported model has the highest figure on held-out
+    prompts, where they have the same one; else, and of equal ones, the first.
+    """
+    finished = [step for step in steps.values() if step.finished]
+    talking = [step for step in finished if step.has("win_rate") or step.has("perplexity_after")]
+    if not talking:
+        return None
+    furthest = [step for step in talking if step.stage == talking[-1].stage]
+    known = [(found, step) for step in furthest if (found := step.exported) is not None]
+    if len(known) < len(furthest) or len({figure for (figure, _), _ in known}) > 1:
+        return furthest[0]
+    means = [mean([value for value in values if value is not None]) for (_, values), _ in known]
+    return furthest[max(range(len(means)), key=lambda place: (means[place], -place))]
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; of nothing minus infinity, below every other."""
+    return sum(values) / len(values) if values else -math.inf
+
+
+def numbers(values: object) -> list[float | None]:
+    """The numbers of a list, None for what is none."""
+    return [finite(value) for value in values] if isinstance(values, list) else []
 
 
 def finite(value: object) -> float | None:
@@ -156,11 +221,42 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         seconds=finite(result.get("seconds")) or 0.0,
         steps=int(finite(result.get("steps")) or 0),
         tokens=int(finite(result.get("tokens")) or 0),
+        samples=int(finite(result.get("samples")) or 0),
         eval=_object(result.get("eval")),
         diverged=str(_read_object(directory / "diverged.json").get("sentence", "")),
         changed_settings=_object(result.get("changed_settings")),
         metrics=tuple(_lines(metrics)) if metrics.is_file() else (),
     )
+
+
+def _is_of_method(directory: Path) -> bool:
+    """Whether the settings in a directory name the method that it is called after."""
+    stage, _, method = directory.name.partition("_")
+    if not STEP.fullmatch(f"{stage}_x"):
+        return False
+    try:
+        settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(settings, dict) and settings.get("method") == method
+
+
+def _side_by_side(files: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
+    """The last file's prompts, with the answers of every file that has the same one there."""
+    joined: list[Sample] = []
+    for place, sample in enumerate(files[-1]):
+        same = [file[place] for file in files if file[place : place + 1]]
+        answers = [each.answers for each in same if each.prompt == sample.prompt]
+        joined.append(Sample(prompt=sample.prompt, answers=_first_of_each(answers)))
+    return tuple(joined)
+
+
+def _first_of_each(answers: Sequence[Mapping[str, SampleAnswer]]) -> dict[str, SampleAnswer]:
+    """Of every model the first answer, in the order in which the models come."""
+    found: dict[str, SampleAnswer] = {}
+    for each in answers:
+        found |= {model: answer for model, answer in each.items() if model not in found}
+    return found
 
 
 def _samples(path: Path) -> Iterator[Sample]:

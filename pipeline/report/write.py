@@ -9,16 +9,18 @@ from pathlib import Path
 from pipeline.installation import CHAT
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
 from pipeline.report.findings import (
-    BASE,
     Finding,
     before_after,
     findings,
     pass_rates,
-    title,
     trivial_rates,
 )
+from pipeline.report.kl_chart import kl_chart, lines_of
+from pipeline.report.method_table import heads, rows
+from pipeline.report.methods import compare_methods
 from pipeline.report.pages import templates
-from pipeline.report.results import Results, read_results
+from pipeline.report.results import Results, model_to_talk_to, read_results
+from pipeline.report.words import BASE, listed, title
 
 
 def write_report(out: Path) -> Path:
@@ -39,6 +41,7 @@ def render(results: Results, out: Path) -> str:
     """The page; `out` is what its commands name."""
     first, *others = findings(results)
     models = answering_models(results)
+    compared = compare_methods(results)
     key_charts, charts = split_key_charts(
         {name: step_charts(step) for name, step in results.steps.items()}
     )
@@ -54,8 +57,14 @@ def render(results: Results, out: Path) -> str:
             rates=pass_rates(results),
             trivial=trivial_rates(results),
             titles={name: title(name, results) for name in (*results.steps, *models, BASE)},
-            styles=styles(models),
+            styles=styles(models, [step.name for step in results.methods]),
+            compared=compared,
+            compared_heads=heads(compared) if compared else (),
+            compared_rows=rows(compared) if compared else (),
+            compared_chart=kl_chart(compared) if compared else "",
+            compared_lines=lines_of(compared) if compared else (),
             scored=results.evaluated_by("win_rate"),
+            trained=trained_models(results),
             rewarded=results.evaluated_by("reward_after") is not None,
             figures={name: before_after(step) for name, step in results.steps.items()},
             key_charts=key_charts,
@@ -67,6 +76,13 @@ def render(results: Results, out: Path) -> str:
             out=out,
         )
     )
+
+
+def trained_models(results: Results) -> str:
+    """What the sentence about rewards is about: the methods, or the one there is."""
+    scored = results.evaluated_by("win_rate")
+    steps = results.methods or ([scored] if scored else [])
+    return listed([title(step.name, results) for step in steps]) if steps else ""
 
 
 def verdict(finding: Finding) -> tuple[str, str] | None:
@@ -90,17 +106,21 @@ def answering_models(results: Results) -> list[str]:
     return list(dict.fromkeys((*pass_rates(results), *names)))
 
 
-def styles(models: Sequence[str]) -> dict[str, str]:
-    """The colour of each model: grey of the base, then blue, and green of the last."""
+def styles(models: Sequence[str], methods: Sequence[str] = ()) -> dict[str, str]:
+    """The colour of each model: grey of the base, then blue, and green of the last.
+
+    Several `methods` are all the last.
+    """
     *earlier, last = models or [BASE]
-    return {name: BASE if name == BASE else "before" for name in earlier} | {last: "after"}
+    return {
+        **{name: BASE if name == BASE else "before" for name in earlier},
+        **dict.fromkeys([*methods, last], "after"),
+    }
 
 
 def chat_path(results: Results, out: Path) -> Path | None:
     """The directory of the furthest model one can talk to."""
-    for name, step in reversed(list(results.steps.items())):
-        if step.finished and step.has("win_rate"):
-            return out / name / "actor"
-        if step.finished and step.has("perplexity_after"):
-            return out / name
-    return None
+    step = model_to_talk_to(results.steps)
+    if step is None:
+        return None
+    return out / step.name / "actor" if step.has("win_rate") else out / step.name

@@ -1,0 +1,263 @@
+"""Methods of one run side by side, above all where all have moved equally far from the reference.
+
+Each method is drawn by its evaluations during training: what its sampled answers to the same
+held-out prompts were worth, against the KL to the reference on these prompts. Between two
+evaluations both are taken to change in proportion, prompt by prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pipeline.report.intervals import (
+    Interval,
+    Verdict,
+    change_interval,
+    mean_interval,
+    share_interval,
+    verdict_of,
+)
+from pipeline.report.results import Results, StepResult, finite, mean, numbers
+from pipeline.report.words import listed, nats, percent, score, title
+
+FIGURES = {
+    "judge": "correct and polite",
+    "gold": "gold reward",
+    "reward": "reward",
+    "score": "reward model's score",
+}
+"""What the answers are measured by, the most trustworthy first."""
+
+TRAINED_ON = ("reward", "score")
+"""Of these, what training maximizes."""
+
+PROMPTS = ("data.", "seed", "max_prompt_length")
+"""Settings that decide which prompts are held out."""
+
+REWARDS = ("reward.path", "rewards", "reward_combine", "missing_eos_score")
+"""Settings that decide what a reward counts."""
+
+Values = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of a method at one point of its training."""
+
+    step: float
+    kl: float
+    """Nats per answer."""
+    values: Values
+    """By prompt."""
+
+    @property
+    def mean(self) -> float:
+        """Over the prompts whose value is known."""
+        return mean(known(self.values))
+
+
+@dataclass(frozen=True)
+class Method:
+    """One of the methods, with what is known of it."""
+
+    step: StepResult
+    title: str
+    path: tuple[Evaluation, ...]
+    """In the order of training, the start included."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was evaluated between its start and its end."""
+        return len(self.path) > 2
+
+    @property
+    def reach(self) -> float:
+        """The largest KL of an evaluation."""
+        return max(each.kl for each in self.path)
+
+
+@dataclass(frozen=True)
+class AtEqualKL:
+    """What a method is worth at a KL that all have reached."""
+
+    method: Method
+    value: float
+    interval: Interval | None
+    against_best: Verdict | None
+    """What the best one is against it, by the prompts that both answered; None of the best."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that the report says of several methods."""
+
+    figure: str
+    methods: tuple[Method, ...]
+    kl: float | None
+    """The largest that all methods with evaluations on their way have reached."""
+    equal: tuple[AtEqualKL, ...]
+    """At that KL, the best one first."""
+    notes: tuple[str, ...]
+    """What stands in the way of a comparison, a sentence each, without full stops."""
+
+    @property
+    def sentence(self) -> str:
+        """Who is better at equal KL; empty where that can't be said."""
+        if self.kl is None or len(self.equal) < 2:
+            return ""
+        best, *others = self.equal
+        where = f"At equal KL of {nats(self.kl)}, {FIGURES[self.figure]}"
+        parts = [f"{where}: {best.method.title} {shown(self.figure, best.value)}"]
+        for verdict, words in _WORDS.items():
+            found = [each for each in others if each.against_best == verdict]
+            names = [f"{each.method.title} ({shown(self.figure, each.value)})" for each in found]
+            parts += [f"{words} {listed(names)}"] if names else []
+        return ", ".join(parts)
+
+
+_WORDS: Mapping[Verdict, str] = {
+    "better": "better than",
+    "not told apart": "not told apart from",
+    "worse": "worse than",
+}
+
+
+def compare_methods(results: Results) -> Comparison | None:
+    """The methods of a run; None where it has one alone, or nothing by which to compare them."""
+    steps = results.methods
+    figure = common_figure(steps)
+    if figure is None:
+        return None
+    methods = tuple(
+        Method(step, title(step.name, results), evaluations(step, figure)) for step in steps
+    )
+    notes = tuple(_differences(steps, figure))
+    measured = [method for method in methods if method.is_measured]
+    if sparse := [method.title for method in methods if method.path and not method.is_measured]:
+        notes += (
+            f"{listed(sparse)} kept no evaluation between start and end (eval_every), so that"
+            " nothing is known of smaller KLs",
+        )
+    if absent := [method.title for method in methods if not method.path]:
+        notes += (f"{listed(absent)} kept no evaluation that has this figure",)
+    kl = min((method.reach for method in measured), default=0.0)
+    if still := [method.title for method in measured if method.reach <= 0]:
+        notes += (
+            f"{listed(still)} never left the reference (KL 0), so that nothing is compared at equal"
+            " KL",
+        )
+    if kl <= 0 or len(measured) < 2 or any(note.startswith(_OTHER_PROMPTS) for note in notes):
+        return Comparison(figure, methods, None, (), notes)
+    return Comparison(figure, methods, kl, _at_equal_kl(measured, kl, figure), notes)
+
+
+def common_figure(steps: Sequence[StepResult]) -> str | None:
+    """The figure by prompt that most steps have, of such figures the most trustworthy one."""
+    count = {figure: sum(bool(evaluations(each, figure)) for each in steps) for figure in FIGURES}
+    most = max(count.values())
+    return next((figure for figure in FIGURES if count[figure] == most), None) if most else None
+
+
+def evaluations(step: StepResult, figure: str) -> tuple[Evaluation, ...]:
+    """Those of the metrics that have the figure by prompt, and a KL, in the order of training."""
+    found: list[Evaluation] = []
+    for line in step.metrics:
+        by_prompt, kl, at = (line.get(name) for name in ("eval_by_prompt", "eval_kl", "step"))
+        values = numbers(by_prompt.get(figure)) if isinstance(by_prompt, Mapping) else []
+        place, distance = finite(at), finite(kl)
+        if known(values) and place is not None and distance is not None:
+            found.append(Evaluation(place, distance, values))
+    return tuple(found)
+
+
+def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
+    """By prompt, where the path first comes to this KL, in proportion between two evaluations.
+
+    A prompt is not known where it is not in either of them.
+
+    Raises:
+        ValueError: the path never comes there.
+    """
+    if path and path[0].kl >= kl:
+        return list(path[0].values)
+    for before, after in pairwise(path):
+        if after.kl >= kl:
+            share = (kl - before.kl) / (after.kl - before.kl)
+            pairs = zip(before.values, after.values, strict=False)
+            return [
+                None if a is None or b is None else (1 - share) * a + share * b for a, b in pairs
+            ]
+    raise ValueError(f"no evaluation at a KL of {kl} or more")
+
+
+def known(values: Values) -> list[float]:
+    """Without those that are not known."""
+    return [value for value in values if value is not None]
+
+
+def interval_of(figure: str, values: Values) -> Interval | None:
+    """95 % of the mean of a figure over prompts; None for less than two of them."""
+    count = known(values)
+    if len(count) < 2:
+        return None
+    return share_interval(sum(count), len(count)) if figure == "judge" else mean_interval(count)
+
+
+def difference_interval(figure: str, new: Values, old: Values) -> Interval | None:
+    """95 % of the mean difference, on the prompts that both answered."""
+    pairs = zip(new, old, strict=False)
+    changes = [a - b for a, b in pairs if a is not None and b is not None]
+    if len(changes) < 2:
+        return None
+    if figure != "judge":
+        return mean_interval(changes)
+    gained, lost = (sum(max(0.0, sign * change) for change in changes) for sign in (1, -1))
+    return change_interval(gained, lost, len(changes))
+
+
+def shown(figure: str, value: float) -> str:
+    """A value of the figure in words."""
+    return percent(value) if figure == "judge" else score(value)
+
+
+def _at_equal_kl(methods: Sequence[Method], kl: float, figure: str) -> tuple[AtEqualKL, ...]:
+    # The first prompts are common to all: a method with larger rollouts watches more of them.
+    count = min(len(each.values) for method in methods for each in method.path)
+    values = {method.step.name: value_at(method.path, kl)[:count] for method in methods}
+    ranked = sorted(methods, key=lambda method: -mean(known(values[method.step.name])))
+    best = values[ranked[0].step.name]
+    found: list[AtEqualKL] = []
+    for method in ranked:
+        own = values[method.step.name]
+        interval = difference_interval(figure, best, own)
+        verdict: Verdict = "not told apart" if interval is None else verdict_of(interval)
+        against = None if method is ranked[0] else verdict
+        found.append(AtEqualKL(method, mean(known(own)), interval_of(figure, own), against))
+    return tuple(found)
+
+
+_OTHER_PROMPTS = "The held-out prompts differ"
+
+
+def _differences(steps: Sequence[StepResult], figure: str) -> list[str]:
+    """Sentences about settings that keep the methods from being compared."""
+    found: list[str] = []
+    if names := _differing(steps, PROMPTS):
+        found.append(f"{_OTHER_PROMPTS} ({', '.join(names)}), so that nothing is compared by them")
+    if figure in TRAINED_ON and (names := _differing(steps, REWARDS)):
+        found.append(
+            f"Rewards don't count alike in all methods ({', '.join(names)}): a gold reward would"
+        )
+    return found
+
+
+def _differing(steps: Sequence[StepResult], beginnings: Sequence[str]) -> list[str]:
+    """Names of the settings with such beginnings in which the finished steps differ."""
+    finished = [step.changed_settings for step in steps if step.finished]
+    names = sorted({name for settings in finished for name in settings})
+    return [
+        name
+        for name in names
+        if name.startswith(tuple(beginnings))
+        and len({repr(settings.get(name, "the default")) for settings in finished}) > 1
+    ]

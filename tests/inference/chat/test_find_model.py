@@ -1,0 +1,76 @@
+"""Which model the chat takes where a run's output directory is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inference.chat.command import main
+from inference.chat.find_model import find_model
+from pipeline.errors import ModelError
+
+
+def write_step(out: Path, name: str, *, right: float, method: str | None = None) -> None:
+    directory = out / name
+    (directory / "actor").mkdir(parents=True)
+    (directory / "actor" / "config.json").write_text("{}")
+    values = {"exported": {"judge": [right, right]}}
+    (directory / "metrics.jsonl").write_text(json.dumps({"step": 9, "eval_by_prompt": values}))
+    changed = {"method": method} if method else {}
+    result = {"eval": {"win_rate": 0.5}, "changed_settings": changed}
+    (directory / "result.json").write_text(json.dumps(result))
+
+
+def write_step_1(out: Path) -> None:
+    (out / "step1_sft").mkdir(parents=True)
+    (out / "step1_sft" / "config.json").write_text("{}")
+    (out / "step1_sft" / "metrics.jsonl").write_text("")
+    (out / "step1_sft" / "result.json").write_text('{"eval": {"perplexity_after": 2.0}}')
+
+
+def test_of_a_run_it_is_the_furthest_finished_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_step_1(tmp_path)
+    assert find_model(str(tmp_path)) == str(tmp_path / "step1_sft")
+    write_step(tmp_path, "step3_ppo", right=0.0, method="grpo")
+    assert find_model(str(tmp_path)) == str(tmp_path / "step3_ppo" / "actor")
+    assert find_model(str(tmp_path), "grpo") == str(tmp_path / "step3_ppo" / "actor")
+
+    assert capsys.readouterr().err.splitlines()[-1] == (f"the model is {tmp_path}/step3_ppo/actor")
+
+
+def test_of_methods_it_is_the_best_unless_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_step_1(tmp_path)
+    write_step(tmp_path, "step3_grpo", right=1.0, method="grpo")
+    write_step(tmp_path, "step3_ppo", right=0.5)
+    write_step(tmp_path, "step3_rloo", right=0.0, method="rloo")
+
+    assert find_model(str(tmp_path)) == str(tmp_path / "step3_grpo" / "actor")
+    assert capsys.readouterr().err == (
+        f"the model is {tmp_path}/step3_grpo/actor; --method takes another: ppo, rloo\n"
+    )
+    assert find_model(str(tmp_path), "ppo") == str(tmp_path / "step3_ppo" / "actor")
+    with pytest.raises(ModelError, match=r"no finished model of it; it has grpo, ppo, rloo"):
+        find_model(str(tmp_path), "raft")
+
+
+def test_any_other_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    write_step_1(tmp_path)
+    model = str(tmp_path / "step1_sft")
+
+    assert [find_model(path) for path in (model, "owner/name", "/no/such/dir")] == [
+        *(model, "owner/name", "/no/such/dir"),
+    ]
+    with pytest.raises(ModelError, match="chooses among the models of a run"):
+        main(["--path", model, "--method", "grpo"])
+
+
+def test_a_run_without_a_finished_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step1_sft").mkdir()
+    (tmp_path / "step1_sft" / "metrics.jsonl").write_text("")
+
+    with pytest.raises(ModelError, match="has no model to talk to yet"):
+        find_model(str(tmp_path))

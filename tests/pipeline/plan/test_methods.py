@@ -1,0 +1,246 @@
+"""Several methods side by side: their settings, what is refused, what a dry run says."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.autotune.best import write_best
+from pipeline.errors import UserError, UserErrors
+from pipeline.plan.checks import check_settings
+from pipeline.plan.describe import describe_plan
+from pipeline.plan.help import train_help
+from pipeline.plan.make import make_plan
+from pipeline.plan.methods import side_by_side
+from pipeline.plan.output import recorded_methods
+from pipeline.plan.plan import Plan
+from pipeline.settings.plain import flatten, plain
+from train import STAGES
+
+
+def plan(out: Path, *argv: str) -> Plan:
+    return make_plan(["--output-dir", str(out / "out"), *argv], STAGES)
+
+
+def step3(made: Plan) -> dict[str, dict[str, object]]:
+    """Settings of each step 3, by its name."""
+    return {
+        stage.name: flatten(plain(made.configs[stage.name]))
+        for stage in made.stages
+        if stage.number == 3
+    }
+
+
+def test_each_method_has_its_row_and_what_all_were_given(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--method", "ppo", "grpo", "dr_grpo", "--ppo.max_steps", "9")
+
+    steps = step3(made)
+    assert [stage.name for stage in made.stages] == [
+        *("step1_sft", "step2_reward"),
+        *("step3_ppo", "step3_grpo", "step3_dr_grpo"),
+    ]
+    assert [step["method"] for step in steps.values()] == ["ppo", "grpo", "dr_grpo"]
+    assert [step["kl_coef"] for step in steps.values()] == [0.2, 0.04, 0.2]  # embedded.yaml's
+    for name, step in steps.items():
+        assert step["max_steps"] == 9
+        assert step["output_dir"] == str(tmp_path / "out" / name)
+        assert step["actor.path"] == str(tmp_path / "out" / "step1_sft")
+        assert step["reward.path"] == str(tmp_path / "out" / "step2_reward")
+
+
+def test_one_method_stays_where_it_was(tmp_path: Path) -> None:
+    own = ("--method", "grpo", "--methods.grpo.kl_coef", "0.7")
+
+    (step,) = step3(plan(tmp_path, *own)).values()
+
+    assert step["output_dir"] == str(tmp_path / "out" / "step3_ppo")
+    assert (step["method"], step["kl_coef"]) == ("grpo", 0.7)
+
+
+def test_settings_of_one_method_win_over_those_of_all_in_the_same_place(tmp_path: Path) -> None:
+    low, high = tmp_path / "low.yaml", tmp_path / "high.yaml"
+    low.write_text(
+        "method: [grpo, rloo]\nppo: {batch_size: 8}\n"
+        "methods:\n  grpo: {batch_size: 16, kl_coef: 0.5, seed: 3}\n  raft: {kl_coef: 9.0}\n"
+    )
+    high.write_text("ppo: {kl_coef: 0.6}\n")
+    files = ("--config", str(low), str(high))
+
+    by_files = step3(plan(tmp_path, *files))
+    by_options = step3(plan(tmp_path, *files, "--methods.grpo.kl_coef", "1", "--ppo.kl_coef", "2"))
+
+    assert [step["batch_size"] for step in by_files.values()] == [16, 8]
+    assert [step["kl_coef"] for step in by_files.values()] == [0.6, 0.6]  # the later file
+    assert [step["kl_coef"] for step in by_options.values()] == [1.0, 2.0]
+    assert [step["seed"] for step in by_options.values()] == [3, 1234]
+
+
+def test_step_2_runs_if_one_of_the_methods_needs_it(tmp_path: Path) -> None:
+    program = "[{name: right, kind: math}]"
+    file = tmp_path / "own.yaml"
+
+    file.write_text(f"method: [ppo, grpo]\nmethods: {{grpo: {{rewards: {program}}}}}\n")
+    both = plan(tmp_path, "--config", str(file))
+    file.write_text(f"method: [rloo, grpo]\nppo: {{rewards: {program}}}\n")
+    neither = plan(tmp_path, "--config", str(file))
+
+    assert [stage.number for stage in both.stages] == [1, 2, 3, 3]
+    assert [stage.number for stage in neither.stages] == [1, 3, 3]
+
+
+REFUSED = {
+    "--method ppo gpro": "--method gpro: there is no such method; did you mean gspo?",
+    "--method ppo ppo": "--method names ppo twice",
+    "--method ppo grpo --methods.rloo.clip 0.1": (
+        "--methods.rloo.clip is of a method that does not run; add rloo to --method"
+    ),
+    "--methods.grpo.clip 0.1": (
+        "--methods.grpo.clip is of a method that does not run; add grpo to --method"
+    ),
+    "--method ppo grpo --methods.grpo.method rloo": (
+        "--methods.grpo.method can't be set: the name before it is the method"
+    ),
+    "--method ppo grpo --ppo.method rloo": (
+        "ppo.method names one method, and --method several; leave it away"
+    ),
+    "--method ppo grpo --ppo.kl_coeff 1": (
+        "there is no setting ppo.kl_coeff; did you mean ppo.kl_coef?"
+    ),
+    "--method ppo grpo dapo --methods.grpo.foo 1": (
+        "method grpo: there is no setting ppo.foo; --help lists the settings"
+    ),
+    "--method ppo grpo rloo --ppo.critic_warmup_steps 2": (
+        "method grpo: ppo.critic_warmup_steps trains the critic alone, and ppo.advantage grpo has"
+        " none; leave it at 0; method rloo: ppo.critic_warmup_steps trains the critic alone, and"
+        " ppo.advantage rloo has none; leave it at 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_contradicts_is_refused_with_the_method(words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        plan(tmp_path, *words.split())
+
+    assert str(error.value) == REFUSED[words]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("methods: {grpo: {clip: 0.1}}", "holds settings of grpo, and --method names none"),
+        ("method: [ppo, grpo]\nmethods: {gpro: {}}", "gpro: there is no such method"),
+        ("method: [ppo, grpo]\nmethods: {grpo: 3}", "methods.grpo in "),
+        ("method: [ppo, grpo]\nmethods: grpo", "holds no settings: grpo"),
+    ],
+)
+def test_a_section_that_nothing_reads_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+
+    with pytest.raises(UserError, match=sentence):
+        plan(tmp_path, "--config", str(file))
+
+
+def test_what_is_wrong_in_one_method_is_found_before_step_1(tmp_path: Path) -> None:
+    made = plan(
+        tmp_path, "--method", "ppo", "grpo", "--methods.grpo.rollout_size", "16",
+        "--methods.grpo.batch_size", "16", "--methods.grpo.group_size", "16",
+        "--deployment-type", "single_node", "--num-processes", "2",
+    )  # fmt: skip
+
+    with pytest.raises(UserErrors) as error:
+        check_settings(made)
+
+    assert error.value.sentences == (
+        "method grpo: methods.grpo.rollout_size 16 in groups of 16 leaves some of 2 processes"
+        " without a prompt; raise it, or start fewer processes",
+    )
+
+
+def test_a_dry_run_has_a_part_for_each_method(tmp_path: Path) -> None:
+    words = ("--step", "3", "--reward", "verifier", "--ppo.actor.path", "embedded")
+    text = describe_plan(plan(tmp_path, "--method", "grpo", "rloo", *words))
+
+    assert text.startswith("The plan: 2 steps, ")
+    assert "Step 3: step3_grpo\n" in text
+    assert "Step 3: step3_rloo\n" in text
+    assert "  method     rloo: 4 responses to each prompt, without a critic or reward\n" in text
+    assert f"--output_dir {tmp_path}/out/step3_rloo" in " ".join(text.replace("\\\n", "").split())
+    assert text.count("\nstep3_") == 2  # tables of memory
+
+
+def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
+    first = plan(tmp_path, "--method", "ppo", "grpo", "--step", "3", *_MODELS)
+    for stage in first.stages:
+        directory = tmp_path / "out" / stage.name
+        directory.mkdir(parents=True)
+        settings = plain(first.configs[stage.name])
+        (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+        (directory / "result.json").write_text("{}")
+    (tmp_path / "out" / "step3_ppo" / "result.json").unlink()
+
+    words = ("--step", "3", *_MODELS, "--resume")
+    again = plan(tmp_path, "--method", "rloo", "ppo", "grpo", *words)
+    alone = plan(tmp_path, "--method", "dapo", "rloo", "--step", "3", *_MODELS)
+
+    assert again.finished == {"step3_grpo"}
+    assert alone.finished == set()  # others lie there, and are no strangers
+    with pytest.raises(UserError, match=r"step 3 in \S+/step3_grpo is finished, with ppo.clip 0.2"):
+        plan(tmp_path, "--method", "ppo", "grpo", *words, "--methods.grpo.clip", "0.1")
+
+
+_MODELS = [word for role in ("actor", "critic", "reward") for word in (f"--ppo.{role}.path", "a/b")]
+
+
+def test_best_settings_of_each_method_run_again_as_they_were(tmp_path: Path) -> None:
+    words = ("--method", "ppo", "grpo", "--methods.grpo.kl_coef", "0.3", "--ppo.clip", "0.1")
+    made = plan(tmp_path, *words)
+    file = tmp_path / "best.yaml"
+
+    tuned = {"step3_grpo": {"micro_batch_size": 4}}
+    write_best(file, made.request, made.all_stages, made.configs, tuned)
+    again = make_plan(["--config", str(file)], STAGES)
+
+    document = yaml.safe_load(file.read_text())
+    assert document["method"] == ["ppo", "grpo"]
+    assert document["methods"] == {
+        "ppo": {"clip": 0.1},
+        "grpo": {"micro_batch_size": made.configs["step3_grpo"].micro_batch_size, "kl_coef": 0.3}
+        | {"clip": 0.1},
+    }
+    assert again.configs == made.configs
+
+
+def test_help_lists_the_settings_of_one_method() -> None:
+    text = train_help(STAGES, ["methods.grpo.kl_coef"])
+
+    assert text.startswith("  --methods.grpo.kl_coef ")
+    assert "Weight of the KL penalty" in text
+    with pytest.raises(UserError, match=r"--help methods.gpro.kl_coef: there is no such option"):
+        train_help(STAGES, ["methods.gpro.kl_coef"])
+
+
+def write_settings(out: Path, name: str, method: str) -> None:
+    (out / name).mkdir(parents=True, exist_ok=True)
+    (out / name / "config.yaml").write_text(f"method: {method}\n")
+
+
+def test_a_method_is_taken_up_where_it_was_trained(tmp_path: Path) -> None:
+    def directories_of(*methods: str) -> list[str]:
+        stages = side_by_side(STAGES, methods, recorded_methods(tmp_path, STAGES))
+        return [stage.name for stage in stages if stage.number == 3]
+
+    write_settings(tmp_path, "step3_ppo", "grpo")  # it was alone
+    alone = directories_of("grpo")
+    added = directories_of("grpo", "rloo")
+    with_ppo = directories_of("grpo", "ppo")
+    write_settings(tmp_path, "step3_rloo", "rloo")  # it was not
+
+    assert (alone, added, with_ppo) == (
+        ["step3_ppo"],
+        ["step3_ppo", "step3_rloo"],
+        ["step3_grpo", "step3_ppo"],
+    )
+    assert directories_of("rloo") == ["step3_rloo"]
+    assert directories_of("raft") == ["step3_ppo"]

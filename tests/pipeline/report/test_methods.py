@@ -1,0 +1,235 @@
+"""Methods of one run side by side: interpolation by hand, verdicts, what is said and drawn."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.report.findings import findings
+from pipeline.report.intervals import mean_interval
+from pipeline.report.method_table import lines
+from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
+from pipeline.report.results import model_to_talk_to, read_results
+from pipeline.report.write import write_report
+
+PROMPTS = 40
+
+
+def verdicts(right: int) -> list[float]:
+    return [1.0] * right + [0.0] * (PROMPTS - right)
+
+
+def write_method(
+    out: Path,
+    method: str,
+    points: Sequence[tuple[float, Mapping[str, Sequence[float | None]]]],
+    *,
+    figures: Mapping[str, object] | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> None:
+    """A finished step 3 with an evaluation every 10 iterations at (KL, figure by prompt)."""
+    directory = out / f"step3_{method}"
+    directory.mkdir(parents=True)
+    path = [
+        {"step": 10 * number, "eval_kl": kl, "eval_by_prompt": values}
+        for number, (kl, values) in enumerate(points)
+    ]
+    end = {"step": path[-1]["step"], "eval_kl": 9.9, "eval_by_prompt": {"exported": points[-1][1]}}
+    lines = [json.dumps(line) + "\n" for line in [*path, end]]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    (directory / "config.yaml").write_text(f"method: {method}\n")
+    changed = {**({} if method == "ppo" else {"method": method}), **(settings or {})}
+    evaluation = {"kl": points[-1][0], "win_rate": 0.5, "length_after": 12.34, "stop_rate": 0.975}
+    result = {
+        "seconds": 83.0,
+        "steps": 20,
+        "tokens": 5000,
+        "samples": 2560,
+        "eval": {**evaluation, **(figures or {})},
+        "changed_settings": changed,
+    }
+    (directory / "result.json").write_text(json.dumps(result))
+
+
+def compared(out: Path) -> Comparison:
+    found = compare_methods(read_results(out))
+    assert found is not None
+    return found
+
+
+def plain(text: str) -> str:
+    return text.replace("\u202f", " ").replace("\N{MINUS SIGN}", "-")
+
+
+def test_between_two_evaluations_a_prompt_changes_in_proportion_to_the_kl() -> None:
+    path = [
+        Evaluation(0, 0.0, [0.0, 1.0, 0.5]),
+        Evaluation(10, 2.0, [1.0, 1.0, None]),
+        Evaluation(20, 1.0, [0.0, 0.0, 0.0]),
+        Evaluation(30, 6.0, [1.0, 0.5, 1.0]),
+    ]
+
+    assert value_at(path, 0.5) == [0.25, 1.0, None]
+    assert value_at(path, 2.0) == [1.0, 1.0, None]
+    assert value_at(path, 3.0) == pytest.approx([0.4, 0.2, 0.4])  # from KL 1 to 6, two fifths
+    with pytest.raises(ValueError, match="no evaluation at a KL of 7"):
+        value_at(path, 7.0)
+
+
+def test_a_mean_has_the_interval_of_the_normal_distribution() -> None:
+    # Mean 2, standard deviation sqrt(5 / 3), of four: 2 +- 1.96 * 0.6455.
+    assert mean_interval([0.5, 1.5, 2.5, 3.5]) == pytest.approx((0.734850, 3.265150), abs=2e-6)
+
+
+def test_methods_are_compared_at_the_largest_kl_that_all_have_reached(tmp_path: Path) -> None:
+    judge = {"step1_sft": 0.25}
+    write_method(
+        tmp_path,
+        "ppo",
+        [(0.0, {"judge": verdicts(10)}), (2.0, {"judge": verdicts(14)}),
+         (4.0, {"judge": verdicts(18)})],
+        figures={"judge": {**judge, "step3_ppo": 0.45}},
+    )  # fmt: skip
+    write_method(
+        tmp_path,
+        "grpo",
+        [(0.0, {"judge": verdicts(10)}), (2.0, {"judge": verdicts(26)}),
+         (6.0, {"judge": verdicts(38)})],
+        figures={"judge": {**judge, "step3_grpo": 0.95}},
+    )  # fmt: skip
+    write_method(
+        tmp_path,
+        "dr_grpo",
+        [(0.0, {"judge": verdicts(10)}), (5.0, {"judge": verdicts(30)}),
+         (8.0, {"judge": verdicts(36)})],
+    )  # fmt: skip
+
+    found = compared(tmp_path)
+
+    # At 4 nats: 18 of 40; 26 + 12 / 2 = 32 of 40; 10 + 4 / 5 * 20 = 26 of 40.
+    assert found.kl == 4.0
+    assert [each.method.title for each in found.equal] == ["GRPO", "Dr. GRPO", "PPO"]
+    assert [each.value for each in found.equal] == pytest.approx([0.8, 0.65, 0.45])
+    assert [each.against_best for each in found.equal] == [None, "better", "better"]
+    # Wilson's of 32 of 40.
+    assert found.equal[0].interval == pytest.approx((0.6524, 0.8950), abs=5e-5)
+    assert plain(found.sentence) == (
+        "At equal KL of 4.00 nats, correct and polite: GRPO 80 %, better than Dr. GRPO (65 %) and"
+        " PPO (45 %)"
+    )
+    assert findings(read_results(tmp_path))[0].sentence == found.sentence
+    assert [plain(each.sentence) for each in findings(read_results(tmp_path))[1:]] == [
+        "Dr. GRPO's answers score higher than step 1's on 50 % of held-out prompts, at a KL of"
+        " 8.00 nats per answer",
+        "GRPO: 95 % of answers are correct and polite, against 25 % after step 1",
+        "PPO: 45 % of answers are correct and polite, against 25 % after step 1",
+    ]
+    best = model_to_talk_to(read_results(tmp_path).steps)
+    assert best is not None
+    assert best.name == "step3_grpo"
+
+
+def test_a_difference_that_may_be_chance_is_not_told_apart(tmp_path: Path) -> None:
+    for method, right in (("ppo", 20), ("rloo", 22)):
+        points = [(float(kl), {"judge": verdicts(10 + (right - 10) * kl // 2)}) for kl in range(3)]
+        write_method(tmp_path, method, points)
+
+    sentence = plain(compared(tmp_path).sentence)
+
+    assert sentence == (
+        "At equal KL of 2.00 nats, correct and polite: RLOO 55 %, not told apart from PPO (50 %)"
+    )
+
+
+def test_gold_counts_before_rewards_and_prompts_without_one_are_left_out(tmp_path: Path) -> None:
+    for method, gain in (("ppo", 1.0), ("rloo", 2.0)):
+        values = [[0.5 * kl * gain + 0.1 * row for row in range(4)] for kl in range(3)]
+        points = [
+            (float(kl), {"gold": [*values[kl], None], "reward": [9.0] * 5}) for kl in range(3)
+        ]
+        write_method(tmp_path, method, points)
+
+    found = compared(tmp_path)
+
+    assert found.figure == "gold"
+    assert [each.value for each in found.equal] == pytest.approx([2.15, 1.15])
+    assert [each.against_best for each in found.equal] == [None, "better"]
+
+
+def test_what_was_not_measured_is_said_and_not_made_up(tmp_path: Path) -> None:
+    many = [(float(kl), {"score": [0.5 * kl, kl]}) for kl in range(4)]
+    write_method(tmp_path, "ppo", many)
+    write_method(tmp_path, "rloo", many, settings={"missing_eos_score": None})
+    write_method(tmp_path, "raft", [many[0], many[3]])
+
+    found = compared(tmp_path)
+
+    assert [each.method.title for each in found.equal] == ["PPO", "RLOO"]
+    assert found.notes == (
+        "Rewards don't count alike in all methods (missing_eos_score): a gold reward would",
+        "RAFT kept no evaluation between start and end (eval_every), so that nothing is known of"
+        " smaller KLs",
+    )
+
+
+def test_other_held_out_prompts_are_not_compared(tmp_path: Path) -> None:
+    points = [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)]
+    write_method(tmp_path, "ppo", points)
+    write_method(tmp_path, "rloo", points, settings={"max_prompt_length": 9})
+
+    found = compared(tmp_path)
+
+    assert (found.kl, found.sentence) == (None, "")
+    assert "held-out prompts differ (max_prompt_length)" in found.notes[0]
+
+
+def test_the_page_and_the_terminal_have_a_row_for_each_method(tmp_path: Path) -> None:
+    for method, right in (("ppo", 18), ("reinforce_pp", 34)):
+        points = [(1.5 * kl, {"judge": verdicts(10 + (right - 10) * kl // 2)}) for kl in range(3)]
+        write_method(tmp_path, method, points)
+    unfinished = tmp_path / "step3_rloo"
+    unfinished.mkdir()
+    (unfinished / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    page = write_report(tmp_path).read_text()
+    table = [plain(line) for line in lines(compared(tmp_path))]
+
+    chart = page[page.index("What a method gets for its KL") :].split("</section>")[0]
+    assert len(re.findall(r'class="dot', chart)) == 3 + 2 * 3  # the key, then the evaluations
+    dashes = re.findall(r'class="line[^"]*" stroke-dasharray="([^"]*)"', chart)
+    assert len(set(dashes)) == 3
+    assert "REINFORCE++, step 20: 85\u202f% at 3.00 nats" in chart
+    assert "equal KL of 3.00 nats" in chart
+    assert page.count("<b>RLOO</b>") == 2
+    assert [" ".join(line.split()) for line in table] == [
+        "method correct and polite 95 % interval KL length stops time samples at equal KL the best"
+        " is",
+        "PPO 45 % 30.7 % to 60.2 % 3.00 nats 12.3 97.5 % 1:23 2,560 45 % (30.7 % to 60.2 %) better",
+        "REINFORCE++ 85 % 70.9 % to 92.9 % 3.00 nats 12.3 97.5 % 1:23 2,560 85 % (70.9 % to"
+        " 92.9 %) this one",
+        "RLOO not finished – – – – – – – –",
+        "At equal KL of 3.00 nats, correct and polite: REINFORCE++ 85 %, better than PPO (45 %)",
+        "RLOO kept no evaluation that has this figure",
+    ]
+
+
+def test_one_method_alone_is_compared_with_nothing(tmp_path: Path) -> None:
+    write_method(tmp_path, "ppo", [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)])
+
+    assert compare_methods(read_results(tmp_path)) is None
+    assert "side by side" not in write_report(tmp_path).read_text()
+
+
+def test_a_method_that_stayed_where_it_was_is_compared_with_nothing(tmp_path: Path) -> None:
+    for method, far in (("ppo", 1.0), ("rloo", -0.01)):
+        points = [(far * kl, {"judge": verdicts(kl)}) for kl in range(3)]
+        write_method(tmp_path, method, points)
+
+    found = compared(tmp_path)
+
+    assert (found.kl, found.equal) == (None, ())
+    assert found.notes == (
+        "RLOO never left the reference (KL 0), so that nothing is compared at equal KL",
+    )

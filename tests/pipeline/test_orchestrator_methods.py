@@ -1,0 +1,102 @@
+"""Several methods in one run: a directory each, what is skipped, and what one failure ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.orchestrator import main
+from tests.pipeline.stages import TOY_STAGES
+
+MODELS = [
+    word for role in ("actor", "critic", "reward") for word in (f"--ppo.{role}.path", "some/model")
+]
+
+
+def run(out: Path, *argv: str) -> None:
+    words = ["--output-dir", str(out), "--plan", "off", "--step", "3", *MODELS, *argv]
+    main(words, TOY_STAGES)
+
+
+def written(out: Path, method: str) -> int:
+    return (out / f"step3_{method}" / "result.json").stat().st_mtime_ns
+
+
+def test_each_method_has_a_directory_and_a_method_that_is_added_runs_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "--method", "ppo", "grpo", "--methods.grpo.kl_coef", "0.3")
+    first = capsys.readouterr().out
+    before = [written(tmp_path, method) for method in ("ppo", "grpo")]
+
+    run(
+        tmp_path, "--method", "reinforce_pp", "grpo", "ppo", "--methods.grpo.kl_coef", "0.3",
+        "--resume",
+    )  # fmt: skip
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    added = capsys.readouterr().out
+    assert "step 3: step3_ppo\nstep 3: step3_grpo\n" in first
+    assert "kl_coef: 0.3" in (tmp_path / "step3_grpo" / "config.yaml").read_text()
+    assert [written(tmp_path, method) for method in ("ppo", "grpo")] == before
+    assert "step 3 (grpo) is finished, skipped\nstep 3 (ppo) is finished, skipped\n" in added
+    assert list(summary["steps"]) == ["step3_grpo", "step3_ppo", "step3_reinforce_pp"]
+    # The longest name leaves room, and one that is read in the report is a step.
+    assert "\nstep3_reinforce_pp          2       2          30   perplexity" in added
+    assert "REINFORCE++" in (tmp_path / "report.html").read_text()
+
+
+def test_a_method_that_diverges_is_announced_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOY", "diverged")
+    monkeypatch.setenv("TOY_STEP", "step3_ppo")
+
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path, "--method", "ppo", "rloo")
+
+    failed = capfd.readouterr()
+    assert end.value.code == 80
+    assert failed.err.splitlines() == [
+        "error: the loss is not finite",
+        "step 3 (ppo) diverged, and the other methods run on; the same command with --resume and a"
+        " smaller --methods.ppo.actor.optim.lr begins it again",
+        "not finished: ppo; the same command with --resume tries again",
+    ]
+    assert (tmp_path / "step3_rloo" / "result.json").is_file()
+    assert "numbers  " in failed.out
+
+    before = written(tmp_path, "rloo")
+    monkeypatch.delenv("TOY")
+    run(tmp_path, "--method", "ppo", "rloo", "--resume", "--methods.ppo.actor.optim.lr", "1e-7")
+    assert (tmp_path / "step3_ppo" / "result.json").is_file()
+    assert written(tmp_path, "rloo") == before
+
+
+def test_the_first_failure_decides_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOY", "wrong input")
+
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "out", "--method", "grpo", "rloo")
+
+    assert end.value.code == 2
+    assert capfd.readouterr().err.splitlines() == [
+        *["error: rows.jsonl line 3 has no prompt"] * 2,
+        "not finished: grpo, rloo; the same command with --resume tries again",
+    ]
+
+
+def test_overwrite_replaces_the_named_methods_and_leaves_the_others(tmp_path: Path) -> None:
+    run(tmp_path, "--method", "ppo", "grpo", "rloo", "--seed", "1")
+    before = written(tmp_path, "ppo")
+
+    run(tmp_path, "--method", "grpo", "rloo", "--seed", "2", "--overwrite")
+
+    weights = {
+        method: (tmp_path / f"step3_{method}" / "deep" / "weights").read_text()
+        for method in ("ppo", "grpo", "rloo")
+    }
+    assert weights == {"ppo": "1", "grpo": "2", "rloo": "2"}
+    assert written(tmp_path, "ppo") == before

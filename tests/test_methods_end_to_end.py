@@ -1,0 +1,107 @@
+"""Several methods as a user runs them: one command, a directory each, one comparison."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cli import parse_step
+from step3_ppo.config import PPOConfig
+from step3_ppo.train import train
+from tests.step3_ppo.toy import save_models
+from tests.test_end_to_end import SHORT
+
+ROOT = Path(__file__).resolve().parent.parent
+
+STEP3 = [
+    *("--step", "3", "--plan", "off", "--ppo.max_steps", "3", "--ppo.eval_every", "1"),
+    *("--ppo.rollout_size", "8", "--ppo.batch_size", "8", "--ppo.max_new_tokens", "6"),
+    *("--ppo.data.max_eval_rows", "8", "--ppo.base.path", "null", "--ppo.keep_best", "false"),
+    *("--ppo.actor.optim.lr", "1e-2", "--methods.rloo.kl_coef", "0.01"),
+]
+"""Three iterations of step 3 in seconds; they move so far that there is a KL."""
+
+
+def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "train.py", "--output-dir", str(out), *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """All that was logged but for what the clock says."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    of_time = ("seconds", "tokens_per_second", "memory_gb")
+    return [{name: line[name] for name in line if not name.startswith(of_time)} for line in lines]
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "actor" / "model.safetensors").read_bytes()
+
+
+def test_methods_of_one_run_are_compared_and_end_as_alone(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    paths = {"actor": "actor", "critic": "reward", "reward": "reward"}
+    models = [
+        word
+        for role, name in paths.items()
+        for word in (f"--ppo.{role}.path", f"{tmp_path}/{name}")
+    ]
+    out = tmp_path / "out"
+
+    both = run(out, "--method", "ppo", "rloo", *STEP3, *models)
+
+    assert both.returncode == 0, both.stderr
+    assert json.loads((out / "summary.json").read_text())["steps"].keys() == {
+        "step3_ppo",
+        "step3_rloo",
+    }
+    assert "At equal KL of " in both.stdout
+    assert "\nmethod  correct and polite  " in both.stdout
+    page = (out / "report.html").read_text()
+    assert "The methods side by side" in page
+    assert "At equal KL of " in page
+    samples = json.loads((out / "step3_rloo" / "samples.json").read_text())
+    assert samples["models"] == ["step1_sft", "step3_rloo"]
+
+    before = (weights(out / "step3_rloo"), metrics(out / "step3_rloo"))
+    more = run(out, "--method", "ppo", "rloo", "raft", *STEP3, *models, "--resume")
+
+    assert more.returncode == 0, more.stderr
+    assert "step 3 (ppo) is finished, skipped\nstep 3 (rloo) is finished, skipped" in more.stdout
+    assert "Trained by RAFT" in (out / "step3_raft" / "actor" / "README.md").read_text()
+    assert "\nRAFT " in more.stdout
+    assert (weights(out / "step3_rloo"), metrics(out / "step3_rloo")) == before
+
+    config = parse_step(PPOConfig, ["--config", str(out / "step3_rloo" / "config.yaml")])
+    train(replace(config, output_dir=tmp_path / "alone"))
+    assert (weights(tmp_path / "alone"), metrics(tmp_path / "alone")) == before
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(600)
+def test_three_steps_of_two_methods_run_steps_1_and_2_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    many = ("--ppo.eval_every", "1", "--ppo.actor.optim.lr", "1e-3", "--ppo.max_steps", "3")
+
+    done = run(out, "--method", "dr_grpo", "reinforce_pp", *SHORT, *many)
+
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["steps"]) == [
+        *("step1_sft", "step2_reward", "step3_dr_grpo", "step3_reinforce_pp"),
+    ]
+    assert summary["steps"]["step3_dr_grpo"]["eval"]["judge"].keys() == {
+        *("base", "step1_sft", "step3_dr_grpo"),
+    }
+    page = (out / "report.html").read_text()
+    assert "Dr. GRPO" in page
+    assert "REINFORCE++" in page
