@@ -85,6 +85,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for name in ("my.jsonl", "pairs.jsonl", "IN.jsonl", "FILE"):
         (home / name).write_text(lines)
+    solved = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    (home / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
     tokenizer = byte_level(bos=True)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     for name in MODELS:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import evaluation.config
 import inference.settings
 import pipeline.config
 import pipeline.launch.deployment
@@ -16,8 +17,12 @@ import step2_reward.config
 import step3_ppo.config
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("inference", "pipeline", "rewards", "step1_sft", "step2_reward", "step3_ppo")
+PACKAGES = (
+    *("evaluation", "inference", "pipeline", "rewards"),
+    *("step1_sft", "step2_reward", "step3_ppo"),
+)
 CONFIG_MODULES = (
+    evaluation.config,
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,
