@@ -21,7 +21,7 @@ def read(reading: Reading) -> list[Question]:
         DataError: a row lacks its question, or its answer has no number.
     """
     assert reading.path is not None
-    asked, shown = rows_of(reading.path, reading.limit, shots=reading.shots)
+    queried, shown = rows_of(reading.path, reading.limit, shots=reading.shots)
     demonstrations = tuple(
         turn
         for row in shown
@@ -30,7 +30,7 @@ def read(reading: Reading) -> list[Question]:
             Message("assistant", str(column(row, "answer"))),
         )
     )
-    return [_question(row, demonstrations, reading.instruction) for row in asked]
+    return [_question(row, demonstrations, reading.instruction) for row in queried]
 
 
 def grade(question: Question, answer: str) -> Grades:

@@ -15,15 +15,15 @@ def rows_of(path: str, limit: int | None, *, shots: int = 0) -> tuple[list[Row],
     """
     source = read_source(path)
     if source.eval:
-        shown, asked = source.train[:shots], source.eval
+        shown, queried = source.train[:shots], source.eval
     else:
-        shown, asked = source.train[:shots], source.train[shots:]
-    if not asked or len(shown) < shots:
+        shown, queried = source.train[:shots], source.train[shots:]
+    if not queried or len(shown) < shots:
         raise DataError(
             f"data path {path}: {len(source.train)} rows are too few for {shots} demonstrations"
             " and a question; lower --shots"
         )
-    return asked[:limit], shown
+    return queried[:limit], shown
 
 
 def column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:

@@ -12,6 +12,7 @@ import pipeline.launch.deployment
 import pipeline.plan.request
 import pipeline.plan.tuning_options
 import rewards.config
+import rewards.select_config
 import step1_sft.config
 import step2_reward.config
 import step3_ppo.config
@@ -29,6 +30,7 @@ CONFIG_MODULES = (
     pipeline.launch.deployment,
     pipeline.plan.request,
     rewards.config,
+    rewards.select_config,
     step1_sft.config,
     step2_reward.config,
     step3_ppo.config,
