@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from evaluation.answering import Chat
+from evaluation.in_training import TaskEvaluations
 from pipeline.checkpoints import Checkpoints
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
@@ -62,6 +64,9 @@ class Course:
             cost=evaluation_cost(len(self.watched.prompts), config),
         )
         self.best = BestWeights(models.actor, keep=config.keep_best)
+        self.tasks = TaskEvaluations(
+            config, Chat(models.tokenizer, models.chat), models.hybrid_engine.generating
+        )
         self.start = 0.0
         """The objective of step 1's model."""
 
@@ -84,11 +89,13 @@ class Course:
         figures = self._figures(answers, kl=self.before.kl)
         check_start(self.config.actor.path, figures)
         self.start = figures["objective"]
+        self.first = checkpoints.once("tasks", self.tasks.metrics)
         if checkpoints.done == 0:
             greedy = self.before.greedy
             self.best.update(-self.start, step=0)
             greedy_score = {self._scores_are: mean_score(greedy)}
-            run.evaluated(0, **greedy_score, stop_rate=stop_rate(greedy), **figures)
+            greedy_score |= {"stop_rate": stop_rate(greedy)}
+            run.evaluated(0, **greedy_score, **figures, **self.first)
 
     def look(self, step: int, run: Run) -> None:
         """After iteration `step` print samples and evaluate the actor, where that is due.
@@ -105,7 +112,7 @@ class Course:
         answers = self.watched.answers(responses)
         figures = self._figures(answers, kl=self.watched.kl(responses))
         self.best.update(-figures["objective"], step=step)
-        run.evaluated(step, **figures)
+        run.evaluated(step, **figures, **self.tasks.metrics())
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
     def end(self, run: Run) -> None:
@@ -117,6 +124,8 @@ class Course:
             "best_step": self.best.step if self.config.keep_best else self.best.last_step,
         }
         run.evaluated(self.total_steps, **evaluation)
+        changed = self.best.step != self.best.last_step
+        tasks = self.tasks.summary(self.first, changed=changed)
         sampled = {"step1_sft": self.before.sampled, "step3_ppo": after.sampled}
         base = answers_of_base(self.held_out, self.config.base)
         if base is not None:
@@ -127,7 +136,7 @@ class Course:
         penalty = "" if self.config.kl_in == "none" else ", with a KL penalty to the base"
         method = f"Trained by {TITLES[name]} against {against}{penalty}."
         card = Card("Chat model", method, self.config.actor.path or "", (name,))
-        run.finish(eval={**evaluation, **verification}, models={"actor": card})
+        run.finish(eval={**evaluation, **verification, **tasks}, models={"actor": card})
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
         """Of sampled answers to the watched prompts; the win rate is against step 1's."""

@@ -46,6 +46,9 @@ ELSEWHERE = {
     "--threads 1": "pipeline/test_compute_threads.py",
     "--save-every": "test_resume.py",
     "... --resume": "test_resume.py",
+    "--ppo.eval_tasks": "evaluation/test_in_training.py",
+    "rewards.select": "rewards/test_select.py, as a model that knows nothing chooses nothing",
+    "--data-path right.jsonl": "a run on the rows of the command before",
     "--step 1 --deployment-type single_node": "test_end_to_end.py, in a short form",
 }
 """Parts of commands that are not run here, and where they are."""

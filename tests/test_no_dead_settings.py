@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import evaluation.config
+import evaluation.settings
 import inference.settings
 import pipeline.config
 import pipeline.launch.deployment
@@ -24,6 +25,7 @@ PACKAGES = (
 )
 CONFIG_MODULES = (
     evaluation.config,
+    evaluation.settings,
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,
