@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from inference.files.prompts import Prompt
 from inference.files.responses import Responder, TextResponse
 from inference.settings import Sampling
-from pipeline.config import EMBEDDED, DataConfig, RowColumns
 from pipeline.data.examples import Example
-from pipeline.data.reading import RowReader, Wanted
-from pipeline.data.stages import load_examples
-from pipeline.errors import DataError
 from pipeline.models.load import load_for_inference
 from pipeline.models.reward_model import score_responses
 from pipeline.progress import Progress
@@ -22,7 +18,6 @@ from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
 from rewards.select_config import SelectConfig
 from rewards.selection import Candidate
-from rewards.sources import read_sources, row_columns
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +36,6 @@ class Sampled:
     """By source, the answers that it failed on."""
 
 
-def read_prompts(config: SelectConfig) -> list[Example]:
-    """The rows with a prompt, with the columns that the sources read.
-
-    Raises:
-        DataError: they can't be read, or none has a prompt.
-        ConfigError: a source can't be used.
-    """
-    columns = row_columns(read_sources(_programs(config.sources)))
-    if config.prompts == EMBEDDED:
-        kept = RowColumns(all=True)
-        examples = load_examples(DataConfig(), step=3, seed=config.seed, kept=kept).train
-    else:
-        notes: list[str] = []
-        wanted = Wanted(config.fields, columns)
-        (rows,) = RowReader().read((config.prompts,), wanted, step=3, notes=notes)
-        for note in notes:
-            logger.info("%s", note)
-        examples = [example for example in rows.train if example.prompt]
-    if not examples:
-        raise DataError(f"--prompts {config.prompts}: no row has a prompt")
-    return examples[: config.limit]
-
-
 def sampled_candidates(examples: Sequence[Example], config: SelectConfig) -> Sampled:
     """`best_of` answers to each prompt, and what each is worth: the weighted sum of the sources.
 
@@ -72,7 +44,7 @@ def sampled_candidates(examples: Sequence[Example], config: SelectConfig) -> Sam
         RewardError: a source failed on more answers than `max_failures` allows.
     """
     sources = config.sources
-    programs = _programs(sources)
+    programs = programs_of(sources)
     if programs:
         answers, given = _scored_answers(examples, config, programs)
     else:
@@ -181,5 +153,6 @@ def _candidates(
     ]
 
 
-def _programs(sources: Sequence[RewardConfig]) -> list[RewardConfig]:
+def programs_of(sources: Sequence[RewardConfig]) -> list[RewardConfig]:
+    """The sources that are no reward model."""
     return [source for source in sources if source.kind != MODEL]

@@ -44,10 +44,15 @@ def main(argv: Sequence[str]) -> None:
     config = build_config(SelectConfig, [], _options(options))
 
     from pipeline.run import configure_logging
-    from rewards.candidates import read_prompts, sampled_candidates
+    from rewards.candidates import programs_of, sampled_candidates
+    from rewards.prompts import read_prompts
+    from rewards.sources import read_sources, row_columns
 
     configure_logging(is_main=True)
-    examples = read_prompts(config)
+    columns = row_columns(read_sources(programs_of(config.sources)))
+    examples = read_prompts(
+        config.prompts, columns, fields=config.fields, limit=config.limit, seed=config.seed
+    )
     sampled = sampled_candidates(examples, config)
     rows, left_out = select(examples, sampled.candidates, config)
     say("\n".join(summary(config, sampled, rows, left_out)))

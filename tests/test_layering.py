@@ -53,7 +53,7 @@ INFERENCE_FLOORS = (
 
 PROGRAMS = {
     *("inference/generate.py", "pipeline/data/arithmetic.py", "pipeline/data/inspect.py"),
-    *("pipeline/engine/memory.py", "rewards/select.py"),
+    *("pipeline/engine/memory.py", "rewards/select.py", "evaluation/winrate.py"),
 }
 """Run by `python -m`, as every `__main__.py` is: they use any room, and nothing imports them."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import evaluation.config
 import evaluation.settings
+import evaluation.winrate_config
 import inference.settings
 import pipeline.config
 import pipeline.launch.deployment
@@ -26,6 +27,7 @@ PACKAGES = (
 CONFIG_MODULES = (
     evaluation.config,
     evaluation.settings,
+    evaluation.winrate_config,
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,
