@@ -48,6 +48,7 @@ ELSEWHERE = {
     "... --resume": "test_resume.py",
     "--ppo.eval_tasks": "evaluation/test_in_training.py",
     "https://HOST/v1": "rewards/test_pairwise.py",
+    "python -m evaluation.harness": "evaluation/test_harness.py",
     "rewards.select": "rewards/test_select.py, as a model that knows nothing chooses nothing",
     "--data-path right.jsonl": "a run on the rows of the command before",
     "--step 1 --deployment-type single_node": "test_end_to_end.py, in a short form",
