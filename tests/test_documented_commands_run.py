@@ -47,6 +47,7 @@ ELSEWHERE = {
     "--save-every": "test_resume.py",
     "... --resume": "test_resume.py",
     "--ppo.eval_tasks": "evaluation/test_in_training.py",
+    "--judge score.py:check": "evaluation/test_winrate.py",
     "https://HOST/v1": "rewards/test_pairwise.py",
     "python -m evaluation.harness": "evaluation/test_harness.py",
     "rewards.select": "rewards/test_select.py, as a model that knows nothing chooses nothing",
