@@ -34,7 +34,10 @@ from pipeline.watchdog.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
-OUR_LOGGERS = ("inference", "pipeline", "step1_sft", "step2_reward", "step3_ppo", "__main__")
+OUR_LOGGERS = (
+    *("inference", "pipeline", "rewards", "evaluation"),
+    *("step1_sft", "step2_reward", "step3_ppo", "__main__"),
+)
 DIVERGED = "diverged.json"
 """Left by a run that diverged: its state is none to go on from, so that it begins again."""
 
@@ -185,9 +188,9 @@ class Run:
     def evaluated(
         self,
         step: int,
+        figures: Mapping[str, int | float],
         *,
         by_prompt: Mapping[str, object] | None = None,
-        **metrics: int | float,
     ) -> None:
         """Record an evaluation after `step` optimizer steps, under names that begin `eval_`.
 
@@ -198,9 +201,9 @@ class Run:
         self._stragglers.begin_step()
         if self._metrics is None:
             return
-        named = {f"eval_{name}": value for name, value in metrics.items()}
+        named = {f"eval_{name}": value for name, value in figures.items()}
         self._write(step, named, {} if by_prompt is None else {"eval_by_prompt": by_prompt})
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
     def finish(

@@ -4,7 +4,6 @@ Each row's own response is scored: its demonstration or better response, else it
 that compares with the answer should find all of them right.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from pipeline.settings.describe import list_settings
 from rewards.config import RewardConfig
 from rewards.mixture import Rewards
 from rewards.sources import read_sources
-from rewards.spec import read_spec
+from rewards.spec import gather_specs, read_spec
 from rewards.verify import Rows, Summary, read_rows, verify
 
 
@@ -66,11 +65,7 @@ def main(argv: Sequence[str]) -> None:
     if any(name == "help" for name, _ in options):
         say(_help())
         return
-    # --reward may be given once for all, or once for each.
-    words = [word for name, several in options if name == "reward" for word in several]
-    rest = [option for option in options if option[0] != "reward"]
-    given = [("reward", [json.dumps(words)])] if words else []
-    config = build_config(VerifyConfig, [], [*rest, *given])
+    config = build_config(VerifyConfig, [], gather_specs(options))
     sources: list[RewardConfig] = []
     for spec in config.reward:
         sources.append(read_spec(spec, [source.name for source in sources]))

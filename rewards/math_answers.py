@@ -78,9 +78,17 @@ def gold_answer(gold: object) -> Fraction | None:
 
 def response_answer(response: str) -> Fraction | None:
     """The answer in a response; None where it has none."""
+    return last_number(response) if _marked(response) is None else marked_answer(response)
+
+
+def marked_answer(response: str) -> Fraction | None:
+    r"""The number in the last \boxed{...}, else behind the last ####; None where there is none."""
     marked = _marked(response)
-    if marked is not None:
-        return read_number(marked)
+    return None if marked is None else read_number(marked)
+
+
+def last_number(response: str) -> Fraction | None:
+    """The last number among the words of a response, marked or not."""
     last = None
     for match in _IN_TEXT.finditer(_plain(response)):
         last = match.group()

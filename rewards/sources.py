@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.config import RowColumns
 from pipeline.errors import require
 from rewards.answers import Answers
 from rewards.code_tests import check_sandbox, code_scorer
 from rewards.config import RewardConfig
 from rewards.endpoint import Endpoint, endpoint_of
-from rewards.functions import FORMS, FunctionFile, read_function, read_text
+from rewards.functions import ALL_COLUMNS, FORMS, FunctionFile, read_function, read_text
 from rewards.json_schema import json_schema_scorer
 from rewards.judge import TEMPLATE, columns_in, judge_scorer
 from rewards.length import length_scorer
@@ -135,6 +136,18 @@ def read_sources(
         read_source(config, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
         for config in configs
     ]
+
+
+def row_columns(sources: Sequence[Source]) -> RowColumns:
+    """Columns of the rows that the sources read beside the dialogue."""
+    needed: set[str] = set()
+    others: set[str] = set()
+    for source in sources:
+        # A function may do without a column, and is the one to say so.
+        (others if source.function is not None else needed).update(source.columns)
+    return RowColumns(
+        frozenset(needed), frozenset(others - {ALL_COLUMNS}), all=ALL_COLUMNS in others
+    )
 
 
 def scorer_of(source: Source) -> Scorer:

@@ -6,7 +6,10 @@ import sys
 
 import rlhf_pipeline
 
-OWN = ("inference", "pipeline", "rewards", "step1_sft", "step2_reward", "step3_ppo")
+OWN = (
+    *("evaluation", "inference", "pipeline", "rewards"),
+    *("step1_sft", "step2_reward", "step3_ppo"),
+)
 USAGE = (
     "usage: python -m rlhf_pipeline MODULE [OPTION ...]\n\n"
     "Runs a module of the package, such as inference.generate, step1_sft.evaluate,\n"

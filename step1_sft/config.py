@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evaluation.settings import TaskSettings, check_tasks
 from pipeline.config import (
     EMBEDDED,
     ModelUse,
@@ -15,7 +16,7 @@ from pipeline.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(StepConfig):
+class SFTConfig(TaskSettings, StepConfig):
     """Step 1: supervised fine-tuning."""
 
     output_dir: Path = Path("output/step1_sft")
@@ -31,6 +32,7 @@ class SFTConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_tasks(self)
         require(
             self.patience is None or self.patience > 0,
             f"patience must be above 0 or null, got {self.patience}",

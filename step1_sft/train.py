@@ -12,9 +12,11 @@ if __name__ == "__main__":
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from evaluation.answering import Chat
+from evaluation.in_training import TaskEvaluations, generating_from
 from pipeline.cli import run_main
 from pipeline.data.examples import Encoded
 from pipeline.divergence import check_finite, check_start, keeping_best
@@ -47,9 +49,11 @@ def train(config: SFTConfig) -> Path:
         engine, held_out, best, config = sft.engine, sft.held_out, sft.best, sft.config
         before = sft.checkpoints.once("before", lambda: perplexity(engine, held_out, config))
         check_start(config.model.path, {"held-out perplexity": before})
+        tasks = open_tasks(sft)
+        first = sft.checkpoints.once("tasks", tasks.metrics)
         if sft.checkpoints.done == 0:
             best.update(before, step=0)
-            run.evaluated(0, perplexity=before)
+            run.evaluated(0, {"perplexity": before, **first})
 
         def enough() -> bool:
             return best.worse_in_a_row == config.patience
@@ -60,9 +64,9 @@ def train(config: SFTConfig) -> Path:
                 learn(engine, batch, run, step=step, config=config)
                 if sft.evaluates_after(step):
                     best.update(perplexity(engine, held_out, config), step=step)
-                    run.evaluated(step, perplexity=best.last)
+                    run.evaluated(step, {"perplexity": best.last, **tasks.metrics()})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
-        finish(sft, run, before=before)
+        finish(sft, run, tasks, before=before, first=first)
     return config.output_dir
 
 
@@ -112,8 +116,29 @@ def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> fl
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 
-def finish(sft: Training[SFTConfig, Encoded], run: Run, *, before: float) -> None:
-    """Export the best weights and write the result."""
+def open_tasks(sft: Training[SFTConfig, Encoded]) -> TaskEvaluations:
+    """The tasks of the settings, asked of the model as it is now."""
+    chat = Chat(sft.rows.tokenizer, sft.rows.chat)
+    return TaskEvaluations(sft.config, chat, generating_from(sft.model, sft.engine))
+
+
+def finish(
+    sft: Training[SFTConfig, Encoded],
+    run: Run,
+    tasks: TaskEvaluations,
+    *,
+    before: float,
+    first: Mapping[str, float],
+) -> None:
+    """Export the best weights and write the result.
+
+    Args:
+        sft: the trained model.
+        run: where the result goes.
+        tasks: asked once more where the best weights are not the last ones.
+        before: perplexity of the model that the step began with.
+        first: its figures of the tasks.
+    """
     best, config = sft.best, sft.config
     restored = best.restore()
     sft.export()
@@ -124,6 +149,7 @@ def finish(sft: Training[SFTConfig, Encoded], run: Run, *, before: float) -> Non
             "perplexity_after": after,
             "best_step": step,
             "rows": len(sft.rows.data.eval),
+            **tasks.summary(first, changed=restored and best.step != best.last_step),
         },
         models={".": Card("Chat model", METHOD, config.model.path or "", ("sft",))},
     )

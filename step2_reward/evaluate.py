@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cli import run_main
 from pipeline.config import DataConfig
-from pipeline.errors import DataError, ModelError, require
+from pipeline.errors import DataError, require
 from pipeline.installation import MODULE
 from step2_reward.config import RewardConfig
 
@@ -59,10 +59,11 @@ def main(argv: Sequence[str]) -> None:
     )
     config = RewardConfig(data=DataConfig(max_length=options.max_length))
 
+    from pipeline.models.reward_model import load_scorer
     from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
-    scorer, chat = load(options.path)
+    scorer, chat = load_scorer(options.path)
     if options.data_path is not None:
         examples = read_pairs(options.data_path, seed=config.seed)[: options.pairs]
         lines = describe_pairs(scorer, chat, examples, config)
@@ -75,26 +76,6 @@ def main(argv: Sequence[str]) -> None:
             for line in describe_answers(scorer, chat, prompt, (better, worse), config)
         ]
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def load(path: str) -> "tuple[Scorer, ChatFormat]":
-    """The reward model at `path`, and the chat format saved with it.
-
-    Raises:
-        ModelError: there is none, or it has no trained score head.
-    """
-    from pipeline.data.resolve_format import resolve_format
-    from pipeline.models.forward import Scorer
-    from pipeline.models.load import load_reward_for_inference
-
-    model, tokenizer = load_reward_for_inference(path)
-    kinds = model.config.architectures or []
-    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise ModelError(
-            f"{path} is no reward model ({', '.join(kinds) or 'unknown'}): it has no score head;"
-            " give step 2's output"
-        )
-    return Scorer(model), resolve_format(tokenizer, "auto")
 
 
 def read_pairs(data_path: str, *, seed: int) -> "list[Example]":

@@ -53,7 +53,7 @@ def train(config: RewardConfig) -> Path:
         before = reward.checkpoints.once("before", lambda: evaluate(scorer, held_out, config))
         check_start(config.model.path, before)
         if reward.checkpoints.done == 0:
-            run.evaluated(0, **before)
+            run.evaluated(0, before)
 
         with keeping_best(run, best, reward.export, model=config.model):
             for step in reward.checkpoints.steps():
@@ -62,7 +62,7 @@ def train(config: RewardConfig) -> Path:
                 if reward.evaluates_after(step):
                     figures = evaluate(scorer, held_out, config)
                     best.update(badness(figures), step=step)
-                    run.evaluated(step, **figures)
+                    run.evaluated(step, figures)
                     check_finite(f"of held-out pairs after step {step}", figures)
         finish(reward, scorer, run, before=before)
     return config.output_dir

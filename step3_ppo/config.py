@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from evaluation.settings import TaskSettings, check_tasks
 from pipeline.config import (
     DEFAULT_OPTIM,
     EMBEDDED,
@@ -40,7 +41,7 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(StepConfig, RewardSettings):
+class PPOConfig(TaskSettings, StepConfig, RewardSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
@@ -342,6 +343,7 @@ class PPOConfig(StepConfig, RewardSettings):
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
         check_method(self, ESTIMATOR_NEEDS[self.advantage])
         check_rewards(self)
+        check_tasks(self)
         for source in self.rewards:
             if source.kind == MODEL and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))

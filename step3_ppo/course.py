@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from evaluation.answering import Chat
+from evaluation.in_training import TaskEvaluations
 from pipeline.checkpoints import Checkpoints
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
@@ -62,6 +64,9 @@ class Course:
             cost=evaluation_cost(len(self.watched.prompts), config),
         )
         self.best = BestWeights(models.actor, keep=config.keep_best)
+        self.tasks = TaskEvaluations(
+            config, Chat(models.tokenizer, models.chat), models.hybrid_engine.generating
+        )
         self.start = 0.0
         """The objective of step 1's model."""
 
@@ -84,14 +89,14 @@ class Course:
         figures = self._figures(answers, kl=self.before.kl)
         check_start(self.config.actor.path, figures)
         self.start = figures["objective"]
+        self.first = checkpoints.once("tasks", self.tasks.metrics)
         if checkpoints.done == 0:
             greedy = self.before.greedy
             self.best.update(-self.start, step=0)
             greedy_score = {self._scores_are: mean_score(greedy)}
+            greedy_score |= {"stop_rate": stop_rate(greedy)}
             by_prompt = self.watched.by_prompt(answers)
-            run.evaluated(
-                0, **greedy_score, stop_rate=stop_rate(greedy), **figures, by_prompt=by_prompt
-            )
+            run.evaluated(0, {**greedy_score, **figures, **self.first}, by_prompt=by_prompt)
 
     def look(self, step: int, run: Run) -> None:
         """After iteration `step` print samples and evaluate the actor, where that is due.
@@ -108,7 +113,8 @@ class Course:
         answers = self.watched.answers(responses)
         figures = self._figures(answers, kl=self.watched.kl(responses))
         self.best.update(-figures["objective"], step=step)
-        run.evaluated(step, **figures, by_prompt=self.watched.by_prompt(answers))
+        by_prompt = self.watched.by_prompt(answers)
+        run.evaluated(step, {**figures, **self.tasks.metrics()}, by_prompt=by_prompt)
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
     def end(self, run: Run) -> None:
@@ -120,7 +126,9 @@ class Course:
             "best_step": self.best.step if self.config.keep_best else self.best.last_step,
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
-        run.evaluated(self.total_steps, **evaluation, by_prompt=exported)
+        run.evaluated(self.total_steps, evaluation, by_prompt=exported)
+        changed = self.best.step != self.best.last_step
+        tasks = self.tasks.summary(self.first, changed=changed)
         sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}
         base = answers_of_base(self.held_out, self.config.base)
         if base is not None:
@@ -132,7 +140,7 @@ class Course:
         method = f"Trained by {TITLES[name]} against {against}{penalty}."
         card = Card("Chat model", method, self.config.actor.path or "", (name,))
         run.finish(
-            eval={**evaluation, **verification},
+            eval={**evaluation, **verification, **tasks},
             models={"actor": card},
             samples=self.total_steps * self.config.rollout_size,
         )

@@ -64,17 +64,9 @@ class RewardSettings:
         Raises:
             ConfigError: a source's file or function isn't there.
         """
-        from rewards.functions import ALL_COLUMNS
-        from rewards.sources import read_sources
+        from rewards.sources import read_sources, row_columns
 
-        needed: set[str] = set()
-        others: set[str] = set()
-        for source in read_sources([*self.programs, *([self.gold] if self.gold else [])]):
-            # A function may do without a column, and is the one to say so.
-            (others if source.function is not None else needed).update(source.columns)
-        return RowColumns(
-            frozenset(needed), frozenset(others - {ALL_COLUMNS}), all=ALL_COLUMNS in others
-        )
+        return row_columns(read_sources([*self.programs, *([self.gold] if self.gold else [])]))
 
 
 def check_rewards(config: "PPOConfig") -> None:

@@ -13,7 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # test starts and interrupts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PACKAGES = ("inference", "pipeline", "rewards", "step1_sft", "step2_reward", "step3_ppo")
+PACKAGES = (
+    *("evaluation", "inference", "pipeline", "rewards"),
+    *("step1_sft", "step2_reward", "step3_ppo"),
+)
 
 
 def annotated_modules() -> list[str]:

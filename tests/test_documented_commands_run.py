@@ -50,6 +50,12 @@ ELSEWHERE = {
     "--step 1 --deployment-type single_node": "tests/test_end_to_end.py, in a short form",
     "--method ppo grpo": "tests/test_methods_end_to_end.py, in a short form",
     "--path out --method grpo": "tests/inference/chat/test_find_model.py",
+    "--ppo.eval_tasks": "tests/evaluation/test_in_training.py",
+    "--judge score.py:check": "tests/evaluation/test_winrate.py",
+    "https://HOST/v1": "tests/rewards/test_pairwise.py",
+    "python -m evaluation.harness": "tests/evaluation/test_harness.py",
+    "rewards.select": "tests/rewards/test_select.py, as a model that knows nothing chooses nothing",
+    "--data-path right.jsonl": "a run on the rows of the command before",
 }
 """Parts of commands that are not run here, and the test, or the reason."""
 
@@ -88,6 +94,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for name in ("my.jsonl", "pairs.jsonl", "IN.jsonl", "FILE"):
         (home / name).write_text(lines)
+    solved = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    (home / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
     tokenizer = byte_level(bos=True)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     for name in MODELS:

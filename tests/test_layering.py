@@ -1,4 +1,4 @@
-"""Imports point one way: train.py, then steps, rewards, inference and pipeline, floor by floor."""
+"""Imports point one way: train.py, steps, evaluation, rewards, inference, pipeline by floors."""
 
 import ast
 import subprocess
@@ -10,15 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STEPS = {"step1_sft", "step2_reward", "step3_ppo"}
-OURS = STEPS | {"inference", "pipeline", "rewards", "rlhf_pipeline", "train", "chat"}
+OURS = STEPS | {
+    *("evaluation", "inference", "pipeline", "rewards"),
+    *("rlhf_pipeline", "train", "chat"),
+}
 
 MAY_IMPORT = {
     "pipeline": {"pipeline"},
     "inference": {"inference", "pipeline"},
     "rewards": {"rewards", "inference", "pipeline"},
-    **{step: {step, "inference", "pipeline", "rewards"} for step in sorted(STEPS)},
+    "evaluation": {"evaluation", "rewards", "inference", "pipeline"},
+    **{step: {step, "inference", "pipeline", "rewards", "evaluation"} for step in sorted(STEPS)},
     "chat": {"inference", "pipeline"},
-    "train": STEPS | {"inference", "pipeline", "rewards"},
+    "train": STEPS | {"inference", "pipeline", "rewards", "evaluation"},
     "rlhf_pipeline": {"rlhf_pipeline", "train", "inference", "pipeline"},
 }
 
@@ -49,7 +53,7 @@ INFERENCE_FLOORS = (
 
 PROGRAMS = {
     *("inference/generate.py", "pipeline/data/arithmetic.py", "pipeline/data/inspect.py"),
-    "pipeline/engine/memory.py",
+    *("pipeline/engine/memory.py", "rewards/select.py", "evaluation/winrate.py"),
 }
 """Run by `python -m`, as every `__main__.py` is: they use any room, and nothing imports them."""
 
@@ -151,7 +155,10 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["train", "step1_sft.config", "step2_reward.config", "step3_ppo.config", "rewards.sources"],
+    [
+        *("train", "step1_sft.config", "step2_reward.config", "step3_ppo.config"),
+        *("rewards.sources", "evaluation.config"),
+    ],
 )
 def test_settings_and_train_import_nothing_heavy(module: str) -> None:
     program = f"import sys, {module}; print(*sys.modules)"

@@ -5,25 +5,36 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import evaluation.config
+import evaluation.settings
+import evaluation.winrate_config
 import inference.settings
 import pipeline.config
 import pipeline.launch.deployment
 import pipeline.plan.request
 import pipeline.plan.tuning_options
 import rewards.config
+import rewards.select_config
 import step1_sft.config
 import step2_reward.config
 import step3_ppo.config
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("inference", "pipeline", "rewards", "step1_sft", "step2_reward", "step3_ppo")
+PACKAGES = (
+    *("evaluation", "inference", "pipeline", "rewards"),
+    *("step1_sft", "step2_reward", "step3_ppo"),
+)
 CONFIG_MODULES = (
+    evaluation.config,
+    evaluation.settings,
+    evaluation.winrate_config,
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,
     pipeline.launch.deployment,
     pipeline.plan.request,
     rewards.config,
+    rewards.select_config,
     step1_sft.config,
     step2_reward.config,
     step3_ppo.config,

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
-    "rlhf_pipeline",
+    *("evaluation", "rlhf_pipeline"),
 )
 
 ALLOWED = ("pipeline/parallel/", "pipeline/launch/")

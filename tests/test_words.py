@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
-    "benchmarks",
+    *("benchmarks", "evaluation"),
 )
 
 FIELD_WORDS = {
@@ -47,7 +47,7 @@ FIELD_WORDS = {
 NOT_OURS = {"tell"}
 """Names of the standard library: the position in a file."""
 
-OF_A_PACKAGE = {"rewards": {"judge"}}
+OF_A_PACKAGE = {"rewards": {"judge"}, "evaluation": {"judge"}}
 """Words that are the field's own there: a language model that scores is a judge."""
 
 

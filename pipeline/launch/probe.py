@@ -24,7 +24,10 @@ import psutil
 from pipeline.installation import ROOT
 from pipeline.launch.interface import own_address
 
-CODE = ("pipeline", "inference", "step1_sft", "step2_reward", "step3_ppo")
+CODE = (
+    *("pipeline", "inference", "rewards", "evaluation"),
+    *("step1_sft", "step2_reward", "step3_ppo"),
+)
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
 
 MARK = "rlhf machine: "

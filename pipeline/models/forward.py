@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -104,6 +104,19 @@ class Policy(nn.Module):
                 at_once=self.tile,
             )
         return TokenLogprobs(*computed)
+
+    def likeliest(
+        self, batch: TokenBatch, ids: Int[Tensor, " K"]
+    ) -> tuple[Float[Tensor, " K"], Bool[Tensor, " K"]]:
+        """Log-probabilities of `ids` in the places of `batch.targets`; whether each is likeliest.
+
+        A target may be the place behind the last token. By whole logits: for evaluation, of batches
+        as small as memory needs.
+        """
+        require_context(base_model(self.model), batch)
+        logits = self._logits(batch).float()
+        logprobs = F.log_softmax(logits, dim=-1).gather(1, ids[:, None]).squeeze(1)
+        return logprobs, logits.argmax(dim=-1) == ids
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
         """The matrix that makes the logits, where there may be too many and it alone makes them.

@@ -7,6 +7,7 @@ from markupsafe import Markup
 
 from pipeline.report.charts import Curve, line_chart
 from pipeline.report.results import StepResult
+from pipeline.report.tasks import task_curves
 
 
 @dataclass(frozen=True)
@@ -123,15 +124,19 @@ def charts_of(step: StepResult) -> list[Chart]:
     """The charts that may be shown of a step, one of its sources of rewards among them."""
     found = {name for line in step.metrics for name in line if name.startswith(SOURCE)}
     sources = sorted(found - set(NO_SOURCES))
+    tasks = [
+        Chart(f"Task {task}", "share of right answers, greedy", names)
+        for task, names in task_curves(step).items()
+    ]
     if not sources:
-        return list(CHARTS)
+        return [*CHARTS, *tasks]
     by_source = Chart(
         "Reward by source",
         "mean of sampled answers, unweighted",
         {name: name.removeprefix(SOURCE) for name in sources},
     )
     others = [chart for chart in CHARTS if chart is not SCORE]
-    return [REWARD, *([by_source] if len(sources) > 1 else []), *others]
+    return [REWARD, *([by_source] if len(sources) > 1 else []), *others, *tasks]
 
 
 def step_charts(step: StepResult) -> list[DrawnChart]:

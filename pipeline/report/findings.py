@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.methods import compare_methods
 from pipeline.report.results import Results, StepResult, finite, model_to_talk_to
+from pipeline.report.tasks import TaskFigure, task_figures
 from pipeline.report.words import BASE, nats, percent, plain, points, score, title, tokens
 
 
@@ -124,11 +125,17 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
         (name, step.number(before), step.number(after), show)
         for name, (before, after, show) in pairs.items()
     ]
-    return [
+    figures = [
         (name, "" if before is None else show(before), show(after))
         for name, before, after, show in rows
         if after is not None
     ]
+    return figures + [_of_task(figure) for figure in task_figures(step)]
+
+
+def _of_task(figure: TaskFigure) -> tuple[str, str, str]:
+    low, high = map(percent, figure.interval)
+    return figure.title, percent(figure.before), f"{percent(figure.after)} ({low} to {high})"
 
 
 def _sources(step: StepResult) -> list[tuple[str, str]]:

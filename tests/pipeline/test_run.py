@@ -32,7 +32,7 @@ def lines(directory: Path) -> list[dict[str, object]]:
 
 def test_a_run_leaves_settings_metrics_and_a_result(tmp_path: Path) -> None:
     with Run(config(tmp_path), name="step1_sft", total_steps=2, mesh=ALONE) as run:
-        run.evaluated(0, perplexity=9.0)
+        run.evaluated(0, {"perplexity": 9.0})
         run.log(1, tokens=100, loss=2.0, lr=1e-3)
         run.log(2, tokens=50, loss=1.5, lr=0.0)
         run.finish(eval={"perplexity_after": 4.5}, best_step=2)
@@ -70,7 +70,7 @@ def test_what_was_found_for_each_prompt_is_in_the_file_and_in_no_tracker(tmp_pat
     watched = SFTConfig(output_dir=tmp_path, trackers=("tensorboard",))
 
     with Run(watched, name="run", total_steps=1, mesh=ALONE) as run:
-        run.evaluated(1, kl=2.0, by_prompt={"gold": [0.5, None, float("nan")]})
+        run.evaluated(1, {"kl": 2.0}, by_prompt={"gold": [0.5, None, float("nan")]})
 
     (line,) = lines(tmp_path)
     assert (line["step"], line["eval_kl"]) == (1, 2.0)
@@ -90,11 +90,11 @@ def test_every_log_every_th_and_the_last_step_are_logged(tmp_path: Path) -> None
 def test_tokens_per_second_counts_the_interval_without_its_evaluation(tmp_path: Path) -> None:
     with Run(config(tmp_path), name="run", total_steps=2, mesh=ALONE) as run:
         time.sleep(0.4)
-        run.evaluated(0, loss=1.0)
+        run.evaluated(0, {"loss": 1.0})
         time.sleep(0.05)
         run.log(1, tokens=50)
         time.sleep(0.4)
-        run.evaluated(1, loss=1.0)
+        run.evaluated(1, {"loss": 1.0})
         time.sleep(0.05)
         run.log(2, tokens=50)
 
@@ -150,7 +150,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
         caplog.at_level(logging.INFO),
         Run(config(out), name="run", total_steps=1, mesh=Mesh(second, second)) as run,
     ):
-        run.evaluated(0, loss=1.0)
+        run.evaluated(0, {"loss": 1.0})
         run.log(1, tokens=5, loss=1.0)
         run.finish(eval={})
 

@@ -12,8 +12,9 @@ from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import DataError, ModelError, UserError
 from pipeline.models.export import export
 from pipeline.models.load import load_for_inference, load_reward_for_inference
+from pipeline.models.reward_model import load_scorer
 from step2_reward.config import RewardConfig
-from step2_reward.evaluate import DEFAULT_EXAMPLES, load, main, read_pairs, score_answers
+from step2_reward.evaluate import DEFAULT_EXAMPLES, main, read_pairs, score_answers
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def plain_score(directory: Path, prompt: str, answer: str) -> float:
 
 
 def test_scores_are_those_of_plain_transformers(reward_dir: Path) -> None:
-    scorer, chat = load(str(reward_dir))
+    scorer, chat = load_scorer(str(reward_dir))
     answers = ("Yes, it is.", "No.", "Perhaps; who can say?")
 
     scores = score_answers(scorer, chat, "Is 7 odd?", answers, RewardConfig())
@@ -98,7 +99,7 @@ def test_the_embedded_task_has_held_out_pairs() -> None:
 
 def test_a_language_model_is_not_taken_for_a_reward_model(actor_dir: Path) -> None:
     with pytest.raises(ModelError, match="is no reward model"):
-        load(str(actor_dir))
+        load_scorer(str(actor_dir))
 
 
 def test_data_without_pairs_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""How well a model does on tasks: `python -m evaluation --path DIR --tasks embedded gsm8k`.
+
+Prints a table and writes all figures, with their settings, to evaluation.json.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from evaluation.config import EvaluationConfig
+from evaluation.contract import Question, Task
+from evaluation.tasks import tasks_named
+from pipeline.cli import run_main, say, split_options
+from pipeline.help import help_entry, settings_help
+from pipeline.installation import MODULE
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import list_settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from evaluation.answering import Chat
+    from evaluation.figures import Figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluate the model, print a table and write the file.
+
+    Raises:
+        UserError: an unknown task or setting, no model at the path, rows that a task can't read.
+    """
+    options = split_options(argv)
+    if any(name == "help" for name, _ in options):
+        say(_help())
+        return
+    config = build_config(EvaluationConfig, [], options)
+    tasks = tasks_named(config.tasks, config.paths, setting="--data")
+    # All rows are read before the model, which takes longer.
+    questions = {task.name: task.read(config.reading(task)) for task in tasks}
+
+    from evaluation.answering import Chat
+    from evaluation.results import as_table, document, write
+    from inference.weights.hash import weights_hash
+    from pipeline.data.resolve_format import resolve_format
+    from pipeline.models.load import load_for_inference
+    from pipeline.run import configure_logging
+
+    configure_logging(is_main=True)
+    model, tokenizer = load_for_inference(config.path)
+    chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))
+    figures = [
+        figure
+        for task in tasks
+        for figure in _figures(task, questions[task.name], model, chat, config)
+    ]
+    say("\n".join(as_table(figures)))
+    write(config.output, document(figures, config, weights_hash=weights_hash(model)))
+    say(f"\nWith all settings in {config.output}")
+
+
+def _figures(
+    task: Task,
+    questions: Sequence[Question],
+    model: "PreTrainedModel",
+    chat: "Chat",
+    config: EvaluationConfig,
+) -> "list[Figure]":
+    from evaluation.evaluate import evaluate
+    from inference.settings import Sampling
+
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+        temperature=config.sampling_temperature,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
+    return evaluate(
+        task,
+        questions,
+        model,
+        chat,
+        sampling,
+        ks=sorted(set(config.k)),
+        num_samples=config.num_samples,
+        batch_size=config.batch_size,
+    )
+
+
+def _help() -> str:
+    return "\n".join(
+        [
+            f"usage: {MODULE} evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
+            "",
+            "How well a model does on tasks that programs check: docs/evaluation.md.",
+            "",
+            *help_entry("--help", "Print this and stop."),
+            *settings_help(list_settings(EvaluationConfig), dashes=True),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

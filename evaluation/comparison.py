@@ -1,0 +1,136 @@
+"""Models compared on the same prompts: win rates, length-controlled ones, Bradley-Terry strengths.
+
+Dimension names: P prompts, M models.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from pipeline.report.intervals import Interval, change_interval
+
+ELO = 400 / math.log(10)
+"""Points of a strength of 1: ten times the odds are 400 points, as in chess."""
+
+DRAWS = 1000
+"""Of the bootstrap."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """Two models on the prompts on which a verdict is known."""
+
+    ours: int
+    theirs: int
+    """Numbers of the models."""
+
+    points: Float[ndarray, " P"]
+    """1 where ours is better, 0.5 for a tie, 0 else; NaN where it is not known."""
+
+    longer: Float[ndarray, " P"]
+    """By how many characters our answer is longer."""
+
+    @property
+    def known(self) -> Float[ndarray, " K"]:
+        """The points that are known."""
+        return self.points[~np.isnan(self.points)]
+
+    @property
+    def win_rate(self) -> float:
+        """Mean points of ours; NaN where none is known."""
+        return float(self.known.mean()) if len(self.known) else math.nan
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Wins, losses and ties of ours."""
+        known = self.known
+        return int((known == 1).sum()), int((known == 0).sum()), int((known == 0.5).sum())
+
+    @property
+    def interval(self) -> Interval:
+        """95 %, of the change between two models on the same prompts (Agresti and Min 2005)."""
+        wins, losses, ties = self.counts
+        low, high = change_interval(wins, losses, wins + losses + ties)
+        return 0.5 + low / 2, 0.5 + high / 2
+
+    @property
+    def length_controlled(self) -> float:
+        """The win rate that answers of equal length would have, by `length_controlled`."""
+        known = ~np.isnan(self.points)
+        return length_controlled(self.points[known], self.longer[known])
+
+
+def length_controlled(
+    points: Float[ndarray, " P"], longer: Float[ndarray, " P"], *, steps: int = 50
+) -> float:
+    """The win rate without the part that a difference in length explains.
+
+        P(win) = sigma(theta + phi tanh(d / std(d)))
+
+    is fitted to the points by logistic regression, d being how much longer an answer is; with d = 0
+    it is sigma(theta) (Dubois et al. 2024, arXiv:2404.04475, eq. 1, without its term of the
+    prompt's difficulty, which takes many models to fit). phi has a Gaussian prior of variance 1,
+    and half a win and half a loss at d = 0 are added, so that one-sided verdicts stay finite.
+    """
+    spread = float(longer.std()) if len(longer) else 0.0
+    effect = np.tanh(longer / spread) if spread > 0 else np.zeros_like(longer)
+    # The added prompt counts as one whose points are a half.
+    targets = np.append(points, 0.5)
+    inputs = np.stack([np.ones(len(targets)), np.append(effect, 0.0)], axis=1)
+    prior = np.diag([0.0, 1.0])
+    weights = np.zeros(2)
+    for _ in range(steps):
+        chance = 1 / (1 + np.exp(-inputs @ weights))
+        gradient = inputs.T @ (targets - chance) - prior @ weights
+        curvature = (inputs * (chance * (1 - chance))[:, None]).T @ inputs + prior
+        step = np.linalg.solve(curvature, gradient)
+        weights += step * min(1.0, 2.0 / max(1e-12, float(np.abs(step).max())))
+    return float(1 / (1 + np.exp(-weights[0])))
+
+
+def strengths(matches: Sequence[Match], num_models: int) -> Float[ndarray, " M"]:
+    """Bradley-Terry strengths, of mean 0: P(i beats j) = sigma(s_i - s_j) (Bradley, Terry 1952).
+
+    By maximum likelihood, ties counted half, with half a win and half a loss added to each match.
+    """
+    return _fitted([(each.ours, each.theirs, each.known) for each in matches], num_models)
+
+
+def strength_intervals(
+    matches: Sequence[Match], num_models: int, *, seed: int = 0
+) -> list[Interval]:
+    """95 % intervals of the strengths, by resampling the prompts (Efron 1979)."""
+    random = np.random.default_rng(seed)
+    num_prompts = len(matches[0].points)
+    drawn = []
+    for _ in range(DRAWS):
+        rows = random.integers(num_prompts, size=num_prompts)
+        points = [(each.ours, each.theirs, each.points[rows]) for each in matches]
+        known = [(ours, theirs, part[~np.isnan(part)]) for ours, theirs, part in points]
+        drawn.append(_fitted(known, num_models))
+    low, high = np.quantile(np.stack(drawn), (0.025, 0.975), axis=0)
+    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+
+
+def _fitted(
+    matches: Sequence[tuple[int, int, ndarray]], num_models: int, *, steps: int = 30
+) -> Float[ndarray, " M"]:
+    sums = np.array([points.sum() + 0.5 for _, _, points in matches])
+    counts = np.array([len(points) + 1.0 for _, _, points in matches])
+    # A row for each match: 1 of ours, -1 of theirs.
+    signs = np.zeros((len(matches), num_models))
+    for row, (ours, theirs, _) in enumerate(matches):
+        signs[row, ours], signs[row, theirs] = 1.0, -1.0
+    found = np.zeros(num_models)
+    for _ in range(steps):
+        chance = 1 / (1 + np.exp(-signs @ found))
+        gradient = signs.T @ (sums - counts * chance)
+        curvature = (signs * (counts * chance * (1 - chance))[:, None]).T @ signs
+        # The mean is free: a constant in every entry fixes it at 0.
+        step = np.linalg.solve(curvature + 1.0, gradient)
+        found += step * min(1.0, 2.0 / max(1e-12, float(np.abs(step).max())))
+    return found - found.mean()

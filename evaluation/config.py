@@ -1,0 +1,111 @@
+"""Settings of `python -m evaluation`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from evaluation.contract import Reading, Task
+from evaluation.tasks import paths_in, tasks_named
+from pipeline.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Which model answers which tasks, and how."""
+
+    path: str = ""
+    """Model directory, such as OUT/step3_ppo/actor, or Hub id."""
+
+    tasks: tuple[str, ...] = ()
+    """gsm8k, ifeval, embedded, arithmetic."""
+
+    data: tuple[str, ...] = ()
+    """Rows of a task, as gsm8k=FILE_OR_NAME; of a set with a test split that split is asked."""
+
+    k: tuple[int, ...] = (1,)
+    """Of pass@k: how likely one of k answers is right. 1 is the share of right answers."""
+
+    samples: int | None = None
+    """Answers to each question; null takes the largest k."""
+
+    temperature: float | None = None
+    """Of sampling; null takes 0, the likeliest token, for one answer and 1 for several."""
+
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together have this probability."""
+
+    max_new_tokens: int | None = None
+    """Longest answer, in tokens; null takes each task's own."""
+
+    shots: int = 0
+    """Demonstrations in front of each question of gsm8k, as earlier turns of the dialogue."""
+
+    instruction: str = ""
+    """Text below each question of gsm8k; empty asks as rows are trained."""
+
+    limit: int | None = None
+    """Questions of each task, from the first; null is all."""
+
+    seed: int = 0
+    """The same seed draws the same answers."""
+
+    batch_size: int = 32
+    """Answers computed at once; changes no figure."""
+
+    output: Path = Path("evaluation.json")
+    """File for all figures and what they were measured with, as JSON; replaced where it exists."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "--path is missing: give a model directory")
+        require(bool(self.tasks), "--tasks is missing: give one or more, as embedded or gsm8k")
+        selected = tasks_named(self.tasks, self.paths, setting="--data")
+        require(
+            bool(self.k) and all(k > 0 for k in self.k),
+            f"--k must be above 0, got {' '.join(map(str, self.k)) or 'none'}",
+        )
+        require(
+            max(self.k) <= self.num_samples,
+            f"--k {max(self.k)} needs as many answers to each question, and --samples is"
+            f" {self.samples}; raise --samples",
+        )
+        require(
+            self.num_samples == 1 or self.temperature != 0,
+            f"--temperature 0 gives the same answer {self.num_samples} times; raise it, or leave"
+            " --k and --samples at 1",
+        )
+        require(self.shots >= 0, f"--shots must be 0 or above, got {self.shots}")
+        takes = any(task.takes_shots for task in selected)
+        require(takes or not self.shots, "--shots is for gsm8k; its rows have solutions to show")
+        require(takes or not self.instruction, "--instruction is for gsm8k; leave it away")
+        require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
+        require(
+            self.max_new_tokens is None or self.max_new_tokens > 0,
+            f"--max-new-tokens must be above 0, got {self.max_new_tokens}",
+        )
+        require(self.batch_size > 0, f"--batch-size must be above 0, got {self.batch_size}")
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Data paths by task."""
+        return paths_in(self.data, setting="--data")
+
+    def reading(self, task: Task) -> Reading:
+        """Which rows of a task are read, and how."""
+        return Reading(
+            path=self.paths.get(task.name),
+            limit=self.limit,
+            shots=self.shots if task.takes_shots else 0,
+            instruction=self.instruction if task.takes_shots else "",
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to each question."""
+        return max(self.k) if self.samples is None else self.samples
+
+    @property
+    def sampling_temperature(self) -> float:
+        """`temperature`, chosen where it is null."""
+        if self.temperature is None:
+            return 0.0 if self.num_samples == 1 else 1.0
+        return self.temperature

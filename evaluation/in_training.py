@@ -1,0 +1,102 @@
+"""The tasks of a run, asked of the model that it trains."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from evaluation.answering import Chat
+from evaluation.contract import Reading
+from evaluation.evaluate import evaluate
+from evaluation.settings import TaskSettings
+from evaluation.tasks import tasks_named
+from inference.settings import Sampling
+from inference.weights.replica import Replica
+from pipeline.engine.engine import Engine
+
+Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
+"""Gives the trained model as it is now, to generate with; all processes enter in step."""
+
+
+class TaskEvaluations:
+    """Asks the tasks of the settings, greedily; often there are none.
+
+    The rows are read at once, so that what is wrong with them is said before training.
+
+    Raises:
+        DataError: rows of a task are missing or wrong.
+    """
+
+    def __init__(self, settings: TaskSettings, chat: Chat, generating: Generating) -> None:
+        self._settings = settings
+        self._chat = chat
+        self._generating = generating
+        paths = settings.eval_task_data
+        self._questions = [
+            (task, task.read(Reading(path=paths.get(task.name), limit=settings.eval_task_rows)))
+            for task in tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
+        ]
+        self._last: dict[str, float] | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of the model as it is now, by name: `gsm8k_strict`. All processes call it.
+
+        Raises:
+            DataError: a question is too long for the model.
+        """
+        if not self._questions:
+            return {}
+        self._last = {}
+        with self._generating() as model:
+            for task, questions in self._questions:
+                max_new_tokens = self._settings.eval_task_tokens or task.max_new_tokens
+                sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
+                figures = evaluate(task, questions, model, self._chat, sampling)
+                self._last |= {figure.name: figure.value for figure in figures}
+        return dict(self._last)
+
+    def summary(
+        self, before: Mapping[str, float], *, changed: bool
+    ) -> dict[str, dict[str, dict[str, float]]]:
+        """What `eval` of the result says of the tasks; empty without tasks. All processes call it.
+
+        Args:
+            before: the figures of the model that the step began with.
+            changed: whether the model is another one than that of the last evaluation.
+
+        Returns:
+            `tasks`: of each figure its value `before` and `after`, and the number of `questions`.
+        """
+        if not self._questions:
+            return {}
+        after = self.metrics() if changed or self._last is None else self._last
+        count = {task.name: len(questions) for task, questions in self._questions}
+        return {
+            "tasks": {
+                name: {
+                    "before": before[name],
+                    "after": value,
+                    "questions": count[name.partition("_")[0]],
+                }
+                for name, value in after.items()
+            }
+        }
+
+
+def generating_from(model: nn.Module, engine: Engine) -> Generating:
+    """What gives a model that `engine` trains, whole on every process, at any ZeRO stage.
+
+    Weights that lie whole in memory are used where they are; of others there is a copy meanwhile.
+    """
+    replica = Replica(model, shares=not engine.sharded)
+
+    @contextmanager
+    def generating() -> Iterator[PreTrainedModel]:
+        replica.load(engine)
+        try:
+            yield replica.model
+        finally:
+            replica.release()
+
+    return generating

@@ -1,0 +1,59 @@
+"""A reward model that scores texts, with the chat format that was saved with it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pipeline.data.batches import collate
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Message
+from pipeline.data.resolve_format import resolve_format
+from pipeline.errors import ModelError
+from pipeline.models.forward import Scorer, base_model, context_length
+from pipeline.models.load import load_reward_for_inference
+from pipeline.parallel.device import local_device
+
+BATCH = 16
+"""Responses that are scored in one pass."""
+
+
+def load_scorer(path: str) -> tuple[Scorer, ChatFormat]:
+    """The reward model at `path`, and the chat format saved with it.
+
+    Raises:
+        ModelError: there is none, or it has no trained score head.
+    """
+    model, tokenizer = load_reward_for_inference(path)
+    kinds = model.config.architectures or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise ModelError(
+            f"{path} is no reward model ({', '.join(kinds) or 'unknown'}): it has no score head;"
+            " give step 2's output"
+        )
+    return Scorer(model), resolve_format(tokenizer, "auto")
+
+
+def score_responses(path: str, dialogues: Sequence[tuple[Sequence[Message], str]]) -> list[float]:
+    """The score of each response to its prompt, by the reward model at `path`.
+
+    It reads them in its own chat format; of what is too long for it, it reads the end.
+
+    Raises:
+        ModelError: there is no reward model.
+    """
+    scorer, chat = load_scorer(path)
+    limit = context_length(base_model(scorer.model))
+    rows = [
+        chat.encode(prompt, (Message("assistant", response),)).tail(limit)
+        for prompt, response in dialogues
+    ]
+    # Similar lengths side by side, for families whose batches are padded.
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    scores = [0.0] * len(rows)
+    with torch.no_grad():
+        for first in range(0, len(order), BATCH):
+            part = order[first : first + BATCH]
+            batch = collate([rows[row] for row in part]).to(local_device())
+            for row, score in zip(part, scorer.final_scores(batch).tolist(), strict=True):
+                scores[row] = score
+    return scores

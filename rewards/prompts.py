@@ -1,0 +1,34 @@
+"""Prompts of a data path, for commands that answer them and score the answers."""
+
+import logging
+from collections.abc import Mapping
+
+from pipeline.config import EMBEDDED, DataConfig, RowColumns
+from pipeline.data.examples import Example
+from pipeline.data.reading import RowReader, Wanted
+from pipeline.data.stages import load_examples
+from pipeline.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+def read_prompts(
+    path: str, columns: RowColumns, *, fields: Mapping[str, str], limit: int | None, seed: int
+) -> list[Example]:
+    """The rows of a data path that have a prompt, with the columns that sources of rewards read.
+
+    Raises:
+        DataError: they can't be read, or none has a prompt.
+    """
+    if path == EMBEDDED:
+        kept = RowColumns(all=True)
+        examples = load_examples(DataConfig(), step=3, seed=seed, kept=kept).train
+    else:
+        notes: list[str] = []
+        (rows,) = RowReader().read((path,), Wanted(fields, columns), step=3, notes=notes)
+        for note in notes:
+            logger.info("%s", note)
+        examples = [example for example in rows.train if example.prompt]
+    if not examples:
+        raise DataError(f"--prompts {path}: no row has a prompt")
+    return examples[:limit]

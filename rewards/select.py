@@ -1,0 +1,157 @@
+r"""The best of several answers, as data to learn from: `python -m rewards.select`.
+
+python -m rewards.select --path DIR --prompts FILE --reward math --best-of 8 \
+        --write demonstrations --output best.jsonl
+
+Samples answers to each prompt, has sources of rewards score them, and writes the best ones as
+demonstrations (rejection sampling), or the best and the worst ones as pairs.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cli import run_main, say, split_options
+from pipeline.errors import ConfigError, DataError
+from pipeline.help import help_entry, settings_help
+from pipeline.installation import MODULE
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import list_settings
+from pipeline.settings.plain import Option
+from rewards.select_config import SelectConfig
+from rewards.spec import gather_specs
+
+if TYPE_CHECKING:
+    from pipeline.data.examples import Example
+    from rewards.candidates import Sampled
+    from rewards.selection import Candidate
+
+ALIASES = {"reward_function": "reward", "out": "output"}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the rows and print a summary.
+
+    Raises:
+        UserError: a wrong setting, no model, prompts that can't be read, sources that fail.
+    """
+    options = split_options(argv)
+    if any(name == "help" for name, _ in options):
+        say(_help())
+        return
+    config = build_config(SelectConfig, [], _options(options))
+
+    from pipeline.run import configure_logging
+    from rewards.candidates import programs_of, sampled_candidates
+    from rewards.prompts import read_prompts
+    from rewards.sources import read_sources, row_columns
+
+    configure_logging(is_main=True)
+    columns = row_columns(read_sources(programs_of(config.sources)))
+    examples = read_prompts(
+        config.prompts, columns, fields=config.fields, limit=config.limit, seed=config.seed
+    )
+    sampled = sampled_candidates(examples, config)
+    rows, left_out = select(examples, sampled.candidates, config)
+    say("\n".join(summary(config, sampled, rows, left_out)))
+    if not rows:
+        raise DataError(
+            f"no prompt gave a row, and {config.output} is not written: raise --best-of or"
+            " --max-new-tokens, or look at the rewards with python -m rewards"
+        )
+    _write(config.output, rows)
+    say(f"written to {config.output}")
+
+
+def select(
+    examples: "Sequence[Example]",
+    candidates: "Sequence[Sequence[Candidate]]",
+    config: SelectConfig,
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """The rows to write, and the number of prompts that give none, by reason."""
+    from rewards.selection import best, best_and_worst, demonstration, pair
+
+    rows: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
+    for example, of_prompt in zip(examples, candidates, strict=True):
+        chosen = best(of_prompt)
+        if chosen is None or chosen.reward is None:
+            left_out["no answer to choose"] += 1
+        elif config.min_reward is not None and chosen.reward < config.min_reward:
+            left_out["a low reward"] += 1
+        elif config.write == "demonstrations":
+            rows.append(demonstration(example.prompt, chosen))
+        elif (both := best_and_worst(of_prompt)) is not None:
+            rows.append(pair(example.prompt, *both))
+        else:
+            left_out["no answer of less reward"] += 1
+    return rows, left_out
+
+
+def summary(
+    config: SelectConfig,
+    sampled: "Sampled",
+    rows: Sequence[dict[str, Any]],
+    left_out: Mapping[str, int],
+) -> list[str]:
+    """What was sampled, what it is worth, and what was written."""
+    from rewards.selection import best_of_n_kl
+
+    count, n = len(sampled.candidates), config.best_of
+    answers = [each for of_prompt in sampled.candidates for each in of_prompt]
+    known = [each.reward for each in answers if each.reward is not None]
+    tops = [
+        max(rewards)
+        for of_prompt in sampled.candidates
+        if (rewards := [each.reward for each in of_prompt if each.reward is not None])
+    ]
+    lines = [f"prompts     {count:,}, {n} answers to each"]
+    if known:
+        mean, best = sum(known) / len(known), sum(tops) / len(tops)
+        lines.append(f"reward      mean {mean:.4g}, best of {n} {best:.4g}")
+    failed = sum(sampled.failed.values())
+    lines += [
+        f"no reward   {len(answers) - len(known):,} answers; sources failed {failed:,} times",
+        f"cut off     {sum(not each.stopped for each in answers):,} answers, never chosen",
+        f"chosen      {len(rows):,} {config.write}",
+    ]
+    lines += [f"left out    {number:,} with {why}" for why, number in left_out.items()]
+    kl = f"at most {best_of_n_kl(n):.3f} nats from the model: log {n} - {n - 1}/{n}"
+    lines.append(f"KL          the best of {n} are {kl}")
+    return lines
+
+
+def _options(options: Sequence[Option]) -> list[Option]:
+    renamed = [(ALIASES.get(name, name), words) for name, words in options]
+    return gather_specs(renamed)
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--output {path} can't be written: {error.strerror}") from error
+
+
+def _help() -> str:
+    return "\n".join(
+        [
+            f"usage: {MODULE} rewards.select --path DIR --prompts FILE --reward SOURCE ..."
+            " [--SETTING VALUE ...]",
+            "",
+            "Sample answers, score them, and write the best as data to learn from.",
+            "",
+            *help_entry("--help", "Print this and stop."),
+            *settings_help(list_settings(SelectConfig), dashes=True),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,168 @@
+"""Every kind of instruction, with a text that follows it and one that doesn't."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.contract import Reading
+from evaluation.ifeval.lengths import num_sentences
+from evaluation.ifeval.task import INSTRUCTIONS, follows, grade, read, variants
+from pipeline.errors import DataError
+
+CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    "keywords:existence": [({"keywords": ["Frog", "pond"]}, "A frog in its pond.", "A frog.")],
+    "keywords:frequency": [
+        ({"keyword": "so", "frequency": 2, "relation": "at least"}, "So and so", "so it is"),
+        ({"keyword": "so", "frequency": 2, "relation": "less than"}, "so it is", "So and so"),
+    ],
+    "keywords:forbidden_words": [({"forbidden_words": ["cat"]}, "Concatenate.", "A Cat!")],
+    "keywords:letter_frequency": [
+        ({"letter": "e", "let_frequency": 3, "let_relation": "at least"}, "Eerie", "here"),
+    ],
+    "change_case:capital_word_frequency": [
+        ({"capital_frequency": 2, "capital_relation": "less than"}, "ONE two", "ONE TWO"),
+    ],
+    "change_case:english_capital": [({}, "ALL OF IT: 3!", "ALL Of it")],
+    "change_case:english_lowercase": [({}, "all of it: 3!", "all Of it")],
+    "punctuation:no_comma": [({}, "One and two.", "One, two.")],
+    "language:response_language": [
+        ({"language": "de"}, "Der Hund ist nicht im Haus.", "The dog is not in the house."),
+        ({"language": "es"}, "El perro no es de la casa.", "O cão não é uma casa do rei."),
+        ({"language": "ru"}, "Это не мой дом и не твой.", "Тази къща и онази \u0435 тук."),
+        ({"language": "fa"}, "این کتاب را برای او خواندم که", "هذا الكتاب على الطاولة"),
+        ({"language": "hi"}, "यह घर है और वह पेड़ है", "यो घर हो र त्यो रुख हो"),
+        ({"language": "th"}, "สวัสดีครับ", "Sawatdee khrap"),
+    ],
+    "length_constraints:number_sentences": [
+        ({"num_sentences": 2, "relation": "at least"}, "One. Two!", "Only Dr. Smith came."),
+    ],
+    "length_constraints:number_words": [
+        ({"num_words": 3, "relation": "less than"}, "Don't go", "Do not go"),
+    ],
+    "length_constraints:number_paragraphs": [
+        ({"num_paragraphs": 2}, "One.\n\n***\n\nTwo.", "One.\n***\nTwo.\n***\nThree."),
+    ],
+    "length_constraints:nth_paragraph_first_word": [
+        (
+            {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
+            "First it rained.\n\nThen, sun.",
+            "Then it rained.\n\nSun.",
+        ),
+    ],
+    "detectable_content:number_placeholders": [
+        ({"num_placeholders": 2}, "Dear [name], of [town]", "Dear [name], of []"),
+    ],
+    "detectable_content:postscript": [
+        ({"postscript_marker": "P.S."}, "Bye.\nP.S. Write!", "Bye. PSA."),
+        ({"postscript_marker": "P.P.S"}, "Bye.\nP.P.S. Write!", "Bye.\nP.S. Write!"),
+    ],
+    "detectable_format:number_bullet_lists": [
+        ({"num_bullets": 2}, "Two:\n* one\n- two", "Two:\n* one\n**two**"),
+    ],
+    "detectable_format:constrained_response": [({}, "My answer is maybe.", "Perhaps.")],
+    "detectable_format:number_highlighted_sections": [
+        ({"num_highlights": 2}, "*one* and **two**", "*one* and 2 * 3 * 4"),
+    ],
+    "detectable_format:multiple_sections": [
+        (
+            {"section_spliter": "Section", "num_sections": 2},
+            "Section 1\nA\n**Section 2**\nB",
+            "Section 1\nA, as in section 2",
+        ),
+    ],
+    "detectable_format:json_format": [({}, '```json\n{"a": 1}\n```', '{"a": 1}, as you see')],
+    "detectable_format:title": [({}, "<<A frog>>\nOnce", "<A frog>\nOnce")],
+    "combination:two_responses": [({}, "One.\n******\nTwo.", "One.\n******\nOne.")],
+    "combination:repeat_prompt": [
+        ({"prompt_to_repeat": "What is it?"}, "What is it? A frog.", "A frog. What is it?"),
+    ],
+    "startend:end_checker": [
+        ({"end_phrase": "Any questions?"}, 'So it is. Any questions?"', "Any questions? No."),
+    ],
+    "startend:quotation": [({}, '"All of it."', '"Part" of it.')],
+}
+
+
+def row(prompt: str, *instructions: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    names, kwargs = zip(*instructions, strict=True)
+    return {"key": 1, "prompt": prompt, "instruction_id_list": names, "kwargs": kwargs}
+
+
+def written(path: Path, *rows: dict[str, Any]) -> Reading:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return Reading(path=str(path))
+
+
+def test_every_kind_of_instruction_has_a_case() -> None:
+    assert CASES.keys() == INSTRUCTIONS.keys()
+    assert len(CASES) == 25
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_text_follows_an_instruction_or_does_not(name: str) -> None:
+    for arguments, right, wrong in CASES[name]:
+        INSTRUCTIONS[name].check(arguments, name)
+        assert follows(right, name, arguments), right
+        assert not follows(wrong, name, arguments), wrong
+        assert not follows("  \n", name, arguments)
+
+
+def test_sentences_end_at_marks_and_not_at_abbreviations_or_numbers() -> None:
+    texts = {
+        "It costs 3.50 at Dr. Smith's, e.g. on Monday.": 1,
+        'He said "no." She left! Why?': 3,
+        "1. One thing\n2. Another thing": 1,
+        "Wait... What?! No end": 3,
+        "これは本です。あれも本です。": 2,
+        "": 0,
+    }
+
+    assert {text: num_sentences(text) for text in texts} == texts
+
+
+def test_loose_forgives_lines_around_the_answer_and_asterisks(tmp_path: Path) -> None:
+    reading = written(
+        tmp_path / "rows.jsonl",
+        row("Be brief.", ("startend:quotation", {}), ("punctuation:no_comma", {"num_words": None})),
+    )
+    (question,) = read(reading)
+
+    grades = grade(question, 'Sure:\n**"It is so"**')
+
+    assert grades == {
+        "prompt_strict": (False,),
+        "instruction_strict": [False, True],
+        "prompt_loose": (True,),
+        "instruction_loose": [True, True],
+    }
+    assert list(variants("a*\nb\nc")) == ["a*\nb\nc", "a\nb\nc", "b\nc", "b\nc", "a*\nb", "a\nb",
+                                          "b", "b"]  # fmt: skip
+
+
+WRONG = {
+    "there is no instruction startend:quote; did you mean startend:quotation": row(
+        "x", ("startend:quote", {})
+    ),
+    "length_constraints:number_words needs num_words, got None": row(
+        "x", ("length_constraints:number_words", {"relation": "at least"})
+    ),
+    "relation must be one of at least, less than, got 'exactly'": row(
+        "x", ("length_constraints:number_words", {"num_words": 3, "relation": "exactly"})
+    ),
+    "language must be one of": row("x", ("language:response_language", {"language": "xx"})),
+    "line 1 lacks the column prompt": {"instruction_id_list": [], "kwargs": []},
+    "has 1 instructions and kwargs 0": {
+        **row("x", ("startend:quotation", {})),
+        "kwargs": [],
+    },
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_wrong_row_is_named(tmp_path: Path, sentence: str) -> None:
+    reading = written(tmp_path / "rows.jsonl", WRONG[sentence])
+
+    with pytest.raises(DataError, match=sentence):
+        read(reading)

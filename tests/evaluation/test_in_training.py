@@ -1,0 +1,146 @@
+"""Tasks that a step asks of the model that it trains."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.__main__ import main as evaluate
+from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig, ZeroConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.models.embedded import build_tokenizer
+from pipeline.report.findings import before_after
+from pipeline.report.results import read_results
+from pipeline.report.write import write_report
+from step1_sft.config import SFTConfig
+from step1_sft.train import train
+from step3_ppo.config import PPOConfig
+from step3_ppo.train import train as train_ppo
+from tests.distributed import run_ranks
+from tests.families import tiny_causal_lm
+from tests.step3_ppo.toy import save_models, toy_config
+
+CORRECT = "eval_arithmetic_correct"
+
+
+def always_seven(directory: Path, **changes: Any) -> SFTConfig:
+    """Demonstrations that say `It is 7.` to everything; that is right in half of the task."""
+    tokenizer = build_tokenizer()
+    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    rows = [{"prompt": f"Add {n} and 1.", "response": "It is 7."} for n in range(40)]
+    sums = [{"prompt": f"Add {n} and 1.", "answer": str(7 + n % 2)} for n in range(6)]
+    for name, lines in (("rows", rows), ("sums", sums)):
+        text = "".join(json.dumps(row) + "\n" for row in lines)
+        (directory / f"{name}.jsonl").write_text(text)
+    optim = OptimConfig(lr=0.01, schedule="constant", warmup_ratio=0.0)
+    settings: dict[str, Any] = {
+        "output_dir": directory / "step1_sft",
+        "model": TrainedModelConfig(path=str(directory / "base"), optim=optim),
+        "data": DataConfig(path=(str(directory / "rows.jsonl"),), max_length=48),
+        "max_steps": 16,
+        "batch_size": 8,
+        "eval_every": 8,
+        "eval_tasks": ("arithmetic",),
+        "eval_task_data": {"arithmetic": str(directory / "sums.jsonl")},
+        "eval_task_tokens": 8,
+    }
+    return SFTConfig(**{**settings, **changes})
+
+
+def logged(out: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line[CORRECT]) for line in lines if CORRECT in line]
+
+
+def result(out: Path) -> dict[str, Any]:
+    return json.loads((out / "result.json").read_text())["eval"]
+
+
+def test_a_step_asks_its_tasks_and_reports_what_the_exported_model_gets_right(
+    tmp_path: Path,
+) -> None:
+    config = always_seven(tmp_path)
+
+    train(config)
+
+    figures = logged(config.output_dir)
+    assert [step for step, _ in figures] == [0, 8, 16]
+    assert (figures[0][1], figures[-1][1]) == (0.0, 0.5)
+    assert result(config.output_dir)["tasks"] == {
+        "arithmetic_correct": {"before": 0.0, "after": 0.5, "questions": 6}
+    }
+    evaluate(
+        ["--path", str(config.output_dir), "--tasks", "arithmetic", "--max-new-tokens", "8",
+         "--data", f"arithmetic={tmp_path / 'sums.jsonl'}",
+         "--output", str(tmp_path / "evaluation.json")]
+    )  # fmt: skip
+    document = json.loads((tmp_path / "evaluation.json").read_text())
+    assert document["figures"][0]["value"] == 0.5
+    # Wilson's interval of 3 of 6, by hand: (.5 + .3201 -+ 1.96 sqrt(.0417 + .0267)) / 1.6402
+    rows = before_after(read_results(tmp_path).steps["step1_sft"])
+    name, before, after = rows[-1]
+    assert (name, before) == ("arithmetic, correct", "0\u202f%")
+    assert after == "50\u202f% (18.8\u202f% to 81.2\u202f%)"
+    page = write_report(tmp_path).read_text()
+    assert "Task arithmetic" in page
+
+
+def _train(config: SFTConfig) -> None:
+    train(config)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_processes_measure_what_one_does(tmp_path: Path, stage: int) -> None:
+    config = always_seven(tmp_path)
+    zero = ZeroConfig(reduction="deterministic")
+    config = replace(config, model=replace(config.model, zero_stage=stage, zero=zero))
+    both = replace(config, output_dir=tmp_path / "both")
+
+    train(config)
+    run_ranks(_train, both)
+
+    assert logged(both.output_dir) == logged(config.output_dir)
+    assert result(both.output_dir)["tasks"] == result(config.output_dir)["tasks"]
+
+
+def _train_ppo(config: PPOConfig) -> None:
+    train_ppo(config)
+
+
+@pytest.mark.grid
+def test_step_3_asks_its_tasks_on_one_process_and_on_two(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "max_steps": 1,
+        "max_prompt_length": 40,
+        "eval_tasks": ("arithmetic", "embedded"),
+        "eval_task_rows": 3,
+        "eval_task_tokens": 4,
+    }
+    save_models(tmp_path)
+    alone = toy_config(tmp_path, output_dir=tmp_path / "alone", **settings)
+    both = replace(alone, output_dir=tmp_path / "both")
+
+    train_ppo(alone)
+    run_ranks(_train_ppo, both)
+
+    tasks = result(alone.output_dir)["tasks"]
+    assert list(tasks) == [
+        "arithmetic_correct", "embedded_both", "embedded_correct", "embedded_polite",
+    ]  # fmt: skip
+    assert result(both.output_dir)["tasks"] == tasks
+    assert [step for step, _ in logged(both.output_dir)] == [0, 1]
+
+
+def test_wrong_tasks_are_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no task arithmetics; did you mean arithmetic"):
+        SFTConfig(eval_tasks=("arithmetics",))
+    with pytest.raises(ConfigError, match="give a file or Hub name as eval_task_data gsm8k=PATH"):
+        PPOConfig(eval_tasks=("gsm8k",))
+    config = always_seven(tmp_path, eval_task_data={"arithmetic": str(tmp_path / "none.jsonl")})
+    with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
+        train(config)
+    assert not (config.output_dir / "result.json").exists()

@@ -1,0 +1,180 @@
+"""Best answers as data to learn from."""
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.examples import Example, Message
+from pipeline.data.reading import RowReader, Wanted
+from pipeline.errors import ConfigError, DataError, UserError
+from pipeline.models.export import export
+from pipeline.models.load import load_reward_for_inference
+from pipeline.models.reward_model import score_responses
+from rewards.contract import RewardError
+from rewards.select import main
+from rewards.select_config import SelectConfig
+from rewards.selection import Candidate, best, best_and_worst, best_of_n_kl
+from tests.families import tiny_causal_lm
+from tests.pipeline.data.tokenizers import byte_level
+
+
+def candidates(*rewards: float | None) -> list[Candidate]:
+    return [Candidate(f"answer {number}", reward) for number, reward in enumerate(rewards)]
+
+
+def test_the_first_of_the_best_is_chosen_and_an_unknown_reward_is_no_0() -> None:
+    chosen = best(candidates(None, -2.0, -1.0, -1.0))
+
+    assert chosen == Candidate("answer 2", -1.0)
+    assert best(candidates(None, None)) is None
+
+
+def test_what_was_cut_off_or_is_empty_is_never_chosen_and_may_be_worse() -> None:
+    cut = Candidate("and so", 1.0, stopped=False)
+    worst = Candidate("and", -9.0, stopped=False)
+    whole = Candidate("so", 0.5)
+
+    assert best([cut, Candidate(" ", 2.0), whole]) == whole
+    assert best_and_worst([cut, whole, worst]) == (whole, worst)
+    assert best_and_worst([cut]) is None
+
+
+def test_equal_rewards_or_texts_give_no_pair() -> None:
+    assert best_and_worst(candidates(0.5, 0.5, None)) is None
+    assert best_and_worst([Candidate("so", 1.0), Candidate("so", 0.0)]) is None
+    assert best_and_worst(candidates(0.5, 0.25, None, 0.25)) == (
+        Candidate("answer 0", 0.5), Candidate("answer 1", 0.25),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("probabilities", [(0.5, 0.3, 0.2), (0.25,) * 4, (0.9, 0.1)])
+def test_the_kl_of_the_best_of_n_is_at_most_the_bound(probabilities: tuple[float, ...]) -> None:
+    """By enumeration, the first answer being the best; of many equal ones it is nearly reached."""
+    for n in (1, 2, 3, 4):
+        chosen = [0.0] * len(probabilities)
+        for draw in product(range(len(probabilities)), repeat=n):
+            chosen[min(draw)] += math.prod(probabilities[place] for place in draw)
+        kl = sum(c * math.log(c / p) for c, p in zip(chosen, probabilities, strict=True))
+
+        assert -1e-12 <= kl <= best_of_n_kl(n) + 1e-12
+
+    assert best_of_n_kl(1) == 0
+    # Of 10,000 answers of one probability, the best of 4 is as far as the bound but for 1 / 10,000.
+    count = 10_000
+    shares = [((count - at) / count) ** 4 - ((count - at - 1) / count) ** 4 for at in range(count)]
+    assert sum(c * math.log(c * count) for c in shares) == pytest.approx(best_of_n_kl(4), abs=1e-3)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of prompts, beside the directory of a tiny model."""
+    dialogue = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Bye"},
+    ]
+    rows = [{"prompt": f"What is {n}?", "answer": str(n)} for n in range(3)]
+    tokenizer = byte_level(bos=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    tiny_causal_lm("llama", **sizes).save_pretrained(tmp_path / "model")
+    path = tmp_path / "prompts.jsonl"
+    text = "".join(json.dumps(row) + "\n" for row in (*rows, {"messages": dialogue}))
+    path.write_text(text)
+    return path
+
+
+HOT = ("--temperature", "50", "--best-of", "12", "--max-new-tokens", "48", "--workers", "1")
+"""Nearly uniform tokens, of which some end an answer."""
+
+SHORT = "{kind: length, max_tokens: 0, buffer_tokens: 48}"
+
+
+def selected(prompts: Path, *words: str) -> list[dict[str, Any]]:
+    out, model = prompts.with_name("selected.jsonl"), prompts.with_name("model")
+    main([*HOT, "--path", str(model), "--prompts", str(prompts), "--output", str(out), *words])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def read_by(step: int, path: Path) -> list[Example]:
+    """The rows as a step reads them."""
+    (rows,) = RowReader().read((str(path),), Wanted({}), step=step, notes=[])
+    return rows.train
+
+
+def test_demonstrations_are_the_best_and_step_1_reads_them(
+    prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = selected(prompts, "--reward", SHORT)
+
+    assert rows
+    assert all(-1 <= row["reward"] < 0 for row in rows)
+    assert [turn["role"] for turn in rows[-1]["messages"]][-1] == "assistant"
+    said = capsys.readouterr().out
+    assert f"chosen      {len(rows)} demonstrations" in said
+    assert "the best of 12 are at most 1.568 nats from the model: log 12 - 11/12" in said
+    read = read_by(1, prompts.with_name("selected.jsonl"))
+    assert [each.chosen[-1].content for each in read] == [
+        row["messages"][-1]["content"] for row in rows
+    ]
+
+
+def test_pairs_are_the_best_and_the_worst_and_step_2_reads_them(prompts: Path) -> None:
+    rows = selected(prompts, "--reward", SHORT, "--write", "pairs")
+
+    assert rows
+    assert all(row["reward_chosen"] > row["reward_rejected"] for row in rows)
+    read = read_by(2, prompts.with_name("selected.jsonl"))
+    assert [(each.chosen[-1].content, each.rejected[-1].content) for each in read] == [
+        (row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in rows
+    ]
+    assert {each.margin for each in read} == {None}
+
+
+def test_a_reward_model_scores_what_it_would_alone(prompts: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "reward"
+    export(*load_reward_for_inference(tmp_path / "model"), reward)
+    taste = json.dumps({"kind": "model", "path": str(reward), "weight": 2.0})
+
+    rows = selected(prompts, "--reward", taste)
+
+    for row in rows:
+        prompt = [Message(turn["role"], turn["content"]) for turn in row["messages"][:-1]]
+        (score,) = score_responses(str(reward), [(prompt, row["messages"][-1]["content"])])
+        assert row["reward"] == pytest.approx(2 * score, abs=1e-5)
+
+
+def test_sources_that_fail_or_choose_nothing_are_said(prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("def broken(episodes): raise KeyError('answer')\n")
+    with pytest.raises(RewardError, match=r"rewards\.broken failed on 48 of 48 responses"):
+        selected(prompts, "--reward-function", f"{tmp_path / 'score.py'}:broken")
+    with pytest.raises(DataError, match="no prompt gave a row"):
+        selected(prompts, "--reward", SHORT, "--min-reward", "1")
+    assert not prompts.with_name("selected.jsonl").exists()
+
+
+WRONG = {
+    "--path is missing": {"path": ""},
+    "--prompts is missing": {"prompts": ""},
+    "--reward is missing": {"reward": ()},
+    "say which one": {"reward": ("model",)},
+    "--best-of must be 2 or more": {"best_of": 1},
+    "--temperature must be above 0": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_settings_are_named(sentence: str) -> None:
+    settings = {"path": "embedded", "prompts": "x.jsonl", "reward": ("math",), **WRONG[sentence]}
+    with pytest.raises(ConfigError, match=sentence):
+        _ = SelectConfig(**settings).sources
+
+
+def test_prompts_that_are_not_there_are_named() -> None:
+    with pytest.raises(UserError, match="there is no such file"):
+        main(["--path", "embedded", "--prompts", "none.jsonl", "--reward", "repetition"])
