@@ -16,7 +16,7 @@ from rewards.combine import failed_rows, normalize_then_sum, weighted_sum
 from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
-from step3_ppo.reward_settings import MODEL
+from step3_ppo.reward_settings import ENVIRONMENT, MODEL
 from step3_ppo.reward_sources import GOLD
 from step3_ppo.scoring import counted_scores, reward_of
 
@@ -128,9 +128,13 @@ def rewards_of(
 
 
 def without_failed(sources: Mapping[str, Scored], config: PPOConfig) -> list[list[float | None]]:
-    """What each source gave, None where one that counts failed: a part is no reward."""
+    """What each source gave, None where one that counts failed: a part is no reward.
+
+    An environment counts whatever its weight: where it failed there is no whole episode.
+    """
     own = [sources[source.name] for source in config.rewards]
-    failed = failed_rows(own, _weights(config), len(own[0].values))
+    counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
+    failed = failed_rows(own, counting, len(own[0].values))
     return [
         [None if hidden else value for value, hidden in zip(each.values, failed, strict=True)]
         for each in own

@@ -46,6 +46,8 @@ ELSEWHERE = {
     "--threads 1": "pipeline/test_compute_threads.py",
     "--save-every": "test_resume.py",
     "... --resume": "test_resume.py",
+    "--config guessing-grpo.yaml": "test_environments_end_to_end.py, in a short form",
+    "--environment": "test_environments_end_to_end.py, in a short form",
     "--step 1 --deployment-type single_node": "test_end_to_end.py, in a short form",
 }
 """Parts of commands that are not run here, and where they are."""

@@ -30,12 +30,12 @@ class Request(Deployment, Autotuning):
 
     method: str | None = None
     """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
-    reinforce_pp, raft. It sets --ppo.method: other defaults for settings of step 3, which win where
-    they are given; docs/ppo.md."""
+    reinforce_pp, raft. It sets --ppo.method: other defaults of step 3's settings, which win if
+    given; docs/ppo.md."""
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
-    DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model of about 1M
+    DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model, 1M
     parameters."""
 
     reward_model: str | None = None
@@ -49,6 +49,9 @@ class Request(Deployment, Autotuning):
     reward: tuple[str, ...] = ()
     """Programs of ours that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, the one of
     the embedded task; or settings in braces. Also model, the reward model, beside the others."""
+
+    environment: str | None = None
+    """Class that plays the other side in step 3, FILE.py:CLASS, or one of docs/environments.md."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 1 and 3."""
