@@ -115,3 +115,13 @@ def test_a_word_describes_a_source() -> None:
 def test_a_word_that_describes_none_is_refused(word: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_spec(word)
+
+
+@pytest.mark.parametrize("kind", ["model", "environment"])
+def test_what_only_step_3_knows_is_refused_in_a_sentence(rows: Path, kind: str) -> None:
+    done = run(rows, "--data-path", "rows.jsonl", "--reward", kind)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"error: rewards.{kind}: kind {kind} is known in step 3 alone; leave it out here"
+    ]
