@@ -107,7 +107,7 @@ def test_a_word_describes_a_source() -> None:
     [
         ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
         ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be a whole number"),
-        ("{weight: 3}", "kind is missing; it takes code, exact, function"),
+        ("{weight: 3}", "kind is missing; it takes code, environment, exact, function"),
         ("{kind: length", "is no mapping of settings"),
         ("judge:x", "takes its settings in braces"),
     ],
