@@ -9,6 +9,7 @@ from pipeline.errors import require
 
 Kind = Literal[
     "model",
+    "environment",
     "verifier",
     "function",
     "math",
@@ -72,11 +73,11 @@ class RewardConfig:
     """What metrics and messages call it."""
 
     kind: Kind
-    """model: step 3's reward model; function: a Python function of yours; math, exact, regex,
-    json_schema, length, repetition: programs that read the response; verifier: the one of the
-    embedded task, 1 for an answer that is correct and polite, else 0; code: tests that run the
-    program in the response; remote: a service; judge: a language model behind an OpenAI-compatible
-    endpoint."""
+    """model: step 3's reward model; environment: what its environment gives; function: a Python
+    function of yours; math, exact, regex, json_schema, length, repetition: programs that read the
+    response; verifier: the one of the embedded task, 1 for an answer that is correct and polite,
+    else 0; code: tests that run the program in the response; remote: a service; judge: a language
+    model behind an OpenAI-compatible endpoint."""
 
     weight: float = 1.0
     """What it weighs in the sum; a source of weight 0 is measured alone."""

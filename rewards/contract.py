@@ -20,9 +20,11 @@ class Episode:
     """The dialogue that was answered; empty for plain text."""
 
     response: str
+    """In an environment, the last answer."""
 
     turns: tuple[Message, ...] = ()
-    """Further turns of an environment."""
+    """In an environment, the turns between `prompt` and `response`: the earlier answers, and what
+    followed them."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns of the row: answer, label, tests, ..."""
@@ -31,7 +33,7 @@ class Episode:
     """Whether the response ended by itself, and not by its limit of tokens."""
 
     num_tokens: int = 0
-    """Tokens of the response."""
+    """Tokens of the response; in an environment those of all answers."""
 
     slot: int = 0
     """Its place in the rollout; results are ordered by it."""

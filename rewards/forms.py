@@ -23,14 +23,19 @@ def load_function(file: FunctionFile) -> Function:
     Raises:
         Exception: whatever the file's own code raises.
     """
-    path = Path(file.file).expanduser().resolve()
+    return load_name(file.file, file.text, file.name)
+
+
+def load_name(file: str, text: str, name: str) -> Any:  # noqa: ANN401
+    """What a file's text defines under a name; `file` is where it came from."""
+    path = Path(file).expanduser().resolve()
     sys.path.insert(0, str(path.parent))
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     # Dataclasses and pickling look their module up by its name.
     sys.modules.setdefault(path.stem, module)
-    exec(compile(file.text, str(path), "exec"), module.__dict__)  # noqa: S102
-    return getattr(module, file.name)
+    exec(compile(text, str(path), "exec"), module.__dict__)  # noqa: S102
+    return getattr(module, name)
 
 
 def function_scorer(file: FunctionFile, column: str | None) -> Scorer:
@@ -80,7 +85,7 @@ def _trl(file: FunctionFile, column: str | None, episodes: Sequence[Episode]) ->
         given: dict[str, Any] = {
             "prompts": [_messages(each.prompt) for each in episodes],
             "completions": [
-                _messages((Message("assistant", each.response), *each.turns)) for each in episodes
+                _messages((*each.turns, Message("assistant", each.response))) for each in episodes
             ],
         }
     else:

@@ -1,19 +1,15 @@
 """A queue of calls and the worker processes that take them."""
 
-import contextlib
 import math
-import os
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 from rewards.messages import Answer, Call, Ready
-from rewards.processes import kill_tree, reap_orphans
+from rewards.processes import exit_code, kill_tree, reap_orphans, start_worker
 from rewards.results import everywhere
 from rewards.sources import Source
 
@@ -96,7 +92,7 @@ class Lane:
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
-            code = _exit_code(worker.process)
+            code = exit_code(worker.process)
             self._lose(worker, f"the call ended its process, with code {code}")
             return
         worker.deadline = math.inf
@@ -113,7 +109,7 @@ class Lane:
         try:
             worker.connection.send(call)
         except OSError:
-            self._lose(worker, f"the process had ended, with code {_exit_code(worker.process)}")
+            self._lose(worker, f"the process had ended, with code {exit_code(worker.process)}")
 
     def _lose(self, worker: Worker, sentence: str) -> None:
         """Be rid of a worker; its call has failed."""
@@ -151,22 +147,5 @@ class Lane:
 
 
 def _started(sources: Mapping[int, Source]) -> Worker:
-    ours, theirs = Pipe()
-    arguments = [str(theirs.fileno()), str(os.getpid())]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rewards.worker", *arguments],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,
-    )
-    theirs.close()
-    with contextlib.suppress(OSError):  # it has ended, which its connection tells as well
-        ours.send(dict(sources))
-    return Worker(process, ours, time.monotonic() + LOAD_SECONDS)
-
-
-def _exit_code(process: "subprocess.Popen[bytes]") -> int | None:
-    try:
-        return process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return None
+    process, connection = start_worker("rewards.worker", dict(sources))
+    return Worker(process, connection, time.monotonic() + LOAD_SECONDS)

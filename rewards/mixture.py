@@ -94,23 +94,8 @@ class Rewards:
     def check_failures(
         self, failed: Mapping[str, int], *, num_rows: int, first: Mapping[str, str | None]
     ) -> None:
-        """Stop a run whose rewards are missing.
-
-        Args:
-            failed: by source, the responses that it failed on, over all processes.
-            num_rows: all responses of the batch.
-            first: by source, the sentence of its first failure.
-
-        Raises:
-            RewardError: a source failed on a larger share than `max_failures`.
-        """
-        for name, count in failed.items():
-            if count > self._max_failures * num_rows:
-                raise RewardError(
-                    f"rewards.{name} failed on {count} of {num_rows} responses, more than"
-                    f" max_reward_failures {self._max_failures:g} allows; the first failure:"
-                    f" {first.get(name) or 'not known'}"
-                )
+        """Stop a run whose rewards are missing, as the function of that name does."""
+        check_failures(failed, num_rows=num_rows, first=first, max_failures=self._max_failures)
 
     def close(self) -> None:
         """End all worker processes."""
@@ -126,6 +111,33 @@ class Rewards:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def check_failures(
+    failed: Mapping[str, int],
+    *,
+    num_rows: int,
+    first: Mapping[str, str | None],
+    max_failures: float,
+) -> None:
+    """Stop a run whose rewards are missing.
+
+    Args:
+        failed: by source, the responses that it failed on, over all processes.
+        num_rows: all responses of the batch.
+        first: by source, the sentence of its first failure.
+        max_failures: the share that may fail.
+
+    Raises:
+        RewardError: a source failed on a larger share.
+    """
+    for name, count in failed.items():
+        if count > max_failures * num_rows:
+            raise RewardError(
+                f"rewards.{name} failed on {count} of {num_rows} responses, more than"
+                f" max_reward_failures {max_failures:g} allows; the first failure:"
+                f" {first.get(name) or 'not known'}"
+            )
 
 
 def fingerprint_of(sources: Sequence[Source]) -> dict[str, str]:

@@ -1,10 +1,14 @@
 """Processes that end with the one that started them, and their descendants with them."""
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import FrameType
 
 import psutil
@@ -50,6 +54,30 @@ def leave_signals_to(parent: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent ends, so that `kill_children` finds them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def start_worker(module: str, first: object) -> "tuple[subprocess.Popen[bytes], Connection]":
+    """Start `python -m MODULE FD PARENT` with a pipe to it, on which it first finds `first`."""
+    ours, theirs = Pipe()
+    arguments = [str(theirs.fileno()), str(os.getpid())]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+    with contextlib.suppress(OSError):  # it has ended, which its connection tells as well
+        ours.send(first)
+    return process, ours
+
+
+def exit_code(process: "subprocess.Popen[bytes]") -> int | None:
+    """The code of a process that ends; None where it does not within a second."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def kill_tree(pid: int) -> None:

@@ -109,6 +109,10 @@ def read_source(
     Raises:
         ConfigError: a file, function, pattern or schema can't be used.
     """
+    require(
+        config.kind not in ("model", "environment"),
+        f"rewards.{config.name}: kind {config.kind} is known in step 3 alone; leave it out here",
+    )
     function = read_function(config) if config.kind == "function" else None
     text = None
     if config.kind == "json_schema" and config.path is not None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
 from rewards.contract import Outcome
+from rewards.environments.messages import Stage
+from rewards.environments.players import Players
 from rewards.lane import Lane, Take
 from rewards.messages import Answer, Call, Collect, Collected, Opened, Setup, Submission
 from rewards.processes import adopt_orphans, end_with_parent, kill_children, leave_signals_to
@@ -125,7 +127,11 @@ def main(argv: Sequence[str]) -> None:
     trainer = Connection(descriptor)
     try:
         with contextlib.suppress(EOFError, OSError):  # the training process has ended
-            Supervisor(trainer, trainer.recv()).serve()
+            setup = trainer.recv()
+            if isinstance(setup, Stage):
+                Players(trainer, setup).serve()
+            else:
+                Supervisor(trainer, setup).serve()
     finally:
         kill_children()
 

@@ -25,6 +25,7 @@ from step3_ppo.evaluate import (
     source_means,
     stop_rate,
 )
+from step3_ppo.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ def write_samples(
     """Write the first answers of each model, side by side, for the report; and those of a talk."""
     rows = [
         {
-            "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
+            "prompt": _prompt(prompt, [answers[row] for answers in sampled.values()]),
             "answers": {
                 name: describe(prompt.messages[-1].content, answers[row])
                 for name, answers in sampled.items()
@@ -197,6 +198,13 @@ def write_samples(
     ]
     document = {"models": list(sampled), "rows": rows, "talk": list(talk)}
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _prompt(prompt: Prompt, answers: Sequence[Answer]) -> Sequence[Mapping[str, str]]:
+    """What was answered, as JSON: the prompt, or what its environment began with."""
+    given = next((answer.opening for answer in answers if answer.opening), None)
+    own = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    return own if given is None else given
 
 
 def describe(question: str, answer: Answer) -> dict[str, Any]:

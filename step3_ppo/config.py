@@ -25,7 +25,9 @@ from step3_ppo.needs import ESTIMATOR_NEEDS
 from step3_ppo.reward_settings import (
     MODEL,
     RewardSettings,
+    check_environment,
     check_rewards,
+    with_environment,
     without_reward_options,
 )
 from step3_ppo.workload import workload_of
@@ -104,7 +106,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
 
     overlong_buffer: float = 0.0
     """Tokens before max_new_tokens in which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
-    below 1 a share of max_new_tokens."""
+    below 1 a share of them."""
 
     overlong: Literal["score", "mask"] = "score"
     """What becomes of responses without an end: score keeps them; mask leaves them out of baseline
@@ -153,7 +155,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
 
     reuse_forward: bool = True
     """Where a rollout is one micro-batch, the first update goes back through the pass that gave the
-    old log-probabilities: a fifth less work after generation, for the memory of its activations."""
+    old log-probabilities: a fifth less work after generation, for its activations' memory."""
 
     kl_coef: float = 0.05
     """Weight of the KL penalty to the reference."""
@@ -208,15 +210,15 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
     """Weight of the entropy bonus."""
 
     target_kl: float | None = 0.05
-    """Stop the epochs over a rollout when new and old policy are more than 1.5 times this apart, in
-    nats per token; null never stops."""
+    """Stop the epochs over a rollout when new and old policy are over 1.5 times this apart, in nats
+    per token; null never stops."""
 
     normalize_score: bool = True
     """Subtract the reward model's stored mean and divide by its deviation, or by those of the first
     rollout where it has none."""
 
     score_clip: float | None = 5.0
-    """Scores are clipped to ± this, once normalized; null is off."""
+    """Normalized scores are clipped to ± this; null is off."""
 
     missing_eos_score: float | None = -1.0
     """Highest score of a response that did not end by itself, after normalization; null is off."""
@@ -342,6 +344,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
         check_method(self, ESTIMATOR_NEEDS[self.advantage])
+        object.__setattr__(self, "rewards", with_environment(self))
+        check_environment(self)
         check_rewards(self)
         check_tasks(self)
         for source in self.rewards:

@@ -14,6 +14,8 @@ from pipeline.models.chat import decode_response
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
+from step3_ppo.episode_statistics import parts_of
+from step3_ppo.episodes import EpisodeResponse, play, transcript
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 from step3_ppo.response_rewards import ResponseRewards, rewards_of
@@ -32,6 +34,7 @@ class Answer:
     """A model's answer to a held-out prompt."""
 
     text: str
+    """Of an episode all its turns."""
     score: float | None
     """As `ResponseRewards.score` has it: a reward model's score, else the reward; None where it is
     not known."""
@@ -40,6 +43,15 @@ class Answer:
     stopped: bool
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """What each source gave, by the name of its metric."""
+    opening: Sequence[Mapping[str, str]] = ()
+    """Of an episode: what its environment began with, as messages of role and content."""
+
+
+def opening_of(response: Response) -> list[Mapping[str, str]]:
+    """What an episode began with; empty for any other response."""
+    if not isinstance(response, EpisodeResponse):
+        return []
+    return [{"role": each.role, "content": each.content} for each in response.opening]
 
 
 class HeldOut:
@@ -58,16 +70,45 @@ class HeldOut:
 
     def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
         """Responses of a model in evaluation mode to this process's prompts; 0 decodes greedily."""
-        return generate(
-            model,
-            self._inputs(),
-            max_new_tokens=self.config.max_new_tokens,
-            temperature=temperature,
-            stop_ids=self.models.chat.stop_ids,
-            seed=self.config.seed + 1,
-            keys=self.rows,
-            batch_size=self.config.generation_batch_size,
-        )
+        prompts = [self.prompts[row] for row in self.rows]
+        seed = self.config.seed + 1
+        return self._respond(model, prompts, temperature=temperature, seed=seed, keys=self.rows)
+
+    def _respond(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Prompt],
+        *,
+        temperature: float,
+        seed: int,
+        keys: Sequence[int],
+    ) -> list[Response]:
+        """Responses, or episodes where there is an environment."""
+        models, config = self.models, self.config
+        environments = models.sources.environments
+        if environments is None:
+            return generate(
+                model,
+                [prompt.input_ids for prompt in prompts],
+                max_new_tokens=config.max_new_tokens,
+                temperature=temperature,
+                stop_ids=models.chat.stop_ids,
+                seed=seed,
+                keys=keys,
+                batch_size=config.generation_batch_size,
+            )
+        return [
+            *play(
+                model,
+                models.chat,
+                environments,
+                prompts,
+                config,
+                temperature=temperature,
+                seed=seed,
+                keys=keys,
+            )
+        ]
 
     def answers(self, responses: Sequence[Response], *, strict: bool = False) -> list[Answer]:
         """Text and score of the responses of all processes, in the order of the prompts.
@@ -81,11 +122,15 @@ class HeldOut:
         by_source = rewards.by_source()
         mine = [
             Answer(
-                text=decode_response(self.models.tokenizer, response.ids),
+                text=self._text(response),
                 score=scores[place],
                 length=len(response.ids),
                 stopped=response.stopped,
-                rewards={name: values[place] for name, values in by_source.items()},
+                rewards={
+                    **{name: values[place] for name, values in by_source.items()},
+                    **self._parts(response),
+                },
+                opening=opening_of(response),
             )
             for place, response in enumerate(responses)
         ]
@@ -105,7 +150,9 @@ class HeldOut:
     def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:
         """Whether each answer is correct and polite; None where the prompt is not of that task."""
         verdicts = [
-            verify(prompt.messages[-1].content, answer.text) if len(prompt.messages) == 1 else None
+            verify(prompt.messages[-1].content, answer.text)
+            if len(prompt.messages) == 1 and not answer.opening
+            else None
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
         return [None if verdict is None else verdict.both for verdict in verdicts]
@@ -124,8 +171,8 @@ class HeldOut:
 
     @property
     def is_verifiable(self) -> bool:
-        """Every prompt is one of the embedded task's."""
-        return all(
+        """Every prompt is one of the embedded task's, and its answer is one turn."""
+        return self.config.environment is None and all(
             len(prompt.messages) == 1 and verify(prompt.messages[0].content, "") is not None
             for prompt in self.prompts
         )
@@ -134,17 +181,22 @@ class HeldOut:
         """Log the actor's greedy answers to the first prompts."""
         shown = self.prompts[:SHOWN]
         with self.models.hybrid_engine.generating() as actor:
-            responses = generate(
-                actor,
-                [prompt.input_ids for prompt in shown],
-                max_new_tokens=self.config.max_new_tokens,
-                temperature=0.0,
-                stop_ids=self.models.chat.stop_ids,
-                seed=self.config.seed,
+            responses = self._respond(
+                actor, shown, temperature=0.0, seed=self.config.seed, keys=range(len(shown))
             )
         for prompt, response in zip(shown, responses, strict=True):
-            text = decode_response(self.models.tokenizer, response.ids)
-            logger.info("iteration %d: %r -> %r", iteration, prompt.messages[-1].content, text)
+            opening = opening_of(response)
+            question = opening[-1]["content"] if opening else prompt.messages[-1].content
+            logger.info("iteration %d: %r -> %r", iteration, question, self._text(response))
+
+    def _text(self, response: Response) -> str:
+        if isinstance(response, EpisodeResponse):
+            return transcript(response.turns)
+        return decode_response(self.models.tokenizer, response.ids)
+
+    def _parts(self, response: Response) -> dict[str, float]:
+        is_episode = isinstance(response, EpisodeResponse)
+        return parts_of(response, self.config) if is_episode else {}
 
     def _inputs(self) -> list[list[int]]:
         return [self.prompts[row].input_ids for row in self.rows]

@@ -16,7 +16,7 @@ from rewards.combine import normalize_then_sum, weighted_sum, without_failures
 from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
-from step3_ppo.reward_settings import MODEL
+from step3_ppo.reward_settings import ENVIRONMENT, MODEL
 from step3_ppo.reward_sources import GOLD
 from step3_ppo.scoring import counted_scores, reward_of
 
@@ -117,7 +117,9 @@ def rewards_of(
         else:
             sources[source.name] = given[source.name]
     own = [sources[source.name] for source in config.rewards]
-    values = without_failures(own, _weights(config))
+    # An environment counts whatever its weight: where it failed there is no whole episode.
+    counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
+    values = without_failures(own, counting)
     score = _tensor(weighted_sum(values, _weights(config)), stopped)
     reward = score
     if learns and config.reward_combine == "normalize_then_sum":

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.config import RowColumns
@@ -12,10 +12,14 @@ from rewards.config import RewardConfig
 from rewards.spec import read_spec
 
 if TYPE_CHECKING:
+    from rewards.environments.file import EnvironmentFile
     from step3_ppo.config import PPOConfig
 
 MODEL = "model"
 """The kind of the source that is the reward model; step 3 scores for it itself."""
+
+ENVIRONMENT = "environment"
+"""The kind, and the usual name, of the source that is what the environment gives."""
 
 RESERVED = ("score", "failures")
 """Names after `reward_` that metrics have for something else."""
@@ -38,10 +42,17 @@ class RewardSettings:
     to mean 0 and variance 1 among the responses to a prompt (Liu et al. 2026, GDPO)."""
 
     reward_timeout: float = 10.0
-    """Seconds that a call of a source may take before it is ended and counted as failed."""
+    """Seconds that a call of a source or environment may take before it is ended and has failed."""
 
     reward_workers: int = 2
-    """Worker processes for the sources of each process of the step."""
+    """Worker processes for the sources of each process of the step; as many for environments."""
+
+    environment: str | None = None
+    """Class that speaks between the actor's turns and rewards episodes, as FILE.py:CLASS, or ours:
+    guessing, calculator (docs/environments.md)."""
+
+    max_turns: int = 8
+    """The actor's turns in such an episode, at most."""
 
     max_reward_failures: float = 0.1
     """Share of an iteration's responses whose rewards may fail; they teach nothing. Beyond it the
@@ -54,19 +65,86 @@ class RewardSettings:
 
     @property
     def programs(self) -> tuple[RewardConfig, ...]:
-        """The sources that are no reward model."""
-        return tuple(source for source in self.rewards if source.kind != MODEL)
+        """The sources that are neither the reward model nor the environment."""
+        own = (MODEL, ENVIRONMENT)
+        return tuple(source for source in self.rewards if source.kind not in own)
+
+    @property
+    def environment_source(self) -> RewardConfig | None:
+        """The source that is what the environment gives; None without an environment."""
+        return next((each for each in self.rewards if each.kind == ENVIRONMENT), None)
 
     @property
     def reward_columns(self) -> RowColumns:
-        """Columns of the rows that the sources read.
+        """Columns of the rows that the sources read; an environment is given all.
 
         Raises:
-            ConfigError: a source's file or function isn't there.
+            ConfigError: the file or name of a source or of the environment isn't there.
         """
         from rewards.sources import read_sources, row_columns
 
-        return row_columns(read_sources([*self.programs, *([self.gold] if self.gold else [])]))
+        if self.environment is not None:
+            self.read_environment()
+        columns = row_columns(read_sources([*self.programs, *([self.gold] if self.gold else [])]))
+        return columns if self.environment is None else replace(columns, all=True)
+
+    def read_environment(self) -> "EnvironmentFile":
+        """The class of the environment, from its file.
+
+        Raises:
+            ConfigError: it can't be used, or nothing gives a reward.
+        """
+        from rewards.environments.file import read_environment
+
+        assert self.environment is not None
+        file = read_environment(self.environment)
+        require(
+            file.gives_reward or any(each.kind != ENVIRONMENT for each in self.rewards),
+            f"ppo.environment: class {file.name} of {file.file} has no reward: write get_reward, or"
+            " name what rewards its episodes by --reward-function or --reward",
+        )
+        return file
+
+
+def with_environment(config: RewardSettings) -> tuple[RewardConfig, ...]:
+    """The sources, with what the environment gives among them: alone it is the reward.
+
+    Beside sources that are named without it, it has weight 0: it is measured.
+    """
+    if config.environment is None or config.environment_source is not None:
+        return config.rewards
+    weight = 0.0 if config.rewards else 1.0
+    own = RewardConfig(name=ENVIRONMENT, kind=ENVIRONMENT, weight=weight)
+    return (*config.rewards, own)
+
+
+def check_environment(config: "PPOConfig") -> None:
+    """Refuse settings of environments that contradict each other.
+
+    Raises:
+        ConfigError: one sentence that names the setting.
+    """
+    sources = [source for source in config.rewards if source.kind == ENVIRONMENT]
+    require(len(sources) < 2, "ppo.rewards names two sources of kind environment; keep one of them")
+    require(
+        not sources or config.environment is not None,
+        "ppo.rewards has a source of kind environment, and ppo.environment names none; set it, or"
+        " remove the source",
+    )
+    names = [source.name for source in config.rewards]
+    require(
+        all(names.count(source.name) == 1 for source in sources),
+        "ppo.rewards: the environment's source has the name of another one; rename one",
+    )
+    require(
+        config.gold is None or config.gold.kind != ENVIRONMENT,
+        "ppo.gold can't be of kind environment; give it weight 0 among ppo.rewards to measure it",
+    )
+    require(config.max_turns > 0, f"ppo.max_turns must be above 0, got {config.max_turns}")
+    require(
+        config.environment is None or config.inference_tp_size == 1,
+        "ppo.environment takes turns with one process at a time; leave ppo.inference_tp_size at 1",
+    )
 
 
 def check_rewards(config: "PPOConfig") -> None:

@@ -12,10 +12,13 @@ from inference.generation import Response
 from pipeline.clock import Clock
 from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response
-from rewards.contract import Episode, Scored
-from rewards.mixture import Rewards
+from rewards.contract import Episode, Outcome, Scored
+from rewards.environments.pool import Environments
+from rewards.mixture import Rewards, check_failures
 from step3_ppo.config import PPOConfig
+from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.prompts import Prompt
+from step3_ppo.reward_settings import ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +40,23 @@ class RewardSources:
         self.config = config
         self.seconds = 0.0
         """That were waited for the last results."""
+        self.environments: Environments | None = None
+        """The workers that play the environment, where there is one."""
         self._cache_dir = cache_dir
         self._rewards: Rewards | None = None
+        self._fingerprint: dict[str, str] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        """By place, what the environment gave since the last results."""
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether programs look at the responses."""
+        return bool(self.config.programs) or self.config.gold is not None
 
     @property
     def is_empty(self) -> bool:
         """Whether a reward model alone looks at the responses."""
-        return not self.config.programs and self.config.gold is None
+        return not self.has_programs and self.config.environment is None
 
     def submitting(
         self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
@@ -56,8 +69,24 @@ class RewardSources:
         if self._rewards is not None:
             self._rewards.submit(episodes)
 
+    def keep(self, place: int, outcome: Outcome) -> None:
+        """Keep what the environment gave for the response at a place of the batch."""
+        self._outcomes[place] = outcome
+
     def results(self) -> dict[str, Scored]:
         """What each source gave for the episodes since the last call, by name, in their order."""
+        return {**self._results_of_environment(), **self._results_of_programs()}
+
+    def _results_of_environment(self) -> dict[str, Scored]:
+        source = self.config.environment_source
+        if source is None:
+            return {}
+        outcomes = [self._outcomes[place] for place in sorted(self._outcomes)]
+        self._outcomes = {}
+        values = [each.value for each in outcomes]
+        return {source.name: Scored(values, [each.failure for each in outcomes])}
+
+    def _results_of_programs(self) -> dict[str, Scored]:
         if self._rewards is None:
             return {}
         clock = Clock()
@@ -75,12 +104,12 @@ class RewardSources:
         Raises:
             RewardError: on all processes alike.
         """
-        if self._rewards is not None:
-            self._rewards.check_failures(failed, num_rows=num_rows, first=first)
+        limit = self.config.max_reward_failures
+        check_failures(failed, num_rows=num_rows, first=first, max_failures=limit)
 
     def state_dict(self) -> dict[str, Any]:
         """What binds a run to its sources: the hashes of their files."""
-        return {"files": dict(self._rewards.fingerprint) if self._rewards else {}}
+        return {"files": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Look whether the run goes on with the sources that it began with.
@@ -103,7 +132,14 @@ class RewardSources:
             ConfigError: a source can't be used.
         """
         config = self.config
-        if not self.is_empty:
+        if config.environment is not None:
+            file = config.read_environment()
+            logger.info("%s", file.note)
+            self.environments = Environments(
+                file, workers=config.reward_workers, timeout_seconds=config.reward_timeout
+            )
+            self._fingerprint[ENVIRONMENT] = file.sha256
+        if self.has_programs:
             self._rewards = Rewards(
                 config.programs,
                 gold=config.gold,
@@ -112,6 +148,7 @@ class RewardSources:
                 max_failures=config.max_reward_failures,
                 cache_dir=self._cache_dir,
             )
+            self._fingerprint |= self._rewards.fingerprint
             for note in self._rewards.notes:
                 logger.info("%s", note)
         return self
@@ -122,8 +159,9 @@ class RewardSources:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._rewards is not None:
-            self._rewards.close()
+        for processes in (self._rewards, self.environments):
+            if processes is not None:
+                processes.close()
 
 
 class Submitting:
@@ -146,7 +184,9 @@ class Submitting:
 
     def __call__(self, index: int, response: Response) -> None:
         """Take the response to prompt number `index` of the batch."""
-        if self._sources.is_empty:
+        if isinstance(response, EpisodeResponse):
+            self._sources.keep(index, response.verdict.outcome)
+        if not self._sources.has_programs:
             return
         self._waiting[index] = response
         group_size = self._sources.config.group_size
@@ -158,6 +198,17 @@ class Submitting:
 
     def _episode(self, place: int) -> Episode:
         response, prompt = self._waiting.pop(place), self._prompts[place]
+        if isinstance(response, EpisodeResponse):
+            *turns, answer = response.turns
+            return Episode(
+                prompt=response.opening,
+                response=answer.content,
+                turns=tuple(turns),
+                extra=prompt.extra,
+                stopped=response.stopped,
+                num_tokens=len(response.ids),
+                slot=place,
+            )
         return Episode(
             prompt=prompt.messages,
             response=decode_response(self._tokenizer, response.ids),

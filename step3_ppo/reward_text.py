@@ -11,6 +11,7 @@ from pipeline.data.examples import Encoded, Message
 from pipeline.data.resolve_format import resolve_format
 from pipeline.models.chat import decode_response, speaks_alike
 from pipeline.models.load import load_tokenizer
+from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.prompts import Prompt
 
 
@@ -38,8 +39,12 @@ class RewardText:
 
     def encode(self, prompt: Sequence[int], response: Response) -> Encoded:
         """What the reward model reads of a response; without an end where the response has none."""
-        answer = Message("assistant", decode_response(self.tokenizer, response.ids))
-        ids = self.chat.encode(self._dialogues[tuple(prompt)], [answer]).input_ids
+        if isinstance(response, EpisodeResponse):
+            *before, answer = (*response.opening, *response.turns)
+        else:
+            before = self._dialogues[tuple(prompt)]
+            answer = Message("assistant", decode_response(self.tokenizer, response.ids))
+        ids = self.chat.encode(before, [answer]).input_ids
         if not response.stopped and ids[-1] in self.chat.stop_ids:
             ids = ids[:-1]
         return Encoded.untrained(ids).tail(self.max_tokens)

@@ -1,6 +1,8 @@
 """Responses to a batch of prompts and what the models make of them, before any update.
 
-Dimension names: B responses of this process, T response tokens (padded), K without padding.
+Dimension names: B responses of this process, T response tokens (padded), K without padding. Of an
+episode of several turns the response tokens are the actor's, turn after turn; what an environment
+said between them lies in `Experience.sequences` alone, so that nothing is summed over it.
 """
 
 from collections import defaultdict
@@ -23,6 +25,7 @@ from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
 from step3_ppo.config import PPOConfig
 from step3_ppo.correction import correction_weights
+from step3_ppo.episodes import whole_sequence
 from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
 from step3_ppo.needs import ESTIMATOR_NEEDS
@@ -52,7 +55,7 @@ class Experience:
     """Responses as the models saw them when they were sampled."""
 
     sequences: list[Encoded]
-    """Prompt and response; the response's tokens are the trained ones."""
+    """Prompt and response; the actor's tokens are the trained ones."""
 
     stopped: Bool[Tensor, " B"]
     """Whether the response ended by itself."""
@@ -220,10 +223,7 @@ def score_responses(
         learns: whether an update follows at all, which may go back through this pass; without one
             no graph is made.
     """
-    sequences = [
-        Encoded([*prompt, *response.ids], [False] * len(prompt) + [True] * len(response.ids))
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
+    sequences = list(map(whole_sequence, prompts, responses))
     outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
     reuses = learns and config.reuses_forward(processes=current_mesh().data.size)
     kept: Forward | None = None

@@ -16,6 +16,8 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
+from step3_ppo.episode_statistics import episode_statistics
+from step3_ppo.episodes import OnResponse, play
 from step3_ppo.groups import are_equal
 from step3_ppo.models import Models
 from step3_ppo.prompts import PromptBatch, Prompts
@@ -36,7 +38,8 @@ class Sampled:
     responses: list[Response]
 
     metrics: dict[str, float]
-    """`refills`, the prompts that others gave way to, where that may happen."""
+    """`refills`, the prompts that others gave way to, where that may happen; of an environment's
+    episodes what `step3_ppo.episode_statistics` says."""
 
     given: dict[str, Scored] | None = None
     """What sources gave for the responses, where that was asked for already."""
@@ -54,7 +57,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     inputs = list(batch.inputs)
     responses = respond(models, batch, config)
     if config.dynamic_sampling == 0:
-        return Sampled(inputs, responses, {})
+        return Sampled(inputs, responses, episode_statistics(responses, config))
     given = models.sources.results()
     scores = _scores(models, inputs, responses, config)
     refills = 0
@@ -85,13 +88,43 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
             len(dead),
             config.prompts_per_rollout,
         )
-    return Sampled(inputs, responses, {"refills": float(refills)}, given)
+    metrics = {"refills": float(refills)} | episode_statistics(responses, config)
+    return Sampled(inputs, responses, metrics, given)
 
 
 def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
     """The actor's answers to a batch; programs that reward them begin as they end."""
     submit = models.sources.submitting(batch.prompts, models.tokenizer)
-    return generate_responses(models, batch.inputs, config, keys=batch.keys, on_response=submit)
+    return sampled_responses(models, batch, config, on_response=submit)
+
+
+def sampled_responses(
+    models: Models,
+    batch: PromptBatch,
+    config: PPOConfig,
+    *,
+    on_response: OnResponse | None = None,
+) -> list[Response]:
+    """The actor's answers to a batch, or its episodes in an environment, by the batch's keys."""
+    environments = models.sources.environments
+    if environments is None:
+        return generate_responses(
+            models, batch.inputs, config, keys=batch.keys, on_response=on_response
+        )
+    with models.hybrid_engine.generating() as actor:
+        episodes = play(
+            actor,
+            models.chat,
+            environments,
+            batch.prompts,
+            config,
+            temperature=config.temperature,
+            seed=config.seed,
+            keys=batch.keys,
+            group_size=config.group_size,
+            on_response=on_response,
+        )
+    return [*episodes]
 
 
 def dead_groups(

@@ -17,6 +17,7 @@ from pipeline.data.examples import Encoded
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
+from step3_ppo.episodes import whole_sequence
 from step3_ppo.models import Models
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def raw_scores(
     assert models.reward is not None
     text = models.reward.text
     rows = [
-        Encoded.untrained([*prompt, *response.ids])
+        Encoded.untrained(whole_sequence(prompt, response).input_ids)
         if text is None
         else text.encode(prompt, response)
         for prompt, response in zip(prompts, responses, strict=True)

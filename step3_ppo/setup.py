@@ -20,7 +20,7 @@ from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import Prompts
 from step3_ppo.ptx import PtxStream, open_ptx
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollout import generate_responses
+from step3_ppo.sampling import sampled_responses
 from step3_ppo.scoring import measured_moments
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def set_moments(
 
     def measure() -> list[float]:
         batch = prompts.first_batch()
-        responses = generate_responses(models, batch.inputs, config, keys=batch.keys)
+        responses = sampled_responses(models, batch, config)
         return measured_moments(models, batch.inputs, responses, config)
 
     mean, std = checkpoints.once("moments", measure)

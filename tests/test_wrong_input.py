@@ -13,6 +13,39 @@ import pytest
 import train
 from pipeline.cli import run_main
 
+GAMES = """
+class Game:
+    def reset(self, row, *, seed): ...
+    def step(self, answer): ...
+    def reward(self): ...
+
+class Deaf:
+    def reset(self, row, *, seed): ...
+    def reward(self): ...
+
+class Unpaid:
+    def reset(self, row, *, seed): ...
+    def step(self, answer): ...
+
+class Seedless(Game):
+    def reset(self, row): ...
+
+class Silent:
+    def reset(self, **row): ...
+    def call(self, a: int): ...
+
+class Bare:
+    def reset(self, **row): ...
+    def call(self, a):
+        '''Call.'''
+
+class Worthless:
+    def reset(self, **row): ...
+    def call(self, a: int):
+        '''Call.'''
+"""
+
+
 FILES: dict[str, str | bytes] = {
     "good.jsonl": "".join(
         json.dumps({"prompt": f"question {row}", "chosen": "a", "rejected": "b"}) + "\n"
@@ -41,6 +74,7 @@ FILES: dict[str, str | bytes] = {
     "broken.json": "{",
     "stage7.json": '{"zero_optimization": {"stage": 7}}',
     "uneven.json": '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}',
+    "game.py": GAMES,
     "score.py": "def check(episodes):\n    return [0.0]\n\ndef odd(x):\n    return x\n",
     "words.py": "not a program\n",
     "no_hosts": "",
@@ -174,6 +208,21 @@ nonsense | 'nonsense' | options start with --
 --reward verifier --ppo.score_clip 3 | ppo.score_clip | reward model's score
 --reward verifier --ppo.reward_combine normalize_then_sum | reward_combine | group_size
 --ppo.gold.name a --ppo.gold.kind model | ppo.gold | weight 0
+--environment game.py | FILE.py:CLASS | guessing
+--environment none.py:Game | there is no file none.py | ppo.environment
+--environment score.py:Game | has no `class Game` | ppo.environment
+--environment words.py:Game | words.py line 1 | not valid Python
+--environment game.py:Gaem | has no `class Gaem` | did you mean Game
+--environment game.py:Deaf | is no environment | public methods with docstrings
+--environment game.py:Unpaid | lacks reward | reset(self, row, *, seed)
+--environment game.py:Seedless | without `seed` | reset(self, row, *, seed)
+--environment game.py:Silent | the tool call without a docstring | begin its name with _
+--environment game.py:Bare | arguments without a type (a) | `a: int`
+--environment game.py:Worthless | has no reward | --reward-function
+--environment guessing --ppo.max_turns 0 | ppo.max_turns | above 0
+--environment guessing --ppo.inference_tp_size 2 | ppo.environment | inference_tp_size at 1
+--reward environment | source of kind environment | ppo.environment names none
+--environment guessing --ppo.gold.name a --ppo.gold.kind environment | ppo.gold | weight 0
 --reward.center_coef -1 | reward.center_coef | below 0
 """
 

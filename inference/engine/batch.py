@@ -246,7 +246,7 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
         tokens, logprobs = sampler(
             logits,
             [ticket.key for ticket in tickets],
-            [len(ticket.response.ids) for ticket in tickets],
+            [ticket.request.drawn + len(ticket.response.ids) for ticket in tickets],
             [ticket.tokens for ticket in tickets] if sampler.needs_history else (),
         )
     except Exception as error:  # noqa: BLE001  # whatever it is, it may be one row's alone

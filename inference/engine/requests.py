@@ -57,6 +57,10 @@ class Request:
     max_new_tokens: int
     """Longest response, its stop token included."""
 
+    drawn: int = 0
+    """Tokens that were sampled by this key before, in an earlier turn of the same dialogue: this
+    turn draws the random numbers after theirs."""
+
 
 class Ticket:
     """A request that was submitted, with its response so far.

@@ -212,6 +212,34 @@ class ChatFormat:
         trained[0] = False
         return Encoded(input_ids, trained)
 
+    def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
+        """Token ids of the turns that follow an answer, with the next generation prompt.
+
+        They are appended to the ids that the model sampled, which are not encoded again: what
+        stands between turns, and the observation, as the template has it after any answer.
+
+        Args:
+            before: the dialogue up to and including the answer; its texts count for nothing.
+            observation: turns of the user or the system.
+
+        Raises:
+            DataError: the template can't render such a dialogue.
+        """
+        # A fixed text stands for answers: theirs may be anything, and must not move the cut.
+        answer = PROBE_RESPONSE.content
+        messages = [*before, *observation]
+        while any(answer in each.content for each in messages if each.role != "assistant"):
+            answer += "."
+        fixed = [
+            Message("assistant", answer) if each.role == "assistant" else each for each in messages
+        ]
+        if self.keeps_history:
+            return self._encoders[1](self.segments(fixed)[-1].text)
+        # Earlier answers are rendered otherwise than the last one, so that no prompt is a prefix.
+        text = self.render(fixed, generation_prompt=True).rpartition(answer)[2]
+        closing, end, rest = text.partition(self._end_of_turn)
+        return self._encoders[1](rest if end and not closing.strip() else text)
+
     def _ids(self, segments: Sequence[Segment]) -> list[list[int]]:
         begin, go_on = self._encoders
         return [begin(segments[0].text), *(go_on(segment.text) for segment in segments[1:])]

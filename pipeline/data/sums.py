@@ -1,8 +1,10 @@
 """Sums with demonstrations of mixed quality, and their right answers."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from pipeline.errors import require
 
@@ -25,6 +27,10 @@ class ArithmeticConfig:
 
     right: float = 0.5
     """Share of the demonstrations that are right."""
+
+    calculator: bool = False
+    """Have right demonstrations call the tool `add` of the environment calculator, and answer with
+    what it returns."""
 
     seed: int = 0
     """Draws the sums and their demonstrations."""
@@ -49,12 +55,12 @@ class ArithmeticConfig:
         return len(self.numbers) ** 2
 
 
-def sums(config: ArithmeticConfig) -> list[dict[str, str]]:
+def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
     """The rows, in random order; each sum once."""
     random = Random(f"sums of {config.digits} digits, seed {config.seed}")
     numbers = config.numbers
     count = min(config.rows, config.num_sums)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for place in random.sample(range(config.num_sums), count):
         first, second = (numbers[index] for index in divmod(place, len(numbers)))
         right = first + second
@@ -63,5 +69,17 @@ def sums(config: ArithmeticConfig) -> list[dict[str, str]]:
             least, most = 2 * numbers[0], 2 * numbers[-1]
             shown = random.randrange(least, most)  # of all but the right one
             shown += shown >= right
-        rows.append({"prompt": f"{first}+{second}=", "response": str(shown), "answer": str(right)})
+        calls = config.calculator and shown == right
+        response = _with_calculator(first, second) if calls else str(shown)
+        rows.append({"prompt": f"{first}+{second}=", "response": response, "answer": str(right)})
     return rows
+
+
+def _with_calculator(first: int, second: int) -> list[dict[str, str]]:
+    """A demonstration in three turns: the call, what it returns, the answer."""
+    call = json.dumps({"name": "add", "arguments": {"a": first, "b": second}})
+    return [
+        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+        {"role": "user", "content": f"<tool_response>{first + second}</tool_response>"},
+        {"role": "assistant", "content": str(first + second)},
+    ]

@@ -41,8 +41,8 @@ GROUPS = (
         "run",
         "What runs",
         (
-            *("step", "method", "reward_function", "reward", "actor_model", "reward_model"),
-            *("data_path", "output_dir", "resume", "overwrite"),
+            *("step", "method", "reward_function", "reward", "environment"),
+            *("actor_model", "reward_model", "data_path", "output_dir", "resume", "overwrite"),
         ),
     ),
     Group(

@@ -36,7 +36,7 @@ class Request(Deployment, Autotuning):
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
-    DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model of about 1M
+    DeepSpeed-Chat writes it: 1.3b is facebook/opt-1.3b. Without it, the embedded model, 1M
     parameters."""
 
     reward_model: str | None = None
@@ -50,6 +50,9 @@ class Request(Deployment, Autotuning):
     reward: tuple[str, ...] = ()
     """Programs of ours that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, the one of
     the embedded task; or settings in braces. Also model, the reward model, beside the others."""
+
+    environment: str | None = None
+    """Class that plays the other side in step 3, FILE.py:CLASS, or one of docs/environments.md."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 1 and 3."""
@@ -135,8 +138,8 @@ class Request(Deployment, Autotuning):
     them - and say what stands in the way; run nothing. multi_node does so by itself."""
 
     resume: bool = False
-    """Continue where the last run of the output directory stopped: finished steps are skipped, and
-    a step that was cut off goes on from its newest checkpoint."""
+    """Continue where the last run of the output directory stopped: skip finished steps, and go on
+    from the newest checkpoint of one that was cut off."""
 
     overwrite: bool = False
     """Replace what an earlier run left in the output directory; other files stay."""

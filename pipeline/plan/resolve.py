@@ -257,6 +257,7 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "save_every": request.save_every,
         "threads": request.threads,
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
+        "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }
     # Steps that have no such short forms leave them as they are.
     short = [("reward_function", [*request.reward_function]), ("reward", [*request.reward])]

@@ -107,7 +107,7 @@ def test_a_word_describes_a_source() -> None:
     [
         ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
         ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be a whole number"),
-        ("{weight: 3}", "kind is missing; it takes code, exact, function"),
+        ("{weight: 3}", "kind is missing; it takes code, environment, exact, function"),
         ("{kind: length", "is no mapping of settings"),
         ("judge:x", "takes its settings in braces"),
     ],
@@ -115,3 +115,13 @@ def test_a_word_describes_a_source() -> None:
 def test_a_word_that_describes_none_is_refused(word: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_spec(word)
+
+
+@pytest.mark.parametrize("kind", ["model", "environment"])
+def test_what_only_step_3_knows_is_refused_in_a_sentence(rows: Path, kind: str) -> None:
+    done = run(rows, "--data-path", "rows.jsonl", "--reward", kind)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"error: rewards.{kind}: kind {kind} is known in step 3 alone; leave it out here"
+    ]

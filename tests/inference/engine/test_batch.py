@@ -404,3 +404,19 @@ def test_a_pass_that_fails_ends_all_that_run_and_the_batch_goes_on(llama: PreTra
 def test_a_closed_batch_hands_on_what_went_wrong(llama: PreTrainedModel) -> None:
     with pytest.raises(OverflowError):
         list(generate_each(llama, [[5], [6]], WARM, max_new_tokens=3, keys=[0, -(2**70)]))
+
+
+def test_a_later_turn_draws_the_numbers_after_those_of_the_turns_before(
+    llama: PreTrainedModel,
+) -> None:
+    """So that a response cut in two, the parts requested one after the other, is the same one."""
+    sampler = replace(WARM, stop_ids=())
+    whole = alone(llama, Request(PROMPTS[0], sampler, key=4, max_new_tokens=9))
+    first = alone(llama, Request(PROMPTS[0], sampler, key=4, max_new_tokens=4))
+    longer = (*PROMPTS[0], *first.ids)
+
+    second = alone(llama, Request(longer, sampler, key=4, max_new_tokens=5, drawn=4))
+    other = alone(llama, Request(longer, sampler, key=4, max_new_tokens=5))
+
+    assert [*first.ids, *second.ids] == whole.ids
+    assert other.ids != second.ids

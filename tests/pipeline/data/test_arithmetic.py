@@ -62,3 +62,22 @@ def test_files_that_are_there_stay(tmp_path: Path) -> None:
         main(["--out", str(tmp_path)])
 
     assert (tmp_path / "train.jsonl").read_text() == "mine\n"
+
+
+def test_right_demonstrations_may_call_the_calculator_and_answer_with_what_it_returned() -> None:
+    plain = sums(ArithmeticConfig(rows=300, held_out=40))
+    rows = sums(ArithmeticConfig(rows=300, held_out=40, calculator=True))
+
+    for row, other in zip(rows, plain, strict=True):
+        assert (row["prompt"], row["answer"]) == (other["prompt"], other["answer"])
+        if other["response"] != other["answer"]:
+            assert row["response"] == other["response"]
+            continue
+        call, result, answer = row["response"]
+        written = re.fullmatch(r"<tool_call>(.*)</tool_call>", call["content"])
+        assert written
+        made = json.loads(written[1])
+        assert made["name"] == "add"
+        assert f"{made['arguments']['a']}+{made['arguments']['b']}=" == row["prompt"]
+        assert result["content"] == f"<tool_response>{row['answer']}</tool_response>"
+        assert answer["content"] == row["answer"]

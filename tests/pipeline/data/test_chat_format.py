@@ -63,6 +63,26 @@ def test_the_first_prompt_has_the_tokens_that_plain_transformers_gives(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_observation_has_the_tokens_that_it_has_in_a_whole_dialogue(
+    kind: str, name: str
+) -> None:
+    chat_format = ready(KINDS[kind](), name)
+    answer = Message("assistant", "Any answer, even Four. or <s>")
+    observation = Message("user", AGAIN + " Four.")
+    whole = chat_format.encode((USER, REPLY, observation), RESPONSE)
+    begin, response = chat_format.encode_prompt((USER,)), chat_format.encode((USER,), (REPLY,))
+    rest = whole.input_ids[len(response) :]
+
+    ids = chat_format.encode_observation((USER, answer), [observation])
+
+    assert response.input_ids[: len(begin)] == begin
+    assert ids == rest[: len(ids)]
+    assert not any(whole.trained[len(response) : len(response) + len(ids)])
+    assert all(whole.trained[len(response) + len(ids) :])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_decoding_brings_no_spaces_into_the_turns(kind: str, name: str) -> None:
     tokenizer = KINDS[kind]()
     chat_format = ready(tokenizer, name)

@@ -6,6 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Message
 from pipeline.data.resolve_format import resolve_format
 from pipeline.errors import ConfigError, DataError
 from tests.pipeline.data.test_chat_format import PROMPT, RESPONSE, SYSTEM, USER, ready
@@ -209,3 +210,24 @@ def test_a_jinja_file_is_a_format(tmp_path: Path) -> None:
     path.write_text(GEMMA)
 
     assert resolve_format(byte_level(), str(path)).template == GEMMA
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN3, "\n<|im_start|>user\nMore Four.<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            THINKING.replace("OPENING", "<think>"),
+            "\n<|im_start|>user\nMore Four.<|im_end|>\n<|im_start|>assistant\n<think>",
+        ),
+    ],
+)
+def test_an_observation_is_cut_out_where_a_template_shortens_the_answers_before_it(
+    template: str, expected: str
+) -> None:
+    chat_format = with_chatml_tokens(template)
+    assert not chat_format.keeps_history
+
+    ids = chat_format.encode_observation(PROMPT[:2], [Message("user", "More Four.")])
+
+    assert chat_format.tokenizer.decode(ids) == expected

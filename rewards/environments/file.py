@@ -1,0 +1,164 @@
+"""A user's environment, read from its file without running it.
+
+So a missing class or method is said before any model is loaded. The text that was read is what
+runs: an edit of the file during a run changes nothing.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.errors import ConfigError, require, suggestion
+from pipeline.installation import ROOT
+from rewards.environments.contract import VERBS
+from rewards.functions import read_text
+
+BUILT_IN = {"guessing": "guessing.py:GuessingGame", "calculator": "calculator.py:Calculator"}
+"""Our examples, by short name."""
+
+REWARDS = ("get_reward", "reward")
+"""What a class of tools may call its reward: a method, or for the second an attribute."""
+
+FORMS = {
+    "turns": "reset(self, row, *, seed), step(self, answer) and reward(self)",
+    "tools": "reset(self, **row) and public methods with docstrings as tools",
+}
+
+
+@dataclass(frozen=True)
+class EnvironmentFile:
+    """A class as its file has it."""
+
+    file: str
+    name: str
+    form: Literal["turns", "tools"]
+
+    gives_reward: bool
+    """Whether it has a reward of its own; of tools it may be a function's."""
+
+    text: str
+
+    @property
+    def sha256(self) -> str:
+        """Of the whole file."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def note(self) -> str:
+        """What the log says of it: as what it was recognized."""
+        return f"ppo.environment: {self.name} of {self.file} has {FORMS[self.form]}"
+
+
+def read_environment(path: str) -> EnvironmentFile:
+    """The class that `path` names, FILE.py:CLASS or one of `BUILT_IN`.
+
+    Raises:
+        ConfigError: no such file or class, no Python, or a class that lacks a method.
+    """
+    where = "ppo.environment"
+    if path in BUILT_IN:
+        path = str(ROOT / "rewards" / "environments" / BUILT_IN[path])
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise ConfigError(
+            f"{where} must be FILE.py:CLASS or one of {', '.join(sorted(BUILT_IN))}, got {path}"
+        )
+    text = read_text(Path(file), where)
+    try:
+        tree = ast.parse(text, filename=file)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{where}: {file} line {error.lineno} is not valid Python ({error.msg})"
+        ) from None
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    require(
+        name in classes,
+        f"{where}: {file} has no `class {name}` at its top level; {suggestion(name, classes)}",
+    )
+    family, is_whole = _family(classes[name], classes)
+    methods = {each.name: each for node in reversed(family) for each in _methods(node)}
+    form: Literal["turns", "tools"] = "turns" if "step" in methods or not is_whole else "tools"
+    gives_reward = any(name in methods for name in REWARDS) or _sets_reward(family)
+    found = EnvironmentFile(file, name, form, gives_reward or not is_whole, text)
+    if is_whole:
+        _check_turns(methods, found) if form == "turns" else _check_tools(methods, found)
+    return found
+
+
+def _check_turns(methods: dict[str, ast.FunctionDef], found: EnvironmentFile) -> None:
+    of = f"ppo.environment: class {found.name} of {found.file}"
+    missing = [verb for verb in VERBS if verb not in methods]
+    require(not missing, f"{of} lacks {' and '.join(missing)}; it needs {FORMS['turns']}")
+    arguments = methods["reset"].args
+    names = {each.arg for each in (*arguments.args, *arguments.kwonlyargs)}
+    require(
+        "seed" in names or arguments.kwarg is not None,
+        f"{of} has a reset without `seed`; write reset(self, row, *, seed)",
+    )
+
+
+def _check_tools(methods: dict[str, ast.FunctionDef], found: EnvironmentFile) -> None:
+    of = f"ppo.environment: class {found.name} of {found.file}"
+    tools = [each for name, each in methods.items() if is_tool(name)]
+    require(
+        "reset" in methods and bool(tools),
+        f"{of} is no environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
+    )
+    for tool in tools:
+        require(
+            ast.get_docstring(tool) is not None,
+            f"{of} has the tool {tool.name} without a docstring, by which the model knows it;"
+            " write one, or begin its name with _",
+        )
+        bare = [each.arg for each in tool.args.args[1:] if each.annotation is None]
+        require(
+            not bare,
+            f"{of} has the tool {tool.name} with arguments without a type ({', '.join(bare)});"
+            " write it, as in `a: int`",
+        )
+
+
+def is_tool(name: str) -> bool:
+    """Whether a method of that name is a tool, in a class of tools."""
+    return not name.startswith("_") and name not in (*VERBS, *REWARDS)
+
+
+def _family(
+    node: ast.ClassDef, classes: dict[str, ast.ClassDef]
+) -> tuple[list[ast.ClassDef], bool]:
+    """A class with those of its file that it inherits from, and whether these are all."""
+    family, is_whole = [node], True
+    for member in family:  # which grows meanwhile
+        for base in member.bases:
+            name = ast.unparse(base).rpartition(".")[2]
+            if name in classes and classes[name] not in family:
+                family.append(classes[name])
+            elif name not in (*classes, "object", "Protocol", "Environment", "ABC"):
+                is_whole = False
+    return family, is_whole
+
+
+def _methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    for each in node.body:
+        if isinstance(each, ast.AsyncFunctionDef) and not each.name.startswith("_"):
+            raise ConfigError(
+                f"ppo.environment: {each.name} of class {node.name} is async; write a plain method"
+            )
+        if isinstance(each, ast.FunctionDef):
+            yield each
+
+
+def _sets_reward(family: list[ast.ClassDef]) -> bool:
+    """Whether a class has an attribute `reward`."""
+    targets = [
+        target
+        for node in family
+        for each in ast.walk(node)
+        if isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign)
+        for target in (each.targets if isinstance(each, ast.Assign) else [each.target])
+    ]
+    names = {each.attr for each in targets if isinstance(each, ast.Attribute)}
+    return "reward" in names | {each.id for each in targets if isinstance(each, ast.Name)}

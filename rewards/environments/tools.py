@@ -1,0 +1,155 @@
+"""A class whose public methods are tools, as an environment.
+
+A call is a JSON object in the answer, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}
+</tool_call>`, in any number; results come in the next turn of the user, in the same order, each in
+`<tool_response>...</tool_response>`. An answer without a call ends the episode. A call that can't
+be made is answered with what is wrong with it, and so is one whose tool raises ValueError; any
+other exception of a tool fails the episode.
+
+The class has the form that TRL's trainers take: `reset(**row)` whose text, if it returns any, is
+added to the last user turn; methods with types and docstrings; `get_reward()` or `reward`.
+"""
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipeline.data.examples import Message
+from rewards.environments.file import REWARDS, is_tool
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+OPENING = (
+    'You can use tools. To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}'
+    "</tool_call>; the next turn has what it returns. Without a call, an answer is the last one."
+    "\n\n{tools}"
+)
+"""What the model reads of them; `INSTRUCTIONS` of the class takes its place, and an empty text
+leaves it out."""
+
+_KINDS: dict[type, tuple[type, ...]] = {float: (int, float)}
+"""What of JSON a type takes, where that is not the type alone."""
+
+
+class ToolEnvironment:
+    """The object of a user's class, played as `rewards.environments.contract.Environment`."""
+
+    def __init__(self, user: object) -> None:
+        self._user: Any = user
+        self._tools: dict[str, Callable[..., object]] = {
+            name: getattr(user, name)
+            for name in dir(type(user))
+            if is_tool(name) and inspect.isroutine(getattr(type(user), name))
+        }
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
+        """The row's dialogue, after a system message about the tools, with what `reset` adds."""
+        given = {**row, "seed": seed}
+        parameters = inspect.signature(self._user.reset).parameters
+        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        text = self._user.reset(**given)
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"reset returned {type(text).__name__}, not a text or None")
+        *before, last = (Message(each["role"], each["content"]) for each in row["dialogue"])
+        if text:
+            last = Message(last.role, f"{last.content}\n\n{text}")
+        instructions = getattr(self._user, "INSTRUCTIONS", None)
+        if instructions is None:
+            instructions = OPENING.format(tools="\n\n".join(map(described, self._tools.values())))
+        return [*([Message("system", instructions)] if instructions else []), *before, last]
+
+    def step(self, answer: str) -> list[Message] | None:
+        """What the calls of an answer return; None without any."""
+        results = [self._called(text) for text in _CALL.findall(answer)]
+        if not results:
+            return None
+        lines = [f"<tool_response>{result}</tool_response>" for result in results]
+        return [Message("user", "\n".join(lines))]
+
+    def reward(self) -> float | Mapping[str, float] | None:
+        """By `get_reward()` or `reward`, a method or an attribute; None where there is neither."""
+        for name in REWARDS:
+            if hasattr(self._user, name):
+                found: Any = getattr(self._user, name)
+                given: Any = found() if callable(found) else found
+                return given
+        return None
+
+    def _called(self, text: str) -> str:
+        """What a call returns, or what is wrong with it."""
+        try:
+            call = json.loads(text)
+        except json.JSONDecodeError as error:
+            return f"error: the call is no JSON: {error.msg} at character {error.pos}"
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return 'error: a call is an object with "name" and "arguments"'
+        name, arguments = call["name"], call.get("arguments", {})
+        if name not in self._tools:
+            return f"error: there is no tool {name}; there are {', '.join(sorted(self._tools))}"
+        tool = self._tools[name]
+        wrong = wrong_arguments(tool, arguments)
+        if wrong:
+            return f"error: {name}: {wrong}"
+        try:
+            return as_text(tool(**arguments))
+        except ValueError as error:
+            return f"error: {name}: {error}"
+
+
+def described(tool: Callable[..., object]) -> str:
+    """A tool as the model reads of it: signature and docstring."""
+    return f"{tool.__name__}{inspect.signature(tool)}: {inspect.getdoc(tool) or ''}"
+
+
+def wrong_arguments(tool: Callable[..., object], arguments: object) -> str | None:
+    """Why a tool can't be called with these arguments; None where it can."""
+    if not isinstance(arguments, dict):
+        return f'"arguments" must be an object, got {json.dumps(arguments)}'
+    signature, hints = inspect.signature(tool), typing.get_type_hints(tool)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        return f"{error}; it takes {signature}"
+    for name, value in arguments.items():
+        if name in hints and not fits(value, hints[name]):
+            return f"{name} must be {kind_name(hints[name])}, got {json.dumps(value)}"
+    return None
+
+
+def fits(value: object, kind: Any) -> bool:  # noqa: ANN401
+    """Whether a value of JSON is of an annotated type; types that JSON lacks take any."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in typing.get_args(kind))
+    if origin is typing.Literal:
+        return value in typing.get_args(kind)
+    plain = origin or kind
+    if kind is None or plain is type(None):
+        return value is None
+    if plain in (Sequence, Mapping):
+        plain = list if plain is Sequence else dict
+    if plain not in (bool, int, float, str, list, dict):
+        return True
+    if isinstance(value, bool):
+        return plain is bool
+    return isinstance(value, _KINDS.get(plain, (plain,)))
+
+
+def kind_name(kind: Any) -> str:  # noqa: ANN401
+    """A type as a person writes it."""
+    return kind.__name__ if isinstance(kind, type) and not typing.get_origin(kind) else str(kind)
+
+
+def as_text(result: object) -> str:
+    """What a tool returned, as the model reads it: a text as it is, other things as JSON."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)

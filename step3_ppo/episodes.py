@@ -1,0 +1,370 @@
+"""Episodes of several turns: the actor's answers, and what an environment says between them.
+
+Tokens are append-only. What the actor sampled is never encoded again; an observation's tokens come
+after it, as the chat format cuts a dialogue. A turn is a request of its own to the open batch, with
+all tokens before it as its prompt, so turns of one episode run beside those of others.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from inference.engine.batch import OpenBatch
+from inference.engine.requests import Ended, Request, Ticket
+from inference.engine.sampling import Sampler
+from inference.generation import Response, free_bytes, slots_within
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Message
+from pipeline.models.chat import decode_response
+from pipeline.models.forward import base_model
+from rewards.contract import Outcome
+from rewards.environments.contract import Verdict
+from rewards.environments.messages import Played
+from rewards.environments.pool import Environments
+from step3_ppo.config import PPOConfig
+from step3_ppo.prompts import Prompt
+
+OnResponse = Callable[[int, Response], None]
+"""Called with the number of a prompt and its response."""
+
+End = Literal["environment", "turns", "tokens", "failed"]
+"""Who ended an episode: the environment, the most turns or tokens, or a failure."""
+
+
+THINKING_STEPS = 8
+"""Steps of the batch that an environment has for its move before the batch waits for it."""
+
+
+@dataclass
+class EpisodeResponse(Response):
+    """A response of several turns: `ids` and `logprobs` are those of the actor's tokens alone.
+
+    `stopped` is whether the environment ended it.
+    """
+
+    sequence: Encoded = field(default_factory=lambda: Encoded.untrained([]))
+    """All of it, opening and observations included; `ids` are its trained tokens."""
+
+    opening: tuple[Message, ...] = ()
+    turns: tuple[Message, ...] = ()
+    """Answers and observations after the opening; the last is an answer."""
+
+    end: End = "environment"
+    verdict: Verdict = field(default_factory=lambda: Verdict(Outcome()))
+    """What the environment's reward is."""
+
+    @property
+    def num_turns(self) -> int:
+        """The actor's."""
+        return sum(turn.role == "assistant" for turn in self.turns)
+
+    @property
+    def observation_length(self) -> int:
+        """Tokens between the actor's answers."""
+        return len(self.sequence) - self.sequence.trained.index(True) - len(self.ids)
+
+
+def whole_sequence(prompt: Sequence[int], response: Response) -> Encoded:
+    """A response after its prompt; its own tokens are trained."""
+    if isinstance(response, EpisodeResponse):
+        return response.sequence
+    trained = [False] * len(prompt) + [True] * len(response.ids)
+    return Encoded([*prompt, *response.ids], trained)
+
+
+def episode_seed(seed: int, group: int) -> int:
+    """What an environment draws from, the same for all episodes of a group."""
+    digest = hashlib.blake2b(f"{seed} episode {group}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of an episode."""
+
+    max_turns: int
+    """Answers of the actor."""
+
+    max_opening: int
+    """Tokens of the opening, with the generation prompt."""
+
+    max_tokens: int
+    """Tokens after the opening, observations included."""
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> "Limits":
+        """Those of the settings."""
+        return cls(
+            max_turns=config.max_turns,
+            max_opening=config.max_prompt_length,
+            max_tokens=config.max_new_tokens,
+        )
+
+
+@dataclass
+class _Playing:
+    """An episode under way."""
+
+    index: int
+    """Place of its prompt."""
+
+    number: int
+    """Of its environment."""
+
+    prompt: Prompt
+    key: int
+    episode: EpisodeResponse = field(default_factory=EpisodeResponse)
+    limit: int = 0
+    """Tokens of the whole sequence."""
+
+
+def play(
+    model: nn.Module,
+    chat: ChatFormat,
+    environments: Environments,
+    prompts: Sequence[Prompt],
+    config: PPOConfig,
+    *,
+    temperature: float,
+    seed: int,
+    keys: Sequence[int],
+    group_size: int = 1,
+    on_response: OnResponse | None = None,
+) -> list[EpisodeResponse]:
+    """An episode for each prompt, in their order, within the limits of the settings.
+
+    Args:
+        model: a causal language model, plain or with adapters.
+        chat: its chat format.
+        environments: the workers.
+        prompts: the rows that environments are reset with.
+        config: settings of the step.
+        temperature: of sampling; 0 takes the likeliest token.
+        seed: of sampling, and of the environments.
+        keys: of the random numbers that sample each episode.
+        group_size: keys of a group, whose environments draw the same.
+        on_response: called with (number of the prompt, episode) as they end.
+
+    Raises:
+        RewardError: the process that keeps the environments has ended.
+        ConfigError: there is no room for the keys and values of one sequence.
+    """
+    sampler = Sampler(temperature=temperature, top_p=1.0, seed=seed, stop_ids=tuple(chat.stop_ids))
+    free = free_bytes(next(model.parameters()).device)
+    room = slots_within(base_model(model), free, num_tokens=config.max_length)
+    slots = max(1, min(config.generation_batch_size, room, len(prompts)))
+    batch = OpenBatch(model, num_slots=slots, capacity=config.max_length)
+    table = _Table(batch, chat, environments, sampler, Limits.of(config))
+    for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
+        table.begin(index, prompt, key=key, seed=episode_seed(seed, key // group_size))
+    done: dict[int, EpisodeResponse] = {}
+    while table.busy:
+        for index, episode in table.advance():
+            done[index] = episode
+            if on_response is not None:
+                on_response(index, episode)
+    return [done[index] for index in range(len(prompts))]
+
+
+class _Table:
+    """Episodes under way: those whose actor has the move, and those whose environment has it."""
+
+    def __init__(
+        self,
+        batch: OpenBatch,
+        chat: ChatFormat,
+        environments: Environments,
+        sampler: Sampler,
+        limits: Limits,
+    ) -> None:
+        self._batch = batch
+        self._chat = chat
+        self._environments = environments
+        self._sampler = sampler
+        self._limits = limits
+        self._generating: dict[Ticket, _Playing] = {}
+        self._thinking: deque[tuple[int, _Playing]] = deque()
+        """Whose environments have the move, and the step at which the batch goes on with them."""
+        self._finishing: dict[int, _Playing] = {}
+        """By the number of their environments, those that wait for their reward."""
+        self._replies: dict[int, Played] = {}
+        self._steps = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an episode is still to end."""
+        return bool(self._generating or self._thinking or self._finishing)
+
+    def begin(self, index: int, prompt: Prompt, *, key: int, seed: int) -> None:
+        """Reset an environment."""
+        number = self._environments.begin(row_of(prompt), seed=seed)
+        self._thinking.append((self._steps, _Playing(index, number, prompt, key)))
+
+    def advance(self) -> list[tuple[int, EpisodeResponse]]:
+        """Take what environments have said, and one step of the batch; the episodes that ended.
+
+        Which sequences share a pass depends on the number of steps alone, and not on the clock: an
+        environment that has not answered when its time has come is waited for.
+        """
+        done = [*self._take_moves(), *self._take_rewards()]
+        if self._batch.busy:
+            self._steps += 1
+            for event in self._batch.step():
+                if isinstance(event, Ended):
+                    if event.error is not None:
+                        raise event.error
+                    done += self._end_turn(self._generating.pop(event.ticket), event.ticket)
+        return [(playing.index, playing.episode) for playing in done]
+
+    def _take_moves(self) -> list[_Playing]:
+        """Go on with the episodes whose environments' time has come; those that ended."""
+        done: list[_Playing] = []
+        while self._thinking:
+            due, playing = self._thinking[0]
+            if not self._batch.busy:
+                self._steps = max(self._steps, due)  # nobody else to wait for
+            if due > self._steps:
+                break
+            self._thinking.popleft()
+            done += self._take(playing, self._reply_to(playing.number))
+        return done
+
+    def _take_rewards(self) -> list[_Playing]:
+        """The episodes whose rewards are there; waits for one where nothing else is to do."""
+        if not self._finishing:
+            return []
+        self._receive()
+        if not (self._batch.busy or self._thinking):
+            number = next(iter(self._finishing))
+            self._replies[number] = self._reply_to(number)
+        rewarded = sorted(self._finishing.keys() & self._replies.keys())
+        return [
+            ended
+            for number in rewarded
+            for ended in self._take(self._finishing.pop(number), self._replies.pop(number))
+        ]
+
+    def _receive(self, *, wait: bool = False) -> None:
+        self._replies |= {each.episode: each for each in self._environments.receive(wait=wait)}
+
+    def _reply_to(self, number: int) -> Played:
+        """What came of the move of an environment, once it is there."""
+        while number not in self._replies:
+            self._receive(wait=True)
+        return self._replies.pop(number)
+
+    def _take(self, playing: _Playing, played: Played) -> list[_Playing]:
+        """Go on with what came of a move; the episode, if that was its last one."""
+        episode = playing.episode
+        if played.verdict is not None:
+            episode.verdict = played.verdict
+            return [playing]
+        if not episode.sequence.input_ids:
+            self._open(playing, played)
+        elif played.failure is not None:
+            _fail(episode, played.failure)
+            return [playing]
+        elif played.messages is None:
+            episode.stopped = True
+            self._finish(playing, "environment")
+        else:
+            self._observe(playing, played.messages)
+        return []
+
+    def _open(self, playing: _Playing, played: Played) -> None:
+        """Submit the first turn; of an episode that can't begin, to the row's own prompt.
+
+        So a rollout has as many responses as it should, all of them the policy's.
+        """
+        episode, failure = playing.episode, played.failure
+        opening = played.messages or ()
+        ids = self._chat.encode_prompt(opening) if opening else []
+        if len(ids) > self._limits.max_opening:
+            failure = (
+                f"reset returned {len(ids)} tokens, more than ppo.max_prompt_length"
+                f" {self._limits.max_opening}"
+            )
+            self._environments.finish(playing.number)
+        if failure is not None:
+            opening, ids = playing.prompt.messages, playing.prompt.input_ids
+            _fail(episode, failure)
+        episode.opening = tuple(opening)
+        episode.sequence = Encoded.untrained(list(ids))
+        playing.limit = min(len(ids) + self._limits.max_tokens, self._batch.capacity)
+        self._submit(playing)
+
+    def _observe(self, playing: _Playing, observation: tuple[Message, ...]) -> None:
+        """Append an observation and submit the next turn, or end the episode for want of room."""
+        episode = playing.episode
+        if episode.num_turns == self._limits.max_turns:
+            self._finish(playing, "turns")
+            return
+        ids = self._chat.encode_observation((*episode.opening, *episode.turns), observation)
+        if len(episode.sequence) + len(ids) >= playing.limit:
+            self._finish(playing, "tokens")
+            return
+        episode.turns += observation
+        _append(episode.sequence, ids, trained=False)
+        self._submit(playing)
+
+    def _submit(self, playing: _Playing) -> None:
+        sequence = playing.episode.sequence
+        request = Request(
+            tuple(sequence.input_ids),
+            self._sampler,
+            playing.key,
+            playing.limit - len(sequence),
+            drawn=len(playing.episode.ids),
+        )
+        self._generating[self._batch.submit(request)] = playing
+
+    def _end_turn(self, playing: _Playing, ticket: Ticket) -> list[_Playing]:
+        """Take an answer and hand it to the environment; the episode, where that has failed."""
+        episode, response = playing.episode, ticket.response
+        _append(episode.sequence, response.ids, trained=True)
+        episode.ids += response.ids
+        episode.logprobs += response.logprobs
+        text = decode_response(self._chat.tokenizer, response.ids)
+        episode.turns += (Message("assistant", text),)
+        if episode.end == "failed":
+            return [playing]
+        if response.stopped:
+            self._environments.step(playing.number, text)
+            self._thinking.append((self._steps + THINKING_STEPS, playing))
+        else:
+            self._finish(playing, "tokens")
+        return []
+
+    def _finish(self, playing: _Playing, end: End) -> None:
+        """Ask for the reward."""
+        playing.episode.end = end
+        self._environments.finish(playing.number)
+        self._finishing[playing.number] = playing
+
+
+def _fail(episode: EpisodeResponse, sentence: str) -> None:
+    episode.end, episode.stopped = "failed", False
+    episode.verdict = Verdict(Outcome.failed(sentence))
+
+
+def _append(sequence: Encoded, ids: Sequence[int], *, trained: bool) -> None:
+    sequence.input_ids.extend(ids)
+    sequence.trained.extend([trained] * len(ids))
+
+
+def row_of(prompt: Prompt) -> Mapping[str, Any]:
+    """What an environment is reset with."""
+    dialogue = [{"role": each.role, "content": each.content} for each in prompt.messages]
+    return {**prompt.extra, "dialogue": dialogue}
+
+
+def transcript(turns: Sequence[Message]) -> str:
+    """Answers and observations as text, each turn that the actor did not write after its role."""
+    return "\n".join(
+        each.content if each.role == "assistant" else f"[{each.role}] {each.content}"
+        for each in turns
+    )

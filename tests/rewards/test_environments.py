@@ -1,0 +1,330 @@
+"""rewards/environments: files read without being run, tools, and workers that hold a state."""
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+
+from pipeline.errors import ConfigError
+from rewards.environments.calculator import Calculator
+from rewards.environments.file import BUILT_IN, read_environment
+from rewards.environments.games import GamesConfig, games
+from rewards.environments.guessing import GuessingGame
+from rewards.environments.messages import Played
+from rewards.environments.pool import Environments
+from rewards.environments.tools import ToolEnvironment
+
+GAME = """
+import os, subprocess, sys, time
+
+class Base:
+    def reset(self, row, *, seed):
+        self.steps = []
+        if row.get("how") == "bad opening":
+            return "hello"
+        return [{"role": "user", "content": f"{row['name']} {seed}"}]
+
+class Game(Base):
+    def step(self, answer):
+        if answer == "hang":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            time.sleep(600)
+        if answer == "exit":
+            os._exit(7)
+        if answer == "raise":
+            raise ValueError("no")
+        self.steps.append(answer)
+        if answer == "end":
+            return None
+        return [{"role": "user", "content": " ".join(self.steps)}]
+
+    def reward(self):
+        return len(self.steps)
+"""
+
+
+@contextmanager
+def workers(
+    directory: Path, text: str = GAME, *, name: str = "Game", seconds: float = 20.0, count: int = 1
+) -> Iterator[Environments]:
+    file = directory / "game.py"
+    file.write_text(text)
+    found = read_environment(f"{file}:{name}")
+    environments = Environments(found, workers=count, timeout_seconds=seconds)
+    try:
+        yield environments
+    finally:
+        environments.close()
+
+
+def replies(environments: Environments, count: int) -> dict[int, Played]:
+    found: list[Played] = []
+    while len(found) < count:
+        found += environments.receive(wait=True)
+    return {each.episode: each for each in found}
+
+
+def said(played: Played) -> str:
+    assert played.messages is not None, played.failure
+    return played.messages[-1].content
+
+
+def test_each_episode_has_a_state_of_its_own(tmp_path: Path) -> None:
+    with workers(tmp_path, count=2) as environments:
+        numbers = [environments.begin({"name": name}, seed=3) for name in "abcd"]
+        openings = replies(environments, 4)
+        for number in numbers[:3]:
+            environments.step(number, f"x{number}")
+        after = replies(environments, 3)
+        environments.step(numbers[0], "end")
+        assert replies(environments, 1)[numbers[0]].messages is None
+        for number in numbers:
+            environments.finish(number)
+        rewards = replies(environments, 4)
+
+    assert [said(openings[number]) for number in numbers] == ["a 3", "b 3", "c 3", "d 3"]
+    assert [said(after[number]) for number in numbers[:3]] == ["x1", "x2", "x3"]
+    verdicts = [rewards[number].verdict for number in numbers]
+    assert [each.outcome.value for each in verdicts if each] == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("hang", "step took longer than 1 s"),
+        ("exit", "step ended its process, with code 7"),
+        ("raise", "step raised ValueError: no"),
+    ],
+)
+def test_an_episode_that_fails_costs_no_other_its_state(
+    tmp_path: Path, how: str, sentence: str
+) -> None:
+    with workers(tmp_path, seconds=1.0) as environments:
+        good, bad = (environments.begin({"name": name}, seed=0) for name in "gb")
+        replies(environments, 2)
+        for word in ("one", "two"):
+            environments.step(good, word)
+            replies(environments, 1)
+        environments.step(bad, how)
+        began = time.monotonic()
+        assert replies(environments, 1)[bad].failure == sentence
+        assert time.monotonic() - began < 4.0
+
+        environments.step(good, "three")
+        assert said(replies(environments, 1)[good]) == "one two three"
+        below = psutil.Process().children(recursive=True)
+        hanging = [each for each in below if "time.sleep(600)" in " ".join(each.cmdline())]
+    assert not hanging
+    assert not [each for each in below if each.is_running() and each.status() != "zombie"]
+
+
+def test_much_may_be_said_by_both_sides_at_once(tmp_path: Path) -> None:
+    """Messages larger than what a pipe holds, many of them before any is received."""
+    name = "n" * 300_000
+    with workers(tmp_path, count=2) as environments:
+        numbers = [environments.begin({"name": name}, seed=0) for _ in range(20)]
+        openings = replies(environments, 20)
+
+    assert all(said(openings[number]) == f"{name} 0" for number in numbers)
+
+
+def test_a_wrong_opening_is_said(tmp_path: Path) -> None:
+    with workers(tmp_path) as environments:
+        number = environments.begin({"name": "a", "how": "bad opening"}, seed=0)
+        failure = replies(environments, 1)[number].failure
+
+    assert failure == "reset returned str 'hello', not a list of messages"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import no_such_module\n" + GAME, "No module named 'no_such_module'"),
+        ("raise SystemExit(3)\n" + GAME, "loading it ended the process"),
+        (GAME + "\ndel Game.reward\n", "class Game lacks reward"),
+    ],
+)
+def test_a_file_that_can_not_be_loaded_is_said_before_anything_is_played(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"Game of .*can't be loaded: .*{sentence}"):
+        workers(tmp_path, text).__enter__()
+
+
+class Shop:
+    """Tools of all kinds of types."""
+
+    INSTRUCTIONS = "Buy well."
+
+    def __init__(self) -> None:
+        self.bought: list[str] = []
+        self.reward = 0.5
+
+    def reset(self, currency: str) -> str:
+        self.currency = currency
+        return f"Pay in {currency}."
+
+    def buy(self, name: str, count: int = 1, kind: Literal["old", "new"] = "new") -> dict[str, Any]:
+        """Buy things."""
+        if count > 9:
+            raise ValueError("there are 9")
+        self.bought += [name] * count
+        return {"bought": count, "kind": kind}
+
+    def pay(self, price: float, notes: list[str] | None = None) -> str:
+        """Pay."""
+        return f"{price} {self.currency} {notes}"
+
+    def fail(self) -> None:
+        """Fail."""
+        raise KeyError("till")
+
+    def _hidden(self) -> None:
+        raise AssertionError
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture
+def shop() -> ToolEnvironment:
+    environment = ToolEnvironment(Shop())
+    row = {"currency": "EUR", "dialogue": [{"role": "user", "content": "Shop."}], "other": 1}
+    opening = environment.reset(row, seed=0)
+    assert [(each.role, each.content) for each in opening] == [
+        ("system", "Buy well."),
+        ("user", "Shop.\n\nPay in EUR."),
+    ]
+    return environment
+
+
+CALLS: Sequence[tuple[str, str]] = (
+    (call("buy", name="pen", count=2), '{"bought": 2, "kind": "new"}'),
+    (call("pay", price=3), "3 EUR None"),
+    (call("pay", price=3.5, notes=["a"]), "3.5 EUR ['a']"),
+    ("<tool_call>{buy</tool_call>", "error: the call is no JSON: .* at character 1"),
+    ("<tool_call>[1]</tool_call>", 'error: a call is an object with "name" and "arguments"'),
+    ('<tool_call>{"name": 3}</tool_call>', 'error: a call is an object with "name"'),
+    (call("sell"), "error: there is no tool sell; there are buy, fail, pay"),
+    (call("_hidden"), "error: there is no tool _hidden"),
+    (call("reset", currency="USD"), "error: there is no tool reset"),
+    (call("buy"), "error: buy: missing a required argument: 'name'"),
+    (call("buy", name="pen", size=3), "error: buy: got an unexpected keyword argument 'size'"),
+    (call("buy", name=3), "error: buy: name must be str, got 3"),
+    (call("buy", name="pen", count=True), "error: buy: count must be int, got true"),
+    (call("buy", name="pen", count=1.5), "error: buy: count must be int, got 1.5"),
+    (call("buy", name="pen", kind="odd"), 'error: buy: kind must be .*old.*, got "odd"'),
+    (call("buy", name="pen", count=10), "error: buy: there are 9"),
+    ('<tool_call>{"name": "pay", "arguments": [3]}</tool_call>', 'error: pay: "arguments" must be'),
+    ('<tool_call>{"name": "pay"', "error: the call is no JSON"),
+)
+"""What a model may write, and what it reads next."""
+
+
+@pytest.mark.parametrize(("answer", "result"), CALLS)
+def test_a_call_is_answered_with_its_result_or_with_what_is_wrong_with_it(
+    shop: ToolEnvironment, answer: str, result: str
+) -> None:
+    observation = shop.step(answer)
+
+    assert observation is not None
+    assert [each.role for each in observation] == ["user"]
+    found = re.fullmatch(r"<tool_response>(.*)</tool_response>", observation[0].content)
+    assert found
+    assert re.match(re.escape(result) if not result.startswith("error") else result, found[1])
+
+
+def test_calls_of_one_answer_are_made_in_order_and_an_answer_without_any_ends_the_episode(
+    shop: ToolEnvironment,
+) -> None:
+    observation = shop.step(f"First {call('buy', name='a')} then {call('pay', price=1)}")
+
+    assert observation is not None
+    assert observation[0].content.count("<tool_response>") == 2
+    assert observation[0].content.index("bought") < observation[0].content.index("EUR")
+    assert shop.step("Done.") is None
+    assert shop.reward() == 0.5
+    with pytest.raises(KeyError):
+        shop.step(call("fail"))
+
+
+def test_a_model_is_told_of_the_tools_where_the_class_says_nothing_else() -> None:
+    class Plain(Shop):
+        INSTRUCTIONS = None
+
+    row = {"currency": "EUR", "dialogue": [{"role": "user", "content": "Shop."}]}
+    system = ToolEnvironment(Plain()).reset(row, seed=0)[0]
+
+    assert system.role == "system"
+    assert "buy(name: str, count: int = 1" in system.content
+    assert "Buy things." in system.content
+    assert "_hidden" not in system.content
+
+
+def test_the_calculator_is_called_as_its_demonstrations_call_it() -> None:
+    environment = ToolEnvironment(Calculator())
+    opening = environment.reset({"dialogue": [{"role": "user", "content": "1+2="}]}, seed=0)
+
+    assert [each.content for each in opening] == ["1+2="]
+    observation = environment.step(call("add", a=1, b=2))
+    assert observation is not None
+    assert observation[0].content == "<tool_response>3</tool_response>"
+    divided = environment.step(call("divide", a=1, b=0))
+    assert divided is not None
+    assert "error: divide: the divisor is 0" in divided[0].content
+    assert environment.reward() is None
+
+
+def test_the_guessing_game_is_found_by_halving_and_rewards_few_guesses() -> None:
+    game = GuessingGame()
+    for seed in range(50):
+        low, high = 10, 25
+        opening = game.reset({"low": low, "high": high}, seed=seed)
+        assert opening[0].content == "Guess my number: 10 to 25."
+        wrong = 0
+        while observation := game.step(str((low + high) // 2)):
+            wrong += 1
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if observation[0].content == "higher" else (low, middle)
+        assert wrong <= 4
+        assert game.reward() == pytest.approx({"found": 1 - 0.1 * wrong, "sensible": 0.5})
+    game.reset({}, seed=0)
+    assert [each.content for each in game.step("pardon?") or ()] == ["a number, please"]
+    assert game.reward() == {"found": 0.0, "sensible": 0.0}
+    game.number = 5
+    for guess in ("9", "12", "99", "3"):  # after 9, the next two are too high
+        game.step(guess)
+    assert game.reward() == {"found": 0.0, "sensible": 0.5 * 2 / 5}
+
+
+def test_demonstrations_are_games_that_agree_with_the_environment() -> None:
+    train, held_out = games(GamesConfig(rows=60, held_out=20))
+
+    assert len(train) == 60
+    assert not {row["low"] for row in train} & {row["low"] for row in held_out}
+    for row in train + held_out:
+        game = GuessingGame()
+        opening = game.reset(row, seed=0)
+        *earlier, last = row["response"]
+        game.number = int(last["content"])
+        assert opening[0].content == row["prompt"]
+        for answer, follows in zip(earlier[::2], earlier[1::2], strict=True):
+            assert [each.content for each in game.step(answer["content"]) or ()] == [
+                follows["content"]
+            ]
+        assert game.step(last["content"]) is None
+
+
+def test_our_examples_are_environments() -> None:
+    forms = {name: read_environment(name).form for name in BUILT_IN}
+
+    assert forms == {"guessing": "turns", "calculator": "tools"}
+    assert read_environment("guessing").gives_reward
+    assert not read_environment("calculator").gives_reward

@@ -1,0 +1,444 @@
+"""Episodes of several turns: tokens, limits, failures, and what is learned from them."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from pipeline.data.examples import Encoded, Message
+from rewards.contract import RewardError
+from step3_ppo.config import PPOConfig
+from step3_ppo.episode_statistics import episode_statistics
+from step3_ppo.episodes import EpisodeResponse, episode_seed, play
+from step3_ppo.models import Models
+from step3_ppo.prompts import PromptBatch
+from step3_ppo.response_rewards import rewards_of
+from step3_ppo.reward_sources import RewardSources
+from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
+from step3_ppo.sampling import sampled_responses
+from step3_ppo.statistics import rollout_statistics
+from step3_ppo.train import train
+from step3_ppo.update import update_minibatch
+from tests.distributed import rank, run_ranks, world_size
+from tests.step3_ppo.games import game_config, game_models, rows
+from tests.step3_ppo.toy import END, distance, gradients
+
+STILL: dict[str, Any] = {"kl_in": "none", "loss": "none", "reuse_forward": False}
+"""Plain policy gradient, so that a gradient is that of a sum by hand."""
+
+
+@contextmanager
+def playing(config: PPOConfig) -> Iterator[Models]:
+    """The models, with workers that play."""
+    with RewardSources(config) as sources:
+        yield game_models(config, sources)
+
+
+def played(
+    models: Models, config: PPOConfig, *extra: dict[str, Any], first: int = 0
+) -> list[EpisodeResponse]:
+    """An episode for each row; keys from `first` on."""
+    keys = range(first, first + len(extra))
+    batch = PromptBatch([], rows(models, *extra), list(keys))
+    submit = models.sources.submitting(batch.prompts, models.tokenizer)
+    episodes = sampled_responses(models, batch, config, on_response=submit)
+    assert all(isinstance(each, EpisodeResponse) for each in episodes)
+    return [each for each in episodes if isinstance(each, EpisodeResponse)]
+
+
+def answer_ids(episode: EpisodeResponse) -> list[list[int]]:
+    """The tokens of each answer."""
+    turns: list[list[int]] = []
+    before = False
+    for token, trained in zip(episode.sequence.input_ids, episode.sequence.trained, strict=True):
+        if trained:
+            turns[-1].append(token) if before else turns.append([token])
+        before = trained
+    return turns
+
+
+def test_an_environment_of_one_turn_is_the_plain_rollout_to_the_bit(toy: Path) -> None:
+    config = game_config(toy, "Plain")
+    plain = replace(config, environment=None, rewards=(), missing_eos_score=None)
+    with playing(config) as models:
+        prompts = rows(models, *[{}] * 8)
+        inputs = [prompt.input_ids for prompt in prompts]
+        expected = generate_responses(models, inputs, plain, keys=range(8))
+
+        episodes = played(models, config, *[{}] * 8)
+
+        assert [each.ids for each in episodes] == [each.ids for each in expected]
+        assert [each.logprobs for each in episodes] == [each.logprobs for each in expected]
+        assert [each.stopped for each in episodes] == [each.stopped for each in expected]
+        assert any(each.stopped for each in expected)
+        one = score_responses(models, inputs, episodes, config)
+        other = score_responses(models, inputs, expected, config)
+    assert one.sequences == other.sequences
+    for name in ("mask", "sampled_logprobs", "logprobs", "ref_logprobs", "entropy", "stopped"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_what_was_sampled_is_never_encoded_again_and_observations_come_as_the_format_cuts_them(
+    toy: Path,
+) -> None:
+    config = game_config(toy, "Counting")
+    with playing(config) as models:
+        chat = models.chat
+        episodes = played(models, config, *[{"turns": 3}] * 8)
+        opening = [chat.encode_prompt(each.opening) for each in episodes]
+        between = chat.encode_observation(
+            (*episodes[0].opening, Message("assistant", "x")), [Message("user", "go on")]
+        )
+        experience = score_responses(models, opening, episodes, config)
+
+    encoded_alike = 0
+    for episode, begin in zip(episodes, opening, strict=True):
+        turns = answer_ids(episode)
+        expected = [*begin, *turns[0]]
+        for turn in turns[1:]:
+            expected += [*between, *turn]
+        assert episode.sequence.input_ids == expected
+        assert [token for turn in turns for token in turn] == episode.ids
+        assert all(turn[-1] == END for turn in turns[:-1])
+        texts = [turn.content for turn in episode.turns if turn.role == "assistant"]
+        for turn, text in zip(turns, texts, strict=True):
+            again = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+            encoded_alike += again == [token for token in turn if token != END]
+    # The trap: tokens of a random model are often not those that their text has.
+    assert encoded_alike < sum(each.num_turns for each in episodes)
+    gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().max()
+    assert gap < 1e-5
+
+
+def test_random_numbers_go_on_over_the_turns_and_observations_show_what_the_answer_was(
+    toy: Path,
+) -> None:
+    """An environment's episode is that of one continued by hand, with no number drawn twice."""
+    config = game_config(toy, "Counting")
+    with playing(config) as models:
+        episodes = played(models, config, *[{"turns": 2}] * 8)
+        longer = [each for each in episodes if len(answer_ids(each)) == 2]
+        again = played(models, config, *[{"turns": 2}] * 8)
+
+    assert longer
+    assert [each.sequence for each in again] == [each.sequence for each in episodes]
+    # Were the second turn drawn with the numbers of the first, alike prompts would be answered
+    # alike; here the openings differ, so that it is seen in how often first tokens agree.
+    same = [turns[0][0] == turns[1][0] for turns in map(answer_ids, longer)]
+    assert sum(same) < len(same)
+
+
+def test_episodes_of_a_group_have_one_seed_and_other_groups_others(toy: Path) -> None:
+    config = game_config(toy, "Counting")
+    with playing(config) as models:
+        episodes = played(models, config, *[{}] * 8)
+
+    openings = [each.opening for each in episodes]
+    assert len(set(openings[:4])) == len(set(openings[4:])) == 1
+    assert openings[0] != openings[4]
+    assert episode_seed(1, 2) != episode_seed(2, 1)
+
+
+def test_limits_end_an_episode_without_its_environment_s_consent(toy: Path) -> None:
+    endless = {"turns": 99}
+    config = game_config(toy, "Counting", max_turns=2)
+    with playing(config) as models:
+        by_turns = played(models, config, *[endless] * 8)
+        short = replace(config, max_turns=50)
+        by_tokens = played(models, short, *[endless] * 8)
+        figures = episode_statistics(by_tokens, short)
+
+    ended = [each for each in by_turns if each.end == "turns"]
+    assert ended
+    for each in ended:
+        assert each.num_turns == 2
+        assert not each.stopped
+        assert each.turns[-1].role == "assistant"
+        assert each.verdict.parts["turns"] == pytest.approx(0.2)  # both answers were judged
+    assert {each.end for each in by_tokens} == {"tokens"}
+    for each in by_tokens:
+        after = len(each.sequence) - each.sequence.trained.index(True)
+        assert after <= 40
+        assert each.sequence.trained[-1]  # no observation that nobody answers
+    assert figures["ended_by_tokens"] == 1.0
+    assert figures["turns"] == sum(each.num_turns for each in by_tokens) / 8
+    observed = sum(len(each.sequence) - len(each.ids) for each in by_tokens)
+    openings = sum(each.sequence.trained.index(True) for each in by_tokens)
+    assert figures["observation_length"] == (observed - openings) / 8
+
+
+def test_a_turn_that_is_cut_off_is_not_handed_to_the_environment(toy: Path) -> None:
+    config = game_config(toy, "Counting", max_new_tokens=1)
+    with playing(config) as models:
+        episodes = played(models, config, *[{"turns": 1}] * 8)
+
+    cut = [each for each in episodes if each.ids[-1] != END]
+    assert cut
+    for each in cut:
+        assert (each.end, each.stopped) == ("tokens", False)
+        assert each.verdict.parts["turns"] == 0
+
+
+FAILURES = {
+    "reset": "reset raised ValueError: no game today",
+    "long": "reset returned .* tokens, more than ppo.max_prompt_length 24",
+    "step": "step raised KeyError: 'lost'",
+    "hang": "step took longer than 1 s",
+    "exit": "step ended its process, with code 3",
+    "text": "step returned str 'higher', not a list of messages",
+    "assistant": "step returned a message of the assistant|no message of the user at the end",
+    "nan": "it gave nan, which is not finite",
+    "word": "it gave str 'good' where a number",
+}
+"""What an environment does, and the sentence of its failure."""
+
+
+def test_what_fails_in_an_environment_is_masked_and_said_and_costs_nobody_else(toy: Path) -> None:
+    config = game_config(toy, "Broken", reward_timeout=1.0, max_reward_failures=1.0, group_size=2)
+    with playing(config) as models:
+        whole: list[dict[str, Any]] = [{"how": None, "turns": 2}] * (len(FAILURES) + 1)
+        extra = [*({"how": how, "turns": 2} for how in FAILURES), *whole]
+        episodes = played(models, config, *extra)
+        score = torch.tensor([each.stopped for each in episodes])
+        rewards = rewards_of(models, None, score, config)
+
+    for how, sentence, episode in zip(FAILURES, FAILURES.values(), episodes, strict=False):
+        assert len(episode.ids) > 0, how
+        if episode.end == "tokens":  # its answer was cut off, and never judged
+            continue
+        assert episode.verdict.outcome.value is None
+        failure = episode.verdict.outcome.failure or ""
+        assert re.search(sentence, failure), (how, failure)
+    known = rewards.known.tolist()
+    assert known[len(FAILURES) :] == [True] * len(whole)
+    assert not any(
+        is_known
+        for is_known, each in zip(known, episodes[: len(FAILURES)], strict=False)
+        if each.end != "tokens"
+    )
+    assert episodes[0].opening[-1].content == "hi"  # the row's own prompt, answered
+    figures = rewards.metrics()
+    assert figures["reward_failures"] == pytest.approx(known.count(False) / len(known))
+
+
+def test_too_many_failures_end_the_run_in_a_sentence(toy: Path) -> None:
+    config = game_config(toy, "Broken", group_size=2)
+    with playing(config) as models:
+        episodes = played(models, config, *[{"how": "reset"}] * 2, *[{"turns": 1}] * 6)
+        stopped = torch.tensor([each.stopped for each in episodes])
+        sentence = r"rewards.environment failed on 2 of 8 responses.*reset raised ValueError"
+        with pytest.raises(RewardError, match=sentence):
+            rewards_of(models, None, stopped, config)
+
+
+def two_turns() -> EpisodeResponse:
+    """An episode of two answers by hand, with an observation of three tokens between them."""
+    opening, first, between, second = [1, 20, 21], [30, END], [40, 41, 42], [31, 32, END]
+    ids = [*opening, *first, *between, *second]
+    trained = [False] * 3 + [True] * 2 + [False] * 3 + [True] * 3
+    return EpisodeResponse(
+        ids=[*first, *second],
+        logprobs=[-1.0] * 5,
+        stopped=True,
+        sequence=Encoded(ids, trained),
+        opening=(Message("user", "a"),),
+        turns=(Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")),
+    )
+
+
+def critic_config(toy: Path) -> PPOConfig:
+    return game_config(
+        toy,
+        "Counting",
+        advantage="gae",
+        group_size=1,
+        gamma=0.5,
+        lam=0.25,
+        whiten_advantages=False,
+        kl_coef=0.5,
+        normalize_score=False,
+    )
+
+
+@torch.no_grad()
+def test_gae_goes_from_the_last_token_of_a_turn_to_the_first_of_the_next(toy: Path) -> None:
+    config = critic_config(toy)
+    models = game_models(config, RewardSources(config))
+    episode = two_turns()
+    ids = torch.tensor([episode.sequence.input_ids])
+    plain = AutoModelForSequenceClassification.from_pretrained(toy / "reward")
+    at = [2, 3, 7, 8, 9]  # the positions before the actor's tokens
+    values = (plain.model(ids).last_hidden_state[0] @ plain.score.weight[0])[at].tolist()
+
+    experience = score_responses(models, [[]], [episode], config)
+    reward = torch.tensor([3.0])
+    rollout = compute_advantages(experience, reward, config, kl_coef=0.5)
+
+    assert experience.values is not None
+    assert experience.values[0].tolist() == pytest.approx(values, abs=1e-4)
+    kl = (experience.logprobs - experience.ref_logprobs)[0].tolist()
+    token_rewards = [-0.5 * each for each in kl]
+    token_rewards[-1] += 3.0
+    advantages, later = [0.0] * 5, 0.0
+    for t in reversed(range(5)):
+        following = values[t + 1] if t < 4 else 0.0
+        later = token_rewards[t] + 0.5 * following - values[t] + 0.5 * 0.25 * later
+        advantages[t] = later
+    assert rollout.advantages[0].tolist() == pytest.approx(advantages, abs=1e-4)
+    assert rollout.rewards[0].tolist() == pytest.approx(token_rewards, abs=1e-6)
+
+
+def test_observations_have_no_gradient_no_kl_and_no_entropy(toy: Path) -> None:
+    """The update is that of the actor's tokens alone, by plain transformers on whole logits."""
+    config = game_config(toy, "Counting", rollout_size=2, batch_size=2, group_size=2, **STILL)
+    models = game_models(config, RewardSources(config))
+    episode = two_turns()
+    ids = torch.tensor([episode.sequence.input_ids])
+    own = torch.tensor([3, 4, 8, 9, 10])
+    plain = AutoModelForCausalLM.from_pretrained(toy / "ending")
+    logits = plain(ids).logits[0]
+    logits.retain_grad()
+    policy = logits.log_softmax(-1)
+    logprobs = policy[own - 1, ids[0, own]]
+    entropy = -(policy.exp() * policy).sum(-1)[own - 1]
+
+    experience = score_responses(models, [[], []], [episode] * 2, config)
+    rollout = compute_advantages(
+        experience,
+        torch.tensor([1.0, 1.0]),
+        replace(config, advantage="reinforce_pp", whiten_advantages=False),
+        kl_coef=0.0,
+    )
+    statistics = rollout_statistics(rollout, torch.zeros(2))
+    update_minibatch(models, rollout, [0, 1], config, train_actor=True, ptx=None)
+
+    assert rollout.advantages.tolist() == [[1.0] * 5] * 2
+    assert rollout.minibatch([0]).tokens.targets.tolist() == own.tolist()
+    (-logprobs.mean()).backward()
+    assert logits.grad is not None
+    others = [at for at in range(11) if at not in (own - 1).tolist()]
+    assert logits.grad[others].abs().max() == 0
+    found = gradients(models.actor)
+    for name, param in plain.named_parameters():
+        got = next(value for key, value in found.items() if key.endswith(name))
+        assert distance(got.cpu(), param.grad) < 1e-4, name
+    torch.testing.assert_close(experience.logprobs[0], logprobs.detach(), atol=1e-5, rtol=1e-4)
+    assert statistics["response_length"] == 5
+    assert statistics["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+
+
+def exported(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "actor" / "model.safetensors")
+
+
+def of_game(toy: Path, out: Path, **changes: Any) -> PPOConfig:
+    settings: dict[str, Any] = {
+        "output_dir": out,
+        "max_prompt_length": 24,
+        "max_new_tokens": 24,
+        "max_turns": 2,
+        "max_steps": 2,
+        "eval_every": 0,
+        "keep_best": False,
+    }
+    return game_config(toy, "Counting", **settings | changes)
+
+
+def _train(config: PPOConfig) -> None:
+    train(config)
+
+
+def test_a_run_that_was_cut_ends_in_the_same_weights_and_its_samples_show_the_dialogue(
+    toy: Path, tmp_path: Path
+) -> None:
+    config = of_game(toy, tmp_path / "whole", save_every=1)
+    cut = tmp_path / "cut"
+    train(config)
+    shutil.copytree(config.output_dir, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_00000002")
+    shutil.rmtree(cut / "actor")
+    (cut / "result.json").unlink()
+
+    train(replace(config, output_dir=cut, resume=True))
+
+    first, second = exported(config.output_dir), exported(cut)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    text = (config.output_dir / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    steps = [line for line in lines if "turns" in line]
+    assert len(steps) == 2
+    for line in steps:
+        assert 1.0 <= line["turns"] <= 2.0
+        parts = line["reward_environment_length"] + line["reward_environment_turns"]
+        assert line["reward_environment"] == pytest.approx(parts)
+        assert line["score"] == pytest.approx(line["reward_environment"])
+        assert line["rollout_gap_max"] < 1e-4
+    sample = json.loads((config.output_dir / "samples.json").read_text())["rows"]
+    texts = [answer["text"] for row in sample for answer in row["answers"].values()]
+    assert any("[user] go on" in text for text in texts)
+    assert all(row["prompt"][0]["content"].isdigit() for row in sample)
+
+
+def share(directory: str) -> list[tuple[list[int], float | None]]:
+    """Two groups of four on one process, or one on each of two."""
+    config = game_config(Path(directory), "Counting")
+    groups = range(rank(), 2, world_size())
+    with playing(config) as models:
+        found: list[EpisodeResponse] = []
+        for group in groups:
+            found += played(models, config, *[{}] * 4, first=4 * group)
+        models.sources.results()
+    return [(each.sequence.input_ids, each.verdict.outcome.value) for each in found]
+
+
+def test_two_processes_play_what_one_plays(toy: Path) -> None:
+    game_config(toy, "Counting")  # writes the files that both read
+    expected = share(str(toy))
+
+    first, second = run_ranks(share, str(toy))
+
+    assert [*first, *second] == expected
+
+
+@pytest.mark.grid
+def test_two_processes_learn_a_game_as_one_does(toy: Path, tmp_path: Path) -> None:
+    config = of_game(toy, tmp_path / "1")
+    train(config)
+
+    run_ranks(_train, replace(config, output_dir=tmp_path / "2"))
+
+    one, two = exported(tmp_path / "1"), exported(tmp_path / "2")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
+
+
+def test_greedy_episodes_are_the_same_whoever_plays_beside_them(toy: Path) -> None:
+    config = game_config(toy, "Counting")
+    with playing(config) as models:
+        prompts = rows(models, *[{"turns": 2}] * 4)
+        assert models.sources.environments is not None
+        with models.hybrid_engine.generating() as actor:
+            alone, together = (
+                play(
+                    actor,
+                    models.chat,
+                    models.sources.environments,
+                    some,
+                    config,
+                    temperature=0.0,
+                    seed=0,
+                    keys=range(len(some)),
+                )
+                for some in (prompts[:1], prompts)
+            )
+
+    assert alone[0].sequence == together[0].sequence

@@ -1,0 +1,80 @@
+"""Our environments as a user runs them: rows, one command, the report."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SHORT = [
+    *("--sft.max_steps", "3", "--ppo.max_steps", "2", "--ppo.rollout_size", "16"),
+    *("--ppo.batch_size", "8", "--ppo.max_new_tokens", "24", "--ppo.max_prompt_length", "64"),
+    *("--ppo.data.max_eval_rows", "8", "--sft.data.max_eval_rows", "8", "--max-length", "120"),
+    *("--output-dir", "out", "--data-path", "rows"),
+]
+"""A run of seconds."""
+
+
+def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A Python command, as if typed in the directory."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=None,
+    )
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    text = (directory / "out" / "step3_ppo" / "metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if "turns" in line]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (
+            ("rewards.environments.games", "--rows", "400"),
+            ("--config", "guessing-grpo.yaml"),
+        ),
+        pytest.param(
+            ("pipeline.data.arithmetic", "--calculator", "true"),
+            ("--method", "grpo", "--environment", "calculator", "--reward", "math"),
+            marks=pytest.mark.grid,
+        ),
+    ],
+)
+def test_an_example_runs_from_its_rows_to_the_report(
+    tmp_path: Path, rows: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    module, *settings = rows
+    written = run(tmp_path, "-c", START.format(module=module), *settings, "--out", "rows")
+    assert written.returncode == 0, written.stderr
+
+    done = run(tmp_path, str(ROOT / "train.py"), *options, *SHORT)
+
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"].keys() == {"step1_sft", "step3_ppo"}
+    assert {"reward_before", "reward_after"} <= summary["steps"]["step3_ppo"]["eval"].keys()
+    assert len(lines(tmp_path)) == 2
+    for line in lines(tmp_path):
+        assert line["reward_failures"] == 0.0
+        assert line["ended_by_failure"] == 0.0
+        assert line["turns"] >= 1.0
+    rows_shown = json.loads((out / "step3_ppo" / "samples.json").read_text())["rows"]
+    assert rows_shown[0]["prompt"][0]["role"] == "user"
+    assert (out / "report.html").is_file()
+
+
+START = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'x'; " + (
+    "runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+)
+"""`python -m MODULE` of the checkout, from any directory."""
