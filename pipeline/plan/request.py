@@ -138,8 +138,8 @@ class Request(Deployment, Autotuning):
     them - and say what stands in the way; run nothing. multi_node does so by itself."""
 
     resume: bool = False
-    """Continue where the last run of the output directory stopped: skip finished steps, and go on
-    from the newest checkpoint of one that was cut off."""
+    """Continue the last run of the output directory: skip finished steps, and go on from the newest
+    checkpoint of one that was cut off."""
 
     overwrite: bool = False
     """Replace what an earlier run left in the output directory; other files stay."""
