@@ -21,6 +21,7 @@ Kind = Literal[
     "code",
     "remote",
     "judge",
+    "generative",
 ]
 
 Form = Literal["auto", "episodes", "trl", "trl_conversational", "openrlhf", "verl"]
@@ -36,20 +37,20 @@ COLUMNS = {
 """The column that a kind reads, where the settings name no other."""
 
 _USED_BY: dict[str, set[str]] = {
-    "path": {"model", "function", "json_schema", "remote", "judge"},
+    "path": {"model", "function", "json_schema", "remote", "judge", "generative"},
     "pattern": {"regex", "exact"},
     "column": {"function", "math", "exact", "json_schema", "code", "remote"},
     "form": {"function"},
-    "max_tokens": {"length"},
+    "max_tokens": {"length", "generative"},
     "buffer_tokens": {"length"},
     "ngram": {"repetition"},
     "seconds": {"code"},
     "memory_mb": {"code"},
     "sandbox": {"code"},
     "model": {"judge"},
-    "template": {"judge"},
-    "scale": {"judge"},
-    "concurrency": {"judge"},
+    "template": {"judge", "generative"},
+    "scale": {"judge", "generative"},
+    "concurrency": {"judge", "generative"},
     "attempts": {"remote", "judge"},
     "key_variable": {"remote", "judge"},
     "insecure": {"remote", "judge"},
@@ -62,6 +63,7 @@ _NEEDED = {
     "length": ("max_tokens", "the longest response that costs nothing"),
     "remote": ("path", "the address of the service"),
     "judge": ("path", "the address of the endpoint, as https://HOST/v1"),
+    "generative": ("path", "the directory of a language model, or its name on the Hub"),
 }
 
 
@@ -77,14 +79,14 @@ class RewardConfig:
     function of yours; math, exact, regex, json_schema, length, repetition: programs that read the
     response; verifier: the one of the embedded task, 1 for an answer that is correct and polite,
     else 0; code: tests that run the program in the response; remote: a service; judge: a language
-    model behind an OpenAI-compatible endpoint."""
+    model behind an OpenAI-compatible endpoint; generative: one of this machine."""
 
     weight: float = 1.0
     """What it weighs in the sum; a source of weight 0 is measured alone."""
 
     path: str | None = None
     """model: its directory, null takes step 2's; function: file.py:name; json_schema: the file of
-    the schema; remote and judge: an address."""
+    the schema; remote and judge: an address; generative: a directory or a name on the Hub."""
 
     pattern: str | None = None
     """regex: what the response must contain, `.` matches line ends too; exact: what finds the
@@ -97,7 +99,8 @@ class RewardConfig:
     """function: which parameters it takes; auto goes by their names."""
 
     max_tokens: int | None = None
-    """length: tokens of the longest response that costs nothing."""
+    """length: tokens of the longest response that costs nothing; generative: of the model's answer,
+    null is 256."""
 
     buffer_tokens: int = 0
     """length: tokens beyond that over which the reward falls from 0 to -1."""
@@ -119,13 +122,14 @@ class RewardConfig:
     """judge: the model's name at the endpoint."""
 
     template: str | None = None
-    """judge: a text file with {prompt}, {response} and columns in braces; null takes ours."""
+    """judge, generative: a text file with {prompt}, {response} and columns in braces; null takes
+    ours."""
 
     scale: tuple[float, float] = (0.0, 10.0)
-    """judge: its lowest and highest score, which become 0 and 1."""
+    """judge, generative: its lowest and highest score, which become 0 and 1."""
 
     concurrency: int = 8
-    """judge: requests at once."""
+    """judge: requests at once; generative: responses that are decoded together."""
 
     attempts: int = 4
     """remote, judge: requests until an answer comes, with growing pauses between them."""

@@ -21,7 +21,8 @@ from rewards.contract import Episode, Outcome
 from rewards.endpoint import EndpointError
 from rewards.forms import prompt_text
 from rewards.functions import read_text
-from rewards.judge import MAX_TOKENS
+from rewards.judge import MAX_TOKENS, text_of
+from rewards.judgement import shortened
 from rewards.sources import Source
 
 TEMPLATE = """\
@@ -144,17 +145,12 @@ def verdict_in(answer: object) -> Literal["first", "second", "tie"]:
     Raises:
         EndpointError: there is none.
     """
-    try:
-        text = answer["choices"][0]["message"]["content"]  # type: ignore[index]
-        objects = _OBJECT.findall(text)
-    except (KeyError, IndexError, TypeError):
-        raise EndpointError(f"the judge's answer has no message: {str(answer)[:80]}") from None
-    for found in reversed(objects):
+    text = text_of(answer)
+    for found in reversed(_OBJECT.findall(text)):
         try:
             better = json.loads(found).get("better")
         except ValueError:
             continue
-        if better in POINTS:
+        if better in ("first", "second", "tie"):
             return better
-    short = " ".join(str(text).split())[:80]
-    raise EndpointError(f"the judge's answer has no JSON with a verdict: {short}")
+    raise EndpointError(f"the judge's answer has no JSON with a verdict: {shortened(text)}")

@@ -13,8 +13,10 @@ from rewards.code_tests import check_sandbox, code_scorer
 from rewards.config import RewardConfig
 from rewards.endpoint import Endpoint, endpoint_of
 from rewards.functions import ALL_COLUMNS, FORMS, FunctionFile, read_function, read_text
+from rewards.generative import check_generative, generative_scorer
 from rewards.json_schema import json_schema_scorer
-from rewards.judge import TEMPLATE, columns_in, judge_scorer
+from rewards.judge import judge_scorer
+from rewards.judgement import TEMPLATE, columns_in
 from rewards.length import length_scorer
 from rewards.matching import exact_scorer, regex_scorer
 from rewards.math_answers import math_scorer
@@ -51,6 +53,11 @@ class Source:
         """Whether it asks an endpoint, and computes next to nothing."""
         return self.config.kind in ("remote", "judge")
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has a worker process of its own: it waits, or is too large for several."""
+        return self.waits_for_network or self.config.kind == "generative"
+
     def call_seconds(self, count: int) -> float:
         """The time that a call with `count` episodes may take."""
         if self.config.kind == "code":
@@ -60,6 +67,8 @@ class Source:
             # Requests end by themselves; this is for what does not.
             judges = self.config.concurrency if self.config.kind == "judge" else count
             return math.ceil(count / judges) * self.endpoint.longest_seconds + 5.0
+        if self.config.kind == "generative":
+            return count * self.timeout_seconds
         return self.timeout_seconds
 
     @property
@@ -80,7 +89,7 @@ class Source:
         """Columns of the rows that it reads; `functions.ALL_COLUMNS` where it may read any."""
         if self.function is not None:
             return self.function.columns
-        if self.config.kind == "judge":
+        if self.config.kind in ("judge", "generative"):
             return columns_in(self.text or "", self.name)
         column = self.config.reads_column
         return frozenset() if column is None else frozenset({column})
@@ -117,12 +126,14 @@ def read_source(
     text = None
     if config.kind == "json_schema" and config.path is not None:
         text = read_text(Path(config.path), f"rewards.{config.name}.path")
-    if config.kind == "judge":
+    if config.kind in ("judge", "generative"):
         where = f"rewards.{config.name}.template"
         text = TEMPLATE if config.template is None else read_text(Path(config.template), where)
         columns_in(text, config.name)
     source = Source(config, function, text, cache_dir, timeout_seconds)
-    if function is None:
+    if config.kind == "generative":
+        check_generative(config)
+    elif function is None:
         scorer_of(source)
     if config.kind == "code":
         check_sandbox(config)
@@ -179,6 +190,7 @@ _SCORERS: dict[str, Callable[[Source], Scorer]] = {
     "judge": lambda source: judge_scorer(
         source.config, source.text or "", source.endpoint, source.kept
     ),
+    "generative": lambda source: generative_scorer(source.config, source.text or ""),
     "length": lambda source: length_scorer(source.config),
     "repetition": lambda source: repetition_scorer(source.config),
 }

@@ -18,6 +18,7 @@ _ARGUMENT = {
     "function": "path",
     "json_schema": "path",
     "remote": "path",
+    "generative": "path",
     "regex": "pattern",
     "exact": "pattern",
     "length": "max_tokens",

@@ -105,15 +105,15 @@ class Supervisor:
 
 
 def _lanes(setup: Setup, take: Take) -> list[Lane]:
-    """One lane with all workers for what computes, and one with a worker for each endpoint.
+    """One lane with all workers for what computes, and one with a worker for each other source.
 
-    So nothing that computes waits for a network.
+    So nothing that computes waits for a network, and a language model is loaded once.
     """
     everything = dict(enumerate(setup.sources))
-    remote = {n: each for n, each in everything.items() if each.waits_for_network}
-    local = {n: each for n, each in everything.items() if n not in remote}
+    alone = {n: each for n, each in everything.items() if each.is_alone}
+    local = {n: each for n, each in everything.items() if n not in alone}
     lanes = [Lane(local, setup.workers, take)] if local else []
-    return lanes + [Lane({n: each}, 1, take) for n, each in remote.items()]
+    return lanes + [Lane({n: each}, 1, take) for n, each in alone.items()]
 
 
 def main(argv: Sequence[str]) -> None:

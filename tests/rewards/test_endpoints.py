@@ -17,7 +17,8 @@ from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
 from rewards.endpoint import Endpoint, EndpointError
-from rewards.judge import score_in
+from rewards.judge import text_of
+from rewards.judgement import NoScoreError, score_in
 from rewards.mixture import Rewards
 from rewards.sources import read_source, scorer_of
 
@@ -268,10 +269,10 @@ def test_a_judges_answer_without_a_score_on_its_scale_is_a_failure(
     text: str, score: float | str
 ) -> None:
     if isinstance(score, float):
-        assert score_in(judged(text), (0.0, 10.0)) == score
+        assert score_in(text_of(judged(text)), (0.0, 10.0)) == score
     else:
-        with pytest.raises(EndpointError, match=score):
-            score_in(judged(text), (0.0, 10.0))
+        with pytest.raises(NoScoreError, match=score):
+            score_in(text_of(judged(text)), (0.0, 10.0))
 
 
 def test_a_template_names_columns_and_responses_can_not_break_it(tmp_path: Path) -> None:
