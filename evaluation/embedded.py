@@ -15,9 +15,10 @@ def read(reading: Reading) -> list[Question]:
     if reading.path is not None:
         raise ConfigError(f"the task embedded has its own rows; leave {reading.path} away")
     questions = held_out_questions()
-    if reading.limit is not None:  # of every kind, as the whole set has them
-        step = max(1, len(questions) // reading.limit)
-        questions = questions[::step][: reading.limit]
+    if reading.limit is not None and reading.limit < len(questions):
+        # Evenly over the set, which is ordered by kind.
+        places = [place * len(questions) // reading.limit for place in range(reading.limit)]
+        questions = [questions[place] for place in places]
     return [
         Question(
             (Message("user", each.text),), {"kind": each.fact.kind, "answer": each.fact.answer}

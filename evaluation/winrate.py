@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
         fields=config.fields,
         limit=config.limit,
         seed=config.seed,
+        held_out=True,
     )
     found = matches([answers_of(path, examples, config) for path in config.paths], config)
     for each in found:

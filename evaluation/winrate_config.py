@@ -77,6 +77,10 @@ class WinrateConfig:
             self.source.kind != "model" or self.source.path is not None,
             "--judge model: say which one, as '{kind: model, path: OUT/step2_reward}'",
         )
+        require(
+            self.source.weight == 1.0,
+            f"--judge: weight has no meaning for one judge, got {self.source.weight}; leave it out",
+        )
 
     @property
     def source(self) -> RewardConfig:

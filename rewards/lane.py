@@ -77,7 +77,8 @@ class Lane:
     def advance(self, ready: Collection[object]) -> None:
         """Receive what workers have sent, kill those past their deadline, hand out calls."""
         for worker in list(self._workers):
-            if worker.connection in ready:
+            # What came while another worker was replaced is no less in time.
+            if worker.connection in ready or worker.connection.poll():
                 self._receive(worker)
             elif time.monotonic() >= worker.deadline:
                 doing = "the call" if worker.loaded else "loading the sources"

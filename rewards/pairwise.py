@@ -63,6 +63,10 @@ class PairwiseJudge:
             fields = {field for _, field, _, _ in string.Formatter().parse(self.template) if field}
         except ValueError as error:
             raise ConfigError(f"{where}: {error}; write {{{{ and }}}} for braces") from None
+        try:
+            self.template.format(**dict.fromkeys(fields, ""))
+        except (ValueError, LookupError) as error:
+            raise ConfigError(f"{where}: {error}; write {{{{ and }}}} for braces") from None
         if not {"first", "second"} <= fields or not all(map(str.isidentifier, fields)):
             raise ConfigError(
                 f"{where} must name {{first}} and {{second}}, and columns in braces; it names"

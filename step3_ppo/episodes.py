@@ -19,6 +19,7 @@ from inference.engine.sampling import Sampler
 from inference.generation import Response, free_bytes, slots_within
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Message
+from pipeline.errors import DataError
 from pipeline.models.chat import decode_response
 from pipeline.models.forward import base_model
 from rewards.contract import Outcome
@@ -262,6 +263,8 @@ class _Table:
         episode = playing.episode
         if played.verdict is not None:
             episode.verdict = played.verdict
+            if played.verdict.outcome.failure is not None:
+                _fail(episode, played.verdict.outcome.failure)
             return [playing]
         if not episode.sequence.input_ids:
             self._open(playing, played)
@@ -272,7 +275,7 @@ class _Table:
             episode.stopped = True
             self._finish(playing, "environment")
         else:
-            self._observe(playing, played.messages)
+            return self._observe(playing, played.messages)
         return []
 
     def _open(self, playing: _Playing, played: Played) -> None:
@@ -282,7 +285,12 @@ class _Table:
         """
         episode, failure = playing.episode, played.failure
         opening = played.messages or ()
-        ids = self._chat.encode_prompt(opening) if opening else []
+        ids: list[int] = []
+        try:
+            ids = self._chat.encode_prompt(opening) if opening else []
+        except DataError as error:
+            failure = f"what reset returned can't be put into the chat format: {error}"
+            self._environments.finish(playing.number)
         if len(ids) > self._limits.max_opening:
             failure = (
                 f"reset returned {len(ids)} tokens, more than ppo.max_prompt_length"
@@ -297,19 +305,28 @@ class _Table:
         playing.limit = min(len(ids) + self._limits.max_tokens, self._batch.capacity)
         self._submit(playing)
 
-    def _observe(self, playing: _Playing, observation: tuple[Message, ...]) -> None:
-        """Append an observation and submit the next turn, or end the episode for want of room."""
+    def _observe(self, playing: _Playing, observation: tuple[Message, ...]) -> list[_Playing]:
+        """Append an observation and submit the next turn, or end the episode for want of room.
+
+        Returns the episode where it has failed: the chat format has no place for the observation.
+        """
         episode = playing.episode
         if episode.num_turns == self._limits.max_turns:
             self._finish(playing, "turns")
-            return
-        ids = self._chat.encode_observation((*episode.opening, *episode.turns), observation)
+            return []
+        try:
+            ids = self._chat.encode_observation((*episode.opening, *episode.turns), observation)
+        except DataError as error:
+            _fail(episode, f"what step returned can't be put into the chat format: {error}")
+            self._environments.finish(playing.number)
+            return [playing]
         if len(episode.sequence) + len(ids) >= playing.limit:
             self._finish(playing, "tokens")
-            return
+            return []
         episode.turns += observation
         _append(episode.sequence, ids, trained=False)
         self._submit(playing)
+        return []
 
     def _submit(self, playing: _Playing) -> None:
         sequence = playing.episode.sequence

@@ -143,8 +143,12 @@ class HeldOut:
         experience = score_responses(
             self.models, self._inputs(), responses, self.config, learns=False
         )
-        log_ratio = (experience.logprobs - experience.ref_logprobs)[experience.mask]
-        total, count = self.data.sums([log_ratio.double().sum().item(), len(responses)])
+        # The last processes go round to the first prompts, which count once.
+        size, num_prompts = self.data.size, len(self.prompts)
+        own = [self.data.rank + place * size < num_prompts for place in range(len(responses))]
+        mask = experience.mask & torch.tensor(own, device=experience.mask.device)[:, None]
+        log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
+        total, count = self.data.sums([log_ratio.double().sum().item(), sum(own)])
         return total / count
 
     def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,6 @@ from rewards.mixture import Rewards, check_failures
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.prompts import Prompt
-from step3_ppo.reward_settings import ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ CHUNK = 8
 
 GOLD = "gold"
 """What is measured and never trained on is called so."""
+
+ENVIRONMENT_FILE = "ppo.environment"
+"""By what name its file is known; no source can have it."""
 
 
 class RewardSources:
@@ -44,6 +47,7 @@ class RewardSources:
         """The workers that play the environment, where there is one."""
         self._cache_dir = cache_dir
         self._rewards: Rewards | None = None
+        self._started = ExitStack()
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
         """By place, what the environment gave since the last results."""
@@ -120,8 +124,9 @@ class RewardSources:
         own = self.state_dict()["files"]
         for name, fingerprint in state["files"].items():
             if own.get(name) != fingerprint:
+                what = name if name == ENVIRONMENT_FILE else f"the reward {name}"
                 raise ConfigError(
-                    f"the file of the reward {name} is not the one that the run began with; bring"
+                    f"the file of {what} is not the one that the run began with; bring"
                     " it back, or say --overwrite to begin again"
                 )
 
@@ -131,6 +136,12 @@ class RewardSources:
         Raises:
             ConfigError: a source can't be used.
         """
+        with ExitStack() as started:  # which ends what was started where the rest can't be
+            self._start(started)
+            self._started = started.pop_all()
+        return self
+
+    def _start(self, started: ExitStack) -> None:
         config = self.config
         if config.environment is not None:
             file = config.read_environment()
@@ -138,7 +149,8 @@ class RewardSources:
             self.environments = Environments(
                 file, workers=config.reward_workers, timeout_seconds=config.reward_timeout
             )
-            self._fingerprint[ENVIRONMENT] = file.sha256
+            started.callback(self.environments.close)
+            self._fingerprint[ENVIRONMENT_FILE] = file.sha256
         if self.has_programs:
             self._rewards = Rewards(
                 config.programs,
@@ -148,10 +160,10 @@ class RewardSources:
                 max_failures=config.max_reward_failures,
                 cache_dir=self._cache_dir,
             )
+            started.callback(self._rewards.close)
             self._fingerprint |= self._rewards.fingerprint
             for note in self._rewards.notes:
                 logger.info("%s", note)
-        return self
 
     def __exit__(
         self,
@@ -159,9 +171,7 @@ class RewardSources:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for processes in (self._rewards, self.environments):
-            if processes is not None:
-                processes.close()
+        self._started.close()
 
 
 class Submitting:

@@ -1,5 +1,6 @@
 """What an instruction is: a program that says whether a text follows it."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,11 @@ class Instruction:
         for name, kind in self.needs.items():
             if not isinstance(arguments.get(name), kind) or isinstance(arguments[name], bool):
                 raise DataError(f"{where} needs {name}, got {arguments.get(name)!r}")
+            value = arguments[name]
+            if isinstance(value, list) and not all(isinstance(each, str) for each in value):
+                raise DataError(f"{where}: {name} must hold texts alone, got {value!r}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise DataError(f"{where}: {name} must be finite, got {value!r}")
         for name, words in self.one_of.items():
             if arguments.get(name) not in words:
                 raise DataError(

@@ -86,7 +86,7 @@ def _instructions(row: Row) -> list[tuple[str, Arguments]]:
 
 
 def _instruction(row: Row, name: object, given: object) -> tuple[str, Arguments]:
-    if name not in INSTRUCTIONS:
+    if not isinstance(name, str) or name not in INSTRUCTIONS:
         raise DataError(
             f"{row.origin}: there is no instruction {name}; {suggestion(str(name), INSTRUCTIONS)}"
         )

@@ -223,7 +223,7 @@ class ChatFormat:
             observation: turns of the user or the system.
 
         Raises:
-            DataError: the template can't render such a dialogue.
+            DataError: the template can't render such a dialogue, or leaves out a turn of it.
         """
         # A fixed text stands for answers: theirs may be anything, and must not move the cut.
         answer = PROBE_RESPONSE.content
@@ -234,11 +234,22 @@ class ChatFormat:
             Message("assistant", answer) if each.role == "assistant" else each for each in messages
         ]
         if self.keeps_history:
-            return self._encoders[1](self.segments(fixed)[-1].text)
+            text = self.segments(fixed)[-1].text
+            self._check_shown(observation, text)
+            return self._encoders[1](text)
         # Earlier answers are rendered otherwise than the last one, so that no prompt is a prefix.
         text = self.render(fixed, generation_prompt=True).rpartition(answer)[2]
+        self._check_shown(observation, text)
         closing, end, rest = text.partition(self._end_of_turn)
         return self._encoders[1](rest if end and not closing.strip() else text)
+
+    def _check_shown(self, turns: Messages, text: str) -> None:
+        for turn in turns:
+            if turn.content.strip() not in text:
+                raise DataError(
+                    f"chat format {self.name} leaves out the turn of the {turn.role} after an"
+                    " answer; make it a part of the user's turn, or choose another --format"
+                )
 
     def _ids(self, segments: Sequence[Segment]) -> list[list[int]]:
         begin, go_on = self._encoders

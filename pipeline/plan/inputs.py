@@ -67,6 +67,7 @@ def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "data.path", config.data.path
     yield "data.eval_path", config.data.eval_path
     yield "ptx_data", getattr(config, "ptx_data", ())
+    yield "eval_task_data", tuple(getattr(config, "eval_task_data", {}).values())
 
 
 def _check_kept(name: str, path: str, stage: Stage, config: StepConfig) -> None:

@@ -220,10 +220,11 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
     finished = (directory / RESULT).is_file()
     chosen = stage.number in request.step
     if chosen and request.resume:
-        if finished and difference:
+        begun = finished or can_go_on(request.output_dir, stage.name)
+        if begun and difference:
             raise ConfigError(
-                f"step {stage.number} in {directory} is finished, with {difference};"
-                " keep that setting, choose another --output-dir, or say --overwrite"
+                f"step {stage.number} in {directory} is {'finished' if finished else 'begun'}, with"
+                f" {difference}; keep that setting, choose another --output-dir, or say --overwrite"
             )
     elif difference:
         raise ConfigError(

@@ -37,6 +37,9 @@ PROMPTS = ("data.", "seed", "max_prompt_length")
 REWARDS = ("reward.path", "rewards", "reward_combine", "missing_eos_score")
 """Settings that decide what a reward counts."""
 
+ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")
+"""Settings that decide how held-out prompts are answered."""
+
 Values = Sequence[float | None]
 
 
@@ -247,6 +250,13 @@ def _differences(steps: Sequence[StepResult], figure: str) -> list[str]:
     if figure in TRAINED_ON and (names := _differing(steps, REWARDS)):
         found.append(
             f"Rewards don't count alike in all methods ({', '.join(names)}): a gold reward would"
+        )
+    if figure == "gold" and (names := _differing(steps, ("gold",))):
+        found.append("The gold rewards of the methods differ, so that they don't count alike")
+    if names := _differing(steps, ANSWERS):
+        found.append(
+            f"Held-out prompts are not answered alike in all methods ({', '.join(names)}), which"
+            " moves rewards and KL by itself"
         )
     return found
 

@@ -29,4 +29,7 @@ class Calculator:
         """The quotient a / b."""
         if b == 0:
             raise ValueError("the divisor is 0")
-        return a / b
+        try:
+            return a / b
+        except OverflowError:
+            raise ValueError("the quotient has too many digits") from None

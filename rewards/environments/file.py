@@ -34,7 +34,8 @@ class EnvironmentFile:
 
     file: str
     name: str
-    form: Literal["turns", "tools"]
+    form: Literal["turns", "tools"] | None
+    """None where a base of another file decides: whoever loads the class knows."""
 
     gives_reward: bool
     """Whether it has a reward of its own; of tools it may be a function's."""
@@ -49,7 +50,8 @@ class EnvironmentFile:
     @property
     def note(self) -> str:
         """What the log says of it: as what it was recognized."""
-        return f"ppo.environment: {self.name} of {self.file} has {FORMS[self.form]}"
+        has = "methods of another file" if self.form is None else FORMS[self.form]
+        return f"ppo.environment: {self.name} of {self.file} has {has}"
 
 
 def read_environment(path: str) -> EnvironmentFile:
@@ -80,7 +82,9 @@ def read_environment(path: str) -> EnvironmentFile:
     )
     family, is_whole = _family(classes[name], classes)
     methods = {each.name: each for node in reversed(family) for each in _methods(node)}
-    form: Literal["turns", "tools"] = "turns" if "step" in methods or not is_whole else "tools"
+    form: Literal["turns", "tools"] | None = "turns" if "step" in methods else "tools"
+    if form == "tools" and not is_whole:
+        form = None
     gives_reward = any(name in methods for name in REWARDS) or _sets_reward(family)
     found = EnvironmentFile(file, name, form, gives_reward or not is_whole, text)
     if is_whole:

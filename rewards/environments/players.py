@@ -77,7 +77,8 @@ class Players:
                 self._obey(self._trainer.recv())
             for seat in self._seats:
                 worker = seat.worker
-                if worker is not None and worker.connection in ready:
+                # What came while another worker was replaced is no less in time.
+                if worker is not None and (worker.connection in ready or worker.connection.poll()):
                     self._receive(seat, worker)
                 elif worker is not None and time.monotonic() >= worker.deadline:
                     doing = worker.playing.verb if worker.playing else "loading the environment"

@@ -6,7 +6,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipeline.errors import ConfigError
-from rewards.contract import RewardError
 from rewards.environments.file import EnvironmentFile
 from rewards.environments.messages import Loaded, Move, Played, Stage
 from rewards.link import Link
@@ -31,7 +30,7 @@ class Environments:
 
     def __init__(self, file: EnvironmentFile, *, workers: int, timeout_seconds: float) -> None:
         self._count = 0
-        self._received: SimpleQueue[Played | RewardError] = SimpleQueue()
+        self._received: SimpleQueue[Played | Exception] = SimpleQueue()
         self._closing = threading.Event()
         # Both ends may have much to send at once: somebody always reads.
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -73,7 +72,7 @@ class Environments:
         played: list[Played] = []
         while (wait and not played) or not self._received.empty():
             message = self._received.get()
-            if isinstance(message, RewardError):
+            if isinstance(message, Exception):
                 raise message
             played.append(message)
         return played
@@ -83,7 +82,7 @@ class Environments:
             try:
                 if self._link.has_message(POLL_SECONDS):
                     self._received.put(self._link.receive())
-            except RewardError as error:
+            except Exception as error:  # noqa: BLE001 - whoever waits for a reply must see it
                 self._received.put(error)
                 return
 

@@ -45,6 +45,7 @@ class ToolEnvironment:
             for name in dir(type(user))
             if is_tool(name) and inspect.isroutine(getattr(type(user), name))
         }
+        self._kinds = {name: typing.get_type_hints(tool) for name, tool in self._tools.items()}
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> list[Message]:
         """The row's dialogue, after a system message about the tools, with what `reset` adds."""
@@ -61,14 +62,20 @@ class ToolEnvironment:
         instructions = getattr(self._user, "INSTRUCTIONS", None)
         if instructions is None:
             instructions = OPENING.format(tools="\n\n".join(map(described, self._tools.values())))
-        return [*([Message("system", instructions)] if instructions else []), *before, last]
+        if instructions and before and before[0].role == "system":  # templates have one such place
+            before[0] = Message("system", f"{before[0].content}\n\n{instructions}")
+        elif instructions:
+            before.insert(0, Message("system", instructions))
+        return [*before, last]
 
     def step(self, answer: str) -> list[Message] | None:
         """What the calls of an answer return; None without any."""
         results = [self._called(text) for text in _CALL.findall(answer)]
         if not results:
             return None
-        lines = [f"<tool_response>{result}</tool_response>" for result in results]
+        # Half of an escaped character, as a call may have it, is no text that can be encoded.
+        texts = [result.encode(errors="replace").decode() for result in results]
+        lines = [f"<tool_response>{text}</tool_response>" for text in texts]
         return [Message("user", "\n".join(lines))]
 
     def reward(self) -> float | Mapping[str, float] | None:
@@ -84,15 +91,15 @@ class ToolEnvironment:
         """What a call returns, or what is wrong with it."""
         try:
             call = json.loads(text)
-        except json.JSONDecodeError as error:
-            return f"error: the call is no JSON: {error.msg} at character {error.pos}"
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets
+            return f"error: the call is no JSON: {error}"
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return 'error: a call is an object with "name" and "arguments"'
         name, arguments = call["name"], call.get("arguments", {})
         if name not in self._tools:
             return f"error: there is no tool {name}; there are {', '.join(sorted(self._tools))}"
         tool = self._tools[name]
-        wrong = wrong_arguments(tool, arguments)
+        wrong = wrong_arguments(tool, arguments, self._kinds[name])
         if wrong:
             return f"error: {name}: {wrong}"
         try:
@@ -106,11 +113,13 @@ def described(tool: Callable[..., object]) -> str:
     return f"{tool.__name__}{inspect.signature(tool)}: {inspect.getdoc(tool) or ''}"
 
 
-def wrong_arguments(tool: Callable[..., object], arguments: object) -> str | None:
-    """Why a tool can't be called with these arguments; None where it can."""
+def wrong_arguments(
+    tool: Callable[..., object], arguments: object, hints: Mapping[str, Any]
+) -> str | None:
+    """Why a tool of such types can't be called with these arguments; None where it can."""
     if not isinstance(arguments, dict):
         return f'"arguments" must be an object, got {json.dumps(arguments)}'
-    signature, hints = inspect.signature(tool), typing.get_type_hints(tool)
+    signature = inspect.signature(tool)
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipeline.data.examples import Message
+from pipeline.data.examples import Message, Role
 from rewards.contract import Outcome
 from rewards.environments.contract import VERBS, Environment, Verdict
 from rewards.environments.file import EnvironmentFile
@@ -50,11 +50,16 @@ def load_class(file: EnvironmentFile) -> Any:  # noqa: ANN401
         Exception: whatever the file's own code raises.
     """
     kind = load_name(file.file, file.text, file.name)
-    verbs = VERBS if file.form == "turns" else ("reset",)
+    verbs = VERBS if takes_turns(kind, file) else ("reset",)
     missing = [verb for verb in verbs if not callable(getattr(kind, verb, None))]
     if missing:
         raise TypeError(f"class {file.name} lacks {' and '.join(missing)}")
     return kind
+
+
+def takes_turns(kind: Any, file: EnvironmentFile) -> bool:  # noqa: ANN401
+    """Whether a class has the three verbs, and is no set of tools; an imported base may decide."""
+    return callable(getattr(kind, "step", None)) if file.form is None else file.form == "turns"
 
 
 class Episodes:
@@ -92,9 +97,13 @@ class Episodes:
 
     def _begin(self, play: Play) -> object:
         user = self._kind()
-        environment = user if self._file.form == "turns" else ToolEnvironment(user)
+        environment = user if takes_turns(self._kind, self._file) else ToolEnvironment(user)
         self._playing[play.episode] = environment
         return environment.reset(play.row, seed=play.seed)
+
+
+ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+"""Each as a plain text, which the file's own subclass of str may be equal to."""
 
 
 class WrongReturnError(TypeError):
@@ -123,12 +132,20 @@ def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
         if isinstance(given, Mapping)
         else (getattr(given, "role", None), getattr(given, "content", None))
     )
-    if role not in ("system", "user", "assistant") or not isinstance(content, str):
+    if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
         raise WrongReturnError(
             f"{verb} returned {shown(given)} as a message, which needs a role (system, user or"
             " assistant) and a text as content"
         )
-    return Message(role, content)
+    # A plain text: the file's own subclasses of str are known in this process alone.
+    content = str.__str__(content)
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise WrongReturnError(
+            f"{verb} returned {shown(content)}, which is no text in Unicode"
+        ) from None
+    return Message(ROLES[role], content)
 
 
 def verdict_of(returned: object) -> Verdict:

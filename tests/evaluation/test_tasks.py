@@ -1,6 +1,7 @@
 """What the tasks ask, and how they grade."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_of_a_set_with_a_test_split_that_is_asked(rows: Path) -> None:
     assert [turn.content for turn in question.messages] == [
         "0 and 0?", "0 + 0 = 0\n#### 0", "Of the test?",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [64, 200, 256])
+def test_a_part_of_the_embedded_task_has_the_kinds_of_the_whole(limit: int) -> None:
+    task = TASKS["embedded"]
+    whole, part = (
+        Counter(each.extra["kind"] for each in task.read(Reading(limit=number)))
+        for number in (None, limit)
+    )
+
+    assert part.total() == limit
+    for kind, count in whole.items():
+        assert abs(part[kind] - count * limit / whole.total()) <= 1, kind
 
 
 def test_the_embedded_task_asks_its_held_out_prompts_and_grades_by_its_verifier() -> None:

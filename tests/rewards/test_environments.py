@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import pytest
 
 from pipeline.errors import ConfigError
@@ -19,6 +18,7 @@ from rewards.environments.guessing import GuessingGame
 from rewards.environments.messages import Played
 from rewards.environments.pool import Environments
 from rewards.environments.tools import ToolEnvironment
+from tests.rewards.processes import alive, descendants, words_of
 
 GAME = """
 import os, subprocess, sys, time
@@ -118,10 +118,10 @@ def test_an_episode_that_fails_costs_no_other_its_state(
 
         environments.step(good, "three")
         assert said(replies(environments, 1)[good]) == "one two three"
-        below = psutil.Process().children(recursive=True)
-        hanging = [each for each in below if "time.sleep(600)" in " ".join(each.cmdline())]
+        below = descendants()
+        hanging = [each for each in below if "time.sleep(600)" in " ".join(words_of(each))]
     assert not hanging
-    assert not [each for each in below if each.is_running() and each.status() != "zombie"]
+    assert not [each for each in below if alive(each)]
 
 
 def test_much_may_be_said_by_both_sides_at_once(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ CALLS: Sequence[tuple[str, str]] = (
     (call("buy", name="pen", count=2), '{"bought": 2, "kind": "new"}'),
     (call("pay", price=3), "3 EUR None"),
     (call("pay", price=3.5, notes=["a"]), "3.5 EUR ['a']"),
-    ("<tool_call>{buy</tool_call>", "error: the call is no JSON: .* at character 1"),
+    ("<tool_call>{buy</tool_call>", r"error: the call is no JSON: .*\(char 1\)"),
     ("<tool_call>[1]</tool_call>", 'error: a call is an object with "name" and "arguments"'),
     ('<tool_call>{"name": 3}</tool_call>', 'error: a call is an object with "name"'),
     (call("sell"), "error: there is no tool sell; there are buy, fail, pay"),
@@ -328,3 +328,31 @@ def test_our_examples_are_environments() -> None:
     assert forms == {"guessing": "turns", "calculator": "tools"}
     assert read_environment("guessing").gives_reward
     assert not read_environment("calculator").gives_reward
+
+
+def test_a_call_may_hold_anything_and_its_environment_still_says_what_is_wrong() -> None:
+    tools = ToolEnvironment(Calculator())
+    row = {"dialogue": [{"role": "user", "content": "1+2="}]}
+    tools.reset(row, seed=0)
+
+    for call in ('{"name": "\\ud83d"}', "[" * 2000, '{"name": "add", "arguments": ' + "1" * 5000):
+        (reply,) = tools.step(f"<tool_call>{call}</tool_call>") or ()
+        assert "<tool_response>error: " in reply.content
+        assert reply.content.encode()
+
+
+def test_instructions_join_the_rows_own_system_message() -> None:
+    class Shop:
+        def reset(self) -> None: ...
+
+        def price(self, name: str) -> float:
+            """What a thing costs."""
+            return len(name)
+
+    dialogue = [{"role": role, "content": role} for role in ("system", "user")]
+
+    system, user = ToolEnvironment(Shop()).reset({"dialogue": dialogue}, seed=0)
+
+    assert (system.role, user.role) == ("system", "user")
+    assert system.content.startswith("system\n\nYou can use tools.")
+    assert "price(name: str) -> float: What a thing costs." in system.content

@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError
 from rewards.config import RewardConfig
 from rewards.contract import Episode, RewardError, Scored
 from rewards.mixture import Rewards
+from tests.rewards.processes import alive, descendants
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = Path(__file__).parent / "programs.py"
@@ -39,19 +40,6 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
-
-
-def descendants() -> list[psutil.Process]:
-    """The processes of rewards; the test run has others, which other tests started."""
-    own = [each for each in psutil.Process().children() if "rewards.supervisor" in words_of(each)]
-    return [process for each in own for process in (each, *each.children(recursive=True))]
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it has ended
-        return []
 
 
 def test_functions_of_every_form_run_unchanged() -> None:
@@ -235,10 +223,6 @@ def test_nothing_outlives_a_killed_training_process_or_supervisor(victim: str) -
     trainer.wait()
     trainer.stdout.close()
     assert gone
-
-
-def alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_signals_to_a_job_leave_the_rewards_of_its_last_step_alone() -> None:
