@@ -16,8 +16,8 @@ from rewards.spec import KINDS
 def test_every_kind_has_a_scorer_and_every_setting_its_kinds() -> None:
     settings = {field.name for field in fields(RewardConfig)}
 
-    # A function is loaded from its file, and step 3 itself scores with its reward model.
-    assert set(sources._SCORERS) | {"function", "model"} == set(KINDS)
+    # A function is loaded from its file; step 3 itself has its reward model and its environment.
+    assert set(sources._SCORERS) | {"function", "model", "environment"} == set(KINDS)
     assert set(config._USED_BY) == settings - {"name", "kind", "weight"}
     assert set().union(*config._USED_BY.values()) <= set(KINDS)
 
