@@ -45,7 +45,7 @@ RULE = '''"""The rule: the last sentence names a friend."""
 from benchmarks.story_endings import names_a_friend
 
 
-def score(episodes):
+def friend(episodes):
     """1 for a response that ended by itself and keeps the rule, else 0."""
     return [float(each.stopped and names_a_friend(each.response)) for each in episodes]
 '''
@@ -61,14 +61,14 @@ def names_a_friend(ending: str) -> bool:
 def of_grpo(rule: Path, pairs: Path) -> list[str]:
     """The rule as reward function, without reward model and critic."""
     del pairs
-    options = ["--method", "grpo", "--reward-function", f"{rule}:score", "--ppo.aggregate", "token"]
+    options = ["--method", "grpo", "--reward-function", f"{rule}:friend", "--ppo.aggregate", "token"]
     options += ["--ppo.batch_size", "128", "--ppo.max_steps", "40", "--ppo.kl_in", "reward"]
     return [*options, "--ppo.kl_coef", "0.02", "--ppo.actor.optim.lr", "1e-3"]
 
 
 def of_ppo(rule: Path, pairs: Path) -> list[str]:
     """A reward model of pairs that the rule made; the rule measures."""
-    gold = json.dumps({"kind": "function", "path": f"{rule}:score"})
+    gold = json.dumps({"kind": "function", "path": f"{rule}:friend"})
     options = ["--method", "ppo", "--ppo.gold", gold, "--reward.data.path", str(pairs)]
     options += ["--reward.epochs", "4", "--reward.model.optim.lr", "1e-3"]
     options += ["--ppo.batch_size", "128", "--ppo.max_steps", "40", "--ppo.kl_coef", "0.05"]
