@@ -2,8 +2,8 @@
 
 python -m benchmarks.story_endings --model STORIES260K --out DIR [--method grpo] [--seed 1]
 
-The model writes stories. Those that end become rows: the last two sentences are the demonstration,
-all before them the prompt, so that step 1 learns no more than the chat format. Step 3 then asks for
+The model writes stories. Those that end become rows: the last sentence is the demonstration,
+all before it the prompt, so that step 1 learns no more than the chat format. Step 3 then asks for
 endings, and a program rewards those that name a friend in the last sentence. `--method grpo` has
 the program as reward function; `--method ppo` trains a reward model on pairs that the program made,
 two endings of the same story of which one keeps the rule, and the program only measures (`gold`).
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 BEGIN_ID, END_IDS = 1, (1, 2)
 """Of stories260K, which ends a story by the beginning of the next."""
 
-MAX_NEW_TOKENS = 80
+MAX_NEW_TOKENS = 56
 TRIES = 8
 """Endings of a story among which a pair is looked for."""
 
@@ -61,9 +61,16 @@ def names_a_friend(ending: str) -> bool:
 def of_grpo(rule: Path, pairs: Path) -> list[str]:
     """The rule as reward function, without reward model and critic."""
     del pairs
-    options = ["--method", "grpo", "--reward-function", f"{rule}:friend", "--ppo.aggregate", "token"]
+    options = [
+        "--method",
+        "grpo",
+        "--reward-function",
+        f"{rule}:friend",
+        "--ppo.aggregate",
+        "token",
+    ]
     options += ["--ppo.batch_size", "128", "--ppo.max_steps", "40", "--ppo.kl_in", "reward"]
-    return [*options, "--ppo.kl_coef", "0.02", "--ppo.actor.optim.lr", "1e-3"]
+    return [*options, "--ppo.kl_coef", "0.05", "--ppo.actor.optim.lr", "2e-4"]
 
 
 def of_ppo(rule: Path, pairs: Path) -> list[str]:
@@ -78,7 +85,7 @@ def of_ppo(rule: Path, pairs: Path) -> list[str]:
 OPTIONS = {"grpo": of_grpo, "ppo": of_ppo}
 COMMON = [
     *("--format", "plain", "--data-split", "4,3,3", "--max-length", "480"),
-    *("--sft.epochs", "2", "--sft.model.optim.lr", "5e-4", "--sft.batch_size", "16"),
+    *("--sft.epochs", "6", "--sft.model.optim.lr", "5e-4", "--sft.batch_size", "8"),
     *("--ppo.max_prompt_length", "400", "--ppo.max_new_tokens", str(MAX_NEW_TOKENS)),
     *("--ppo.epochs", "100", "--ppo.micro_batch_size", "32"),
 ]
@@ -136,11 +143,11 @@ def make_rows(model_path: Path, rows: Path, rule: Path, *, count: int) -> None:
 
 
 def split(story: str) -> tuple[str, str] | None:
-    """All but the last two sentences, and those; None of a story too short for that."""
+    """All but the last sentence, and that; None of a story too short for that."""
     sentences = re.findall(r"[^.!?]*[.!?]+\"?", " ".join(story.split()))
     if len(sentences) < 6:
         return None
-    return "".join(sentences[:-2]).strip(), "".join(sentences[-2:]).strip()
+    return "".join(sentences[:-1]).strip(), sentences[-1].strip()
 
 
 def make_pairs(model_path: Path, rows: Path, pairs: Path) -> None:
