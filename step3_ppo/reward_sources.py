@@ -13,6 +13,7 @@ from inference.generation import Response
 from pipeline.clock import Clock
 from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response
+from pipeline.parallel.group import Group
 from rewards.contract import Episode, Outcome, Scored
 from rewards.environments.pool import Environments
 from rewards.mixture import Rewards, check_failures
@@ -124,10 +125,24 @@ class RewardSources:
         own = self.state_dict()["files"]
         for name, fingerprint in state["files"].items():
             if own.get(name) != fingerprint:
-                what = name if name == ENVIRONMENT_FILE else f"the reward {name}"
                 raise ConfigError(
-                    f"the file of {what} is not the one that the run began with; bring"
+                    f"the file of {_what(name)} is not the one that the run began with; bring"
                     " it back, or say --overwrite to begin again"
+                )
+
+    def check_alike(self, group: Group) -> None:
+        """Look whether all processes run the same files.
+
+        Raises:
+            ConfigError: on all processes alike, that a file was edited while they started, or that
+                machines have different ones.
+        """
+        first, *others = group.gather_objects(self._fingerprint)
+        for name, fingerprint in first.items():
+            if any(each.get(name) != fingerprint for each in others):
+                raise ConfigError(
+                    f"processes have read different files of {_what(name)}; bring the same one to"
+                    " all machines, leave it alone until the step has begun, and start again"
                 )
 
     def __enter__(self) -> "RewardSources":
@@ -227,3 +242,7 @@ class Submitting:
             num_tokens=len(response.ids),
             slot=place,
         )
+
+
+def _what(name: str) -> str:
+    return name if name == ENVIRONMENT_FILE else f"the reward {name}"

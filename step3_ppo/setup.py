@@ -58,8 +58,9 @@ def set_up(
 
     Raises:
         ModelError: as `step3_ppo.models.load_models`; or the actor's first figures are not finite.
-        ConfigError: settings that the models can't take.
+        ConfigError: settings that the models can't take, or processes with different files.
     """
+    sources.check_alike(run.mesh.world)
     if config.uses_reward_model:
         check_reward_model(config.reward.path)
     models = load_models(config, tokenizer, chat, iterations=run.total_steps, sources=sources)

@@ -102,7 +102,8 @@ def game_config(toy: Path, environment: str, **changes: Any) -> PPOConfig:
     """GRPO on groups of four in a game of `GAMES`; without critic and reward model."""
     save_actor(toy)
     file = toy / "games.py"
-    file.write_text(GAMES)
+    if not file.exists():  # another process may be reading it
+        file.write_text(GAMES)
     settings = {
         "environment": f"{file}:{environment}",
         "advantage": "grpo",

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.data.examples import Encoded, Message
+from pipeline.errors import ConfigError
+from pipeline.parallel.mesh import current_mesh
 from rewards.contract import RewardError
 from step3_ppo.config import PPOConfig
 from step3_ppo.episode_statistics import episode_statistics
@@ -407,6 +409,34 @@ def test_two_processes_play_what_one_plays(toy: Path) -> None:
     first, second = run_ranks(share, str(toy))
 
     assert [*first, *second] == expected
+
+
+def check_own_file(directory: str) -> str:
+    """What a process says that has edited its file."""
+    config = game_config(Path(directory), "Counting")
+    file = Path(directory) / f"games-{rank()}.py"
+    file.write_text((Path(directory) / "games.py").read_text() + f"EDIT = {rank()}\n")
+    with RewardSources(replace(config, environment=f"{file}:Counting")) as sources:
+        try:
+            sources.check_alike(current_mesh().world)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_processes_with_different_files_are_refused(toy: Path) -> None:
+    game_config(toy, "Counting")
+
+    answers = run_ranks(check_own_file, str(toy))
+
+    assert (
+        answers
+        == [
+            "processes have read different files of ppo.environment; bring the same one to all"
+            " machines, leave it alone until the step has begun, and start again"
+        ]
+        * 2
+    )
 
 
 @pytest.mark.grid
