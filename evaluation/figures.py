@@ -39,8 +39,7 @@ class Figure:
         Where several answers to each were drawn, the mean over them varies less than a trial does,
         so that the interval is on the safe side.
         """
-        low, high = share_interval(self.value * self.questions, self.questions)
-        return max(0.0, low), min(1.0, high)
+        return share_interval(self.value * self.questions, self.questions)
 
 
 def pass_at_k(count: int, right: int, k: int) -> float:

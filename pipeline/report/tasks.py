@@ -30,8 +30,7 @@ class TaskFigure:
     @property
     def interval(self) -> tuple[float, float]:
         """Of `after`, 95 % (Wilson 1927)."""
-        low, high = share_interval(self.after * self.questions, self.questions)
-        return max(0.0, low), min(1.0, high)
+        return share_interval(self.after * self.questions, self.questions)
 
 
 def task_figures(step: StepResult) -> list[TaskFigure]:
