@@ -50,7 +50,7 @@ class EvaluationConfig:
     """The same seed draws the same answers."""
 
     batch_size: int = 32
-    """Answers computed at once; changes no figure."""
+    """Answers in a batch; changes no figure."""
 
     output: Path = Path("evaluation.json")
     """File for all figures and what they were measured with, as JSON; replaced where it exists."""

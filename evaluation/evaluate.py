@@ -31,7 +31,7 @@ def evaluate(
         sampling: how answers are drawn.
         ks: of pass@k, none larger than `num_samples`.
         num_samples: answers to each question.
-        batch_size: sequences computed at once; changes no figure.
+        batch_size: sequences in a batch; changes no figure.
 
     Raises:
         DataError: a question is too long for the model.

@@ -22,7 +22,7 @@ Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
 class TaskEvaluations:
     """Asks the tasks of the settings, greedily; often there are none.
 
-    The rows are read at once, so that what is wrong with them is said before training.
+    The rows are read here, so that what is wrong with them is reported before training.
 
     Raises:
         DataError: rows of a task are missing or wrong.

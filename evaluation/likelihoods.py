@@ -104,7 +104,7 @@ class TextModel:
     @torch.no_grad()
     def _scored(self, parts: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         rows: list[tuple[float, bool]] = [(0.0, True)] * len(parts)
-        # Similar lengths side by side, the longest first: what has no room fails at once.
+        # Similar lengths side by side, the longest first: what has no room fails first.
         order = sorted(
             (number for number, (_, after) in enumerate(parts) if after),
             key=lambda number: -len(parts[number][0]) - len(parts[number][1]),

@@ -36,7 +36,7 @@ class WinrateConfig:
     """Longest answer, in tokens."""
 
     batch_size: int = 32
-    """Answers computed at once."""
+    """Answers in a batch; changes none of them."""
 
     seed: int = 0
     """Of sampling and of the bootstrap."""

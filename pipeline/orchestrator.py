@@ -177,10 +177,10 @@ def _end_with(failed: Mapping[str, int]) -> None:
 
 
 def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
-    """The exit code of a step that failed, which is said here; 0 where it is done.
+    """The exit code of a step that failed, which is reported here; 0 where it is done.
 
     Raises:
-        SystemExit, KeyboardInterrupt: the step was told to stop.
+        SystemExit, KeyboardInterrupt: the step was interrupted.
     """
     out = plan.request.output_dir
     if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:

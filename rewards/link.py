@@ -25,7 +25,7 @@ class Link:
         theirs.close()
 
     def send(self, message: object) -> None:
-        """Send a message; returns at once.
+        """Send a message, without waiting for a reply.
 
         Raises:
             RewardError: the supervisor has ended.

@@ -52,7 +52,7 @@ class SelectConfig:
     """Longest answer, in tokens; one that is cut off there is never chosen."""
 
     batch_size: int = 32
-    """Answers computed at once."""
+    """Answers in a batch; changes none of them."""
 
     seed: int = 0
     """The same seed draws the same answers."""

@@ -206,7 +206,7 @@ class _Table:
         self._thinking.append((self._steps, _Playing(index, number, prompt, key)))
 
     def advance(self) -> list[tuple[int, EpisodeResponse]]:
-        """Take what environments have said, and one step of the batch; the episodes that ended.
+        """Take the environments' replies, and one step of the batch; the episodes that ended.
 
         Which sequences share a pass depends on the number of steps alone, and not on the clock: an
         environment that has not answered when its time has come is waited for.

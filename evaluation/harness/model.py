@@ -17,7 +17,7 @@ class HarnessModel(LM):
 
     Args:
         path: model directory or Hub id.
-        batch_size: sequences read at once; `auto` is 8.
+        batch_size: sequences in a batch; `auto` is 8.
         device: not read: the GPU is used where there is one.
         max_batch_size: not read.
     """

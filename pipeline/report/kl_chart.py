@@ -1,4 +1,4 @@
-"""Methods as lines of a figure over the KL to the reference, told apart without colours."""
+"""Methods as lines of a figure over the KL to the reference, distinct without colours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

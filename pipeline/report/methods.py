@@ -105,7 +105,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """Who is better at equal KL; empty where that can't be said."""
+        """Who is better at equal KL; empty where there is no comparison."""
         if self.kl is None or len(self.equal) < 2:
             return ""
         best, *others = self.equal

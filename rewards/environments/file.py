@@ -1,6 +1,6 @@
 """A user's environment, read from its file without running it.
 
-So a missing class or method is said before any model is loaded. The text that was read is what
+So a missing class or method is reported before any model is loaded. The text that was read is what
 runs: an edit of the file during a run changes nothing.
 """
 

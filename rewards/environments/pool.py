@@ -32,7 +32,7 @@ class Environments:
         self._count = 0
         self._received: SimpleQueue[Played | Exception] = SimpleQueue()
         self._closing = threading.Event()
-        # Both ends may have much to send at once: somebody always reads.
+        # Both ends may have much to send together: one of them always reads.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._link = Link()
         try:

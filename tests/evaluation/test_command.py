@@ -77,7 +77,7 @@ def test_the_right_answers_are_found_in_the_answers(model: Path, tmp_path: Path)
     chat, network = loaded(model)
     sampling = Sampling(max_new_tokens=6, temperature=0.0)
     questions = [Question((Message("user", f"Say {n}"),)) for n in range(3)]
-    said = answers_to(questions, network, chat, sampling, task="t")
+    given = answers_to(questions, network, chat, sampling, task="t")
     solved = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in solved))
@@ -89,7 +89,7 @@ def test_the_right_answers_are_found_in_the_answers(model: Path, tmp_path: Path)
 
     right = [
         TASKS["arithmetic"].grade(Question((), {"answer": row["answer"]}), each[0])["correct"][0]
-        for row, each in zip(solved, said, strict=True)
+        for row, each in zip(solved, given, strict=True)
     ]
     assert found["figures"][0]["value"] == pytest.approx(sum(right) / 3)
 

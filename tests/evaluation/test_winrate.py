@@ -92,8 +92,8 @@ def test_every_two_models_are_compared_by_what_a_program_gives(
     } == pytest.approx(expected)
     assert [each["unknown"] for each in found["matches"]] == [1, 1, 1]
     assert sum(each["elo"] for each in found["strengths"]) == pytest.approx(0.0, abs=1e-6)
-    said = capsys.readouterr().out
-    assert f"{home / 'b'} against {home / 'a'}" in said
+    printed = capsys.readouterr().out
+    assert f"{home / 'b'} against {home / 'a'}" in printed
 
 
 def test_a_reward_model_prefers_what_it_scores_higher(home: Path) -> None:

@@ -70,7 +70,7 @@ def replies(environments: Environments, count: int) -> dict[int, Played]:
     return {each.episode: each for each in found}
 
 
-def said(played: Played) -> str:
+def shown(played: Played) -> str:
     assert played.messages is not None, played.failure
     return played.messages[-1].content
 
@@ -88,8 +88,8 @@ def test_each_episode_has_a_state_of_its_own(tmp_path: Path) -> None:
             environments.finish(number)
         rewards = replies(environments, 4)
 
-    assert [said(openings[number]) for number in numbers] == ["a 3", "b 3", "c 3", "d 3"]
-    assert [said(after[number]) for number in numbers[:3]] == ["x1", "x2", "x3"]
+    assert [shown(openings[number]) for number in numbers] == ["a 3", "b 3", "c 3", "d 3"]
+    assert [shown(after[number]) for number in numbers[:3]] == ["x1", "x2", "x3"]
     verdicts = [rewards[number].verdict for number in numbers]
     assert [each.outcome.value for each in verdicts if each] == [2, 1, 1, 0]
 
@@ -117,7 +117,7 @@ def test_an_episode_that_fails_costs_no_other_its_state(
         assert time.monotonic() - began < 4.0
 
         environments.step(good, "three")
-        assert said(replies(environments, 1)[good]) == "one two three"
+        assert shown(replies(environments, 1)[good]) == "one two three"
         below = descendants()
         hanging = [each for each in below if "time.sleep(600)" in " ".join(words_of(each))]
     assert not hanging
@@ -131,7 +131,7 @@ def test_much_may_be_said_by_both_sides_at_once(tmp_path: Path) -> None:
         numbers = [environments.begin({"name": name}, seed=0) for _ in range(20)]
         openings = replies(environments, 20)
 
-    assert all(said(openings[number]) == f"{name} 0" for number in numbers)
+    assert all(shown(openings[number]) == f"{name} 0" for number in numbers)
 
 
 def test_a_wrong_opening_is_said(tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ def test_demonstrations_are_the_best_and_step_1_reads_them(
     assert rows
     assert all(-1 <= row["reward"] < 0 for row in rows)
     assert [turn["role"] for turn in rows[-1]["messages"]][-1] == "assistant"
-    said = capsys.readouterr().out
-    assert f"chosen      {len(rows)} demonstrations" in said
-    assert "the best of 12 are at most 1.568 nats from the model: log 12 - 11/12" in said
+    printed = capsys.readouterr().out
+    assert f"chosen      {len(rows)} demonstrations" in printed
+    assert "the best of 12 are at most 1.568 nats from the model: log 12 - 11/12" in printed
     read = read_by(1, prompts.with_name("selected.jsonl"))
     assert [each.chosen[-1].content for each in read] == [
         row["messages"][-1]["content"] for row in rows

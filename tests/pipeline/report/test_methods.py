@@ -1,4 +1,4 @@
-"""Methods of one run side by side: interpolation by hand, verdicts, what is said and drawn."""
+"""Methods of one run side by side: interpolation by hand, verdicts, what is written and drawn."""
 
 import json
 import re
