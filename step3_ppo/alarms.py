@@ -1,4 +1,4 @@
-"""One sentence where PPO goes wrong, while it can still be stopped.
+"""One sentence where training goes wrong, while it can still be stopped.
 
 Each alarm is raised once, and again only after its metric has been in order for some iterations.
 """
@@ -32,7 +32,7 @@ QUIET = 5
 """Iterations in order after which an alarm may be raised again: metrics hover about a limit."""
 
 CHANCE = 0.55
-"""Held-out accuracy of a reward model at which PPO has nothing to climb."""
+"""Held-out accuracy of a reward model at which a policy has nothing to climb."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ def check_reward_model(path: str | None) -> None:
     if accuracy < chance:
         logger.warning(
             "the reward model orders %.1f %%%s held-out pairs right, where guessing gives 50 %%:"
-            " PPO has next to nothing to climb; train step 2 on more pairs first",
+            " there is next to nothing to climb; train step 2 on more pairs first",
             100 * accuracy,
             f" of {count:.0f}" if count > 0 else " of",
         )

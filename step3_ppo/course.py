@@ -41,7 +41,7 @@ TITLES = {
     "reinforce_pp": "REINFORCE++ (Hu 2025)",
     "raft": "RAFT (Dong et al. 2023)",
 }
-"""By the name of the method, as the model card has it."""
+"""By the name of the method, as the model card has it; messages have what is before the paper."""
 
 
 class Course:
@@ -119,7 +119,7 @@ class Course:
 
     def end(self, run: Run) -> None:
         """Let the exported actor and the base answer all prompts; write samples and the result."""
-        say_where_it_ended(self.best, self.start)
+        say_where_it_ended(self.best, self.start, self.config)
         after = answer_all(self.held_out)
         evaluation = {
             **summarize(self.before, after, name=self._scores_are),
@@ -176,24 +176,28 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     return num_prompts / config.rollout_size * scored / (scored + learned)
 
 
-def say_where_it_ended(best: BestWeights, start: float) -> None:
+def say_where_it_ended(best: BestWeights, start: float, config: PPOConfig) -> None:
     """Warn where the actor did not get better than step 1's model, or got worse again.
 
     Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
     """
     now = -best.last
+    method, _, _ = TITLES[config.method_name].partition(" (")
     if best.step == 0:
         logger.warning(
-            "PPO made the actor no better than step 1's model on held-out prompts (%.3g, at first"
-            " %.3g)%s: lower ppo.actor.optim.lr, or look at the reward model",
+            "%s made the actor no better than step 1's model on held-out prompts (%.3g, at first"
+            " %.3g)%s: lower ppo.actor.optim.lr, or look at the %s",
+            method,
             now,
             start,
             ", and step 1's weights are exported" if best.keep else "",
+            "reward model" if config.uses_reward_model else "rewards",
         )
     elif now < start:
         logger.warning(
-            "PPO made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
+            "%s made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
             " first %.3g)%s: lower ppo.actor.optim.lr",
+            method,
             now,
             start,
             f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
