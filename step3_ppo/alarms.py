@@ -28,6 +28,9 @@ MIN_LENGTH, MAX_LENGTH = 0.5, 2.0
 STOP_RATE_LOSS = 0.2
 """Share of responses that ended in the first rollout and no longer do."""
 
+LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
+"""Of an episode, by the metric of the share that each ended."""
+
 QUIET = 5
 """Iterations in order after which an alarm may be raised again: metrics hover about a limit."""
 
@@ -96,11 +99,21 @@ class Alarms:
             "stop rate": (
                 ended > STOP_RATE_LOSS,
                 f"{100 * metrics['stop_rate']:.0f} % of answers end by themselves, against"
-                f" {100 * first['stop_rate']:.0f} % at first: raise ppo.max_new_tokens, or lower"
-                " ppo.missing_eos_score",
+                f" {100 * first['stop_rate']:.0f} % at first: {_room_to_end(metrics)}",
             ),
         }
         return {name: sentence for name, (wrong, sentence) in checks.items() if wrong}
+
+
+def _room_to_end(metrics: Mapping[str, float]) -> str:
+    """What lets responses end by themselves again; of episodes by what ended them instead."""
+    ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
+    if not ended:
+        return "raise ppo.max_new_tokens, or lower ppo.missing_eos_score"
+    reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
+    if not reached:
+        return "the environment failed in the others; see reward_failures"
+    return f"raise {' or '.join(reached)}"
 
 
 def _share(value: float, of: float) -> float:
