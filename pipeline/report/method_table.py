@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeline.progress import duration
 from pipeline.report.intervals import Interval
 from pipeline.report.methods import FIGURES, Comparison, Method, interval_of, known, shown
-from pipeline.report.results import mean
+from pipeline.report.results import StepResult, mean
 from pipeline.report.words import nats, percent
 
 
@@ -70,7 +70,7 @@ def _row(method: Method, comparison: Comparison) -> Row:
     of_equal = "" if equal is None else _with_interval(figure, equal.value, equal.interval)
     return Row(
         title=method.title,
-        value=shown(figure, mean(known(values))) if known(values) else _state(method),
+        value=shown(figure, mean(known(values))) if known(values) else _instead(step),
         interval=_interval(figure, interval_of(figure, values)),
         kl=DASH if kl is None else nats(kl),
         length=DASH if length is None else f"{length:.1f}",
@@ -82,10 +82,9 @@ def _row(method: Method, comparison: Comparison) -> Row:
     )
 
 
-def _state(method: Method) -> str:
-    if method.step.diverged:
-        return "diverged"
-    return DASH if method.step.finished else "not finished"
+def _instead(step: StepResult) -> str:
+    """What stands in place of a value."""
+    return DASH if step.state == "finished" else step.state
 
 
 def _interval(figure: str, interval: Interval | None) -> str:

@@ -134,8 +134,9 @@ def compare_methods(results: Results) -> Comparison | None:
     methods = tuple(
         Method(step, title(step.name, results), evaluations(step, figure)) for step in steps
     )
-    notes = tuple(_differences(steps, figure))
     measured = [method for method in methods if method.is_measured]
+    evaluated = [method.step for method in methods if method.path]
+    notes = (*_differences(evaluated, figure), *_unfinished(measured))
     if sparse := [method.title for method in methods if method.path and not method.is_measured]:
         notes += (
             f"{listed(sparse)} kept no evaluation between start and end (eval_every), so that"
@@ -261,13 +262,27 @@ def _differences(steps: Sequence[StepResult], figure: str) -> list[str]:
     return found
 
 
+def _unfinished(methods: Sequence[Method]) -> list[str]:
+    """Sentences about methods that are compared though they did not come to their end."""
+    found: list[str] = []
+    for state, end in _ENDS.items():
+        if names := [method.title for method in methods if method.step.state == state]:
+            found.append(f"Of {listed(names)}, which {end}, evaluations until then are compared")
+    return found
+
+
+_ENDS = {"diverged": "diverged", "not finished": "did not finish"}
+"""By the state of a step, what sentences say of it."""
+
+
 def _differing(steps: Sequence[StepResult], beginnings: Sequence[str]) -> list[str]:
-    """Names of the settings with such beginnings in which the finished steps differ."""
-    finished = [step.changed_settings for step in steps if step.finished]
-    names = sorted({name for settings in finished for name in settings})
+    """Names of the settings with such beginnings in which the steps differ."""
+    known = [step.settings for step in steps if step.settings]
+    names = sorted({name for settings in known for name in settings})
+    # What is null in one step has a name for each of its parts in another.
     return [
         name
         for name in names
         if name.startswith(tuple(beginnings))
-        and len({repr(settings.get(name, "the default")) for settings in finished}) > 1
+        and len({repr(settings.get(name)) for settings in known}) > 1
     ]

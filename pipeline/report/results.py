@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.errors import DataError
+from pipeline.settings.plain import portable
 
 STEP = re.compile(r"step[0-9]_[a-z0-9]+")
 """Names of the directories of steps, in their order; a copy such as step3_ppo.old is none.
@@ -37,8 +38,11 @@ class StepResult:
     diverged: str = ""
     """When and why, where training left the finite numbers."""
 
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """All settings by dotted name, paths beside the step's directory written relative to it."""
+
     changed_settings: Mapping[str, object] = field(default_factory=dict)
-    """Dotted names and values of the settings that differ from the defaults."""
+    """Dotted names and values of those that differ from the defaults, of a finished step."""
 
     metrics: tuple[Mapping[str, object], ...] = ()
     """The lines of metrics.jsonl."""
@@ -62,8 +66,15 @@ class StepResult:
     @property
     def method(self) -> str:
         """How it learned: `ppo`; of a step that knows no methods the end of its name."""
-        method = self.changed_settings.get("method")
+        method = self.settings.get("method")
         return method if isinstance(method, str) else self.name.partition("_")[2]
+
+    @property
+    def state(self) -> str:
+        """How it ended, in words."""
+        if self.diverged:
+            return "diverged"
+        return "finished" if self.finished else "not finished"
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:
@@ -224,6 +235,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         samples=int(finite(result.get("samples")) or 0),
         eval=_object(result.get("eval")),
         diverged=str(_read_object(directory / "diverged.json").get("sentence", "")),
+        settings=_settings(directory),
         changed_settings=_object(result.get("changed_settings")),
         metrics=tuple(_lines(metrics)) if metrics.is_file() else (),
     )
@@ -232,13 +244,16 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
 def _is_of_method(directory: Path) -> bool:
     """Whether the settings in a directory name the method that it is called after."""
     stage, _, method = directory.name.partition("_")
-    if not STEP.fullmatch(f"{stage}_x"):
-        return False
+    return bool(STEP.fullmatch(f"{stage}_x")) and _settings(directory).get("method") == method
+
+
+def _settings(directory: Path) -> Mapping[str, object]:
+    """Those that a step recorded, by dotted name; empty where they can't be read."""
     try:
         settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(settings, dict) and settings.get("method") == method
+        return {}
+    return portable(settings) if isinstance(settings, dict) else {}
 
 
 def _side_by_side(files: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:

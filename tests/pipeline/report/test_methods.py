@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.report.findings import findings
 from pipeline.report.intervals import mean_interval
@@ -15,6 +16,9 @@ from pipeline.report.results import model_to_talk_to, read_results
 from pipeline.report.write import write_report
 
 PROMPTS = 40
+
+SETTINGS = {"missing_eos_score": -1.0, "max_prompt_length": 256, "gold": None}
+"""Of every method, unless it says otherwise."""
 
 
 def verdicts(right: int) -> list[float]:
@@ -28,9 +32,10 @@ def write_method(
     *,
     figures: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
+    name: str = "",
 ) -> None:
     """A finished step 3 with an evaluation every 10 iterations at (KL, figure by prompt)."""
-    directory = out / f"step3_{method}"
+    directory = out / (name or f"step3_{method}")
     directory.mkdir(parents=True)
     path = [
         {"step": 10 * number, "eval_kl": kl, "eval_by_prompt": values}
@@ -39,8 +44,8 @@ def write_method(
     end = {"step": path[-1]["step"], "eval_kl": 9.9, "eval_by_prompt": {"exported": points[-1][1]}}
     lines = [json.dumps(line) + "\n" for line in [*path, end]]
     (directory / "metrics.jsonl").write_text("".join(lines))
-    (directory / "config.yaml").write_text(f"method: {method}\n")
-    changed = {**({} if method == "ppo" else {"method": method}), **(settings or {})}
+    recorded = {"output_dir": str(directory), "method": method, **SETTINGS, **(settings or {})}
+    (directory / "config.yaml").write_text(yaml.safe_dump(recorded))
     evaluation = {"kl": points[-1][0], "win_rate": 0.5, "length_after": 12.34, "stop_rate": 0.975}
     result = {
         "seconds": 83.0,
@@ -48,7 +53,7 @@ def write_method(
         "tokens": 5000,
         "samples": 2560,
         "eval": {**evaluation, **(figures or {})},
-        "changed_settings": changed,
+        "changed_settings": {},
     }
     (directory / "result.json").write_text(json.dumps(result))
 
@@ -232,4 +237,46 @@ def test_a_method_that_stayed_where_it_was_is_compared_with_nothing(tmp_path: Pa
     assert (found.kl, found.equal) == (None, ())
     assert found.notes == (
         "RLOO never left the reference (KL 0), so that nothing is compared at equal KL",
+    )
+
+
+def test_a_method_that_did_not_come_to_its_end_has_its_name_and_its_settings_count(
+    tmp_path: Path,
+) -> None:
+    for method, name in (("grpo", "step3_ppo"), ("rloo", ""), ("raft", "")):
+        points = [(float(kl), {"judge": verdicts(10 * kl)}) for kl in range(3)]
+        changed = {"temperature": 0.7} if method == "rloo" else {}
+        settings = {"temperature": 1.0, **changed}
+        write_method(tmp_path, method, points, name=name, settings=settings)
+    for name in ("step3_ppo", "step3_rloo"):
+        (tmp_path / name / "result.json").unlink()
+    sentence = '{"sentence": "the loss of step 7 is not finite"}'
+    (tmp_path / "step3_ppo" / "diverged.json").write_text(sentence)
+
+    found = compared(tmp_path)
+
+    assert [method.title for method in found.methods] == ["GRPO", "RAFT", "RLOO"]
+    assert found.notes == (
+        "Held-out prompts are not answered alike in all methods (temperature), which moves rewards"
+        " and KL by itself",
+        "Of GRPO, which diverged, evaluations until then are compared",
+        "Of RLOO, which did not finish, evaluations until then are compared",
+    )
+    assert [line.split()[:2] for line in lines(found)][1:4] == [
+        ["GRPO", "diverged"],
+        ["RAFT", "50"],
+        ["RLOO", "not"],
+    ]
+    assert findings(read_results(tmp_path))[0].sentence == "GRPO: the loss of step 7 is not finite"
+    page = write_report(tmp_path).read_text()
+    assert page.count('colspan="3">diverged</td>') == page.count('colspan="3">not finished<') == 1
+
+
+def test_a_gold_reward_that_some_methods_lack_is_another_one(tmp_path: Path) -> None:
+    for method, gold in (("ppo", None), ("rloo", {"kind": "math", "name": "right"})):
+        points = [(float(kl), {"gold": [0.5 * kl, kl]}) for kl in range(3)]
+        write_method(tmp_path, method, points, settings={"gold": gold})
+
+    assert compared(tmp_path).notes == (
+        "The gold rewards of the methods differ, so that they don't count alike",
     )
