@@ -12,6 +12,8 @@ from pipeline.engine.best import BestWeights
 from pipeline.errors import require
 from pipeline.evaluations import evaluation_interval
 from pipeline.models.card import Card
+from pipeline.models.load import model_path
+from pipeline.origin import origin_of
 from pipeline.run import Run
 from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
 from step3_ppo.config import PPOConfig
@@ -95,8 +97,11 @@ class Course:
             self.best.update(-self.start, step=0)
             greedy_score = {self._scores_are: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
-            by_prompt = self.watched.by_prompt(answers)
-            run.evaluated(0, {**greedy_score, **figures, **self.first}, by_prompt=by_prompt)
+            details = {
+                "eval_by_prompt": self.watched.by_prompt(answers),
+                "began_from": origin_of(model_path(self.config.actor)),
+            }
+            run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
     def look(self, step: int, run: Run) -> None:
         """After iteration `step` print samples and evaluate the actor, where that is due.
@@ -113,8 +118,8 @@ class Course:
         answers = self.watched.answers(responses)
         figures = self._figures(answers, kl=self.watched.kl(responses))
         self.best.update(-figures["objective"], step=step)
-        by_prompt = self.watched.by_prompt(answers)
-        run.evaluated(step, {**figures, **self.tasks.metrics()}, by_prompt=by_prompt)
+        details = {"eval_by_prompt": self.watched.by_prompt(answers)}
+        run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
     def end(self, run: Run) -> None:
@@ -126,7 +131,7 @@ class Course:
             "best_step": self.best.step if self.config.keep_best else self.best.last_step,
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
-        run.evaluated(self.total_steps, evaluation, by_prompt=exported)
+        run.evaluated(self.total_steps, evaluation, details={"eval_by_prompt": exported})
         changed = self.best.step != self.best.last_step
         tasks = self.tasks.summary(self.first, changed=changed)
         sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}

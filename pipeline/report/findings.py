@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import Results, StepResult, finite, model_to_talk_to
+from pipeline.report.results import (
+    Results,
+    StepResult,
+    finite,
+    model_to_talk_to,
+    of_one_origin,
+)
 from pipeline.report.tasks import TaskFigure, task_figures
 from pipeline.report.words import BASE, nats, percent, plain, points, score, title, tokens
 
@@ -87,11 +93,17 @@ def pass_rates(results: Results) -> dict[str, float]:
     The earliest model comes first.
     """
     rates: dict[str, float | None] = {}
+    alike = {step.name for step in of_one_origin(results.methods, results.steps)}
+    apart = {step.name for step in results.methods} - alike
     for step in results.steps.values():
         verify = step.eval.get("judge")
         known = verify if isinstance(verify, Mapping) else {}
-        # Methods side by side were all measured against the same models before them.
-        rates |= {str(model): finite(rate) for model, rate in known.items()}
+        # Methods of one origin were all measured against the same models before them.
+        rates |= {
+            str(model): finite(rate)
+            for model, rate in known.items()
+            if model not in rates or step.name not in apart
+        }
     return {model: rate for model, rate in rates.items() if rate is not None}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.errors import DataError
+from pipeline.origin import training_id
 from pipeline.settings.plain import portable
 
 STEP = re.compile(r"step[0-9]_[a-z0-9]+")
@@ -44,6 +45,9 @@ class StepResult:
     changed_settings: Mapping[str, object] = field(default_factory=dict)
     """Dotted names and values of those that differ from the defaults, of a finished step."""
 
+    training: str = ""
+    """What tells it from another training in its place; empty of an unfinished one."""
+
     metrics: tuple[Mapping[str, object], ...] = ()
     """The lines of metrics.jsonl."""
 
@@ -75,6 +79,12 @@ class StepResult:
         if self.diverged:
             return "diverged"
         return "finished" if self.finished else "not finished"
+
+    @property
+    def began_from(self) -> str | None:
+        """The training or the path of the model that it began from; None where it is not known."""
+        found = (line.get("began_from") for line in self.metrics)
+        return next((origin for origin in found if isinstance(origin, str)), None)
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:
@@ -191,19 +201,35 @@ def read_results(out: Path) -> Results:
 def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
     """The furthest finished step with a model that talks.
 
-    Of methods side by side it is the one whose exported model has the highest figure on held-out
-    prompts, where they have the same one; else, and of equal ones, the first.
+    Of methods side by side that began from one model it is the one whose exported model has the
+    highest figure on held-out prompts, where they have the same one; else, and of equal ones, the
+    first.
     """
     finished = [step for step in steps.values() if step.finished]
     talking = [step for step in finished if step.has("win_rate") or step.has("perplexity_after")]
     if not talking:
         return None
-    furthest = [step for step in talking if step.stage == talking[-1].stage]
+    last = [step for step in talking if step.stage == talking[-1].stage]
+    furthest = of_one_origin(last, steps)
     known = [(found, step) for step in furthest if (found := step.exported) is not None]
     if len(known) < len(furthest) or len({figure for (figure, _), _ in known}) > 1:
         return furthest[0]
     means = [mean([value for value in values if value is not None]) for (_, values), _ in known]
     return furthest[max(range(len(means)), key=lambda place: (means[place], -place))]
+
+
+def of_one_origin(
+    methods: Sequence[StepResult], steps: Mapping[str, StepResult]
+) -> list[StepResult]:
+    """The methods that began from the same model, those of which it is not known included.
+
+    That is the one which a step has left there now; where none began from such a model, the one
+    that most began from.
+    """
+    origins = [method.began_from for method in methods if method.began_from is not None]
+    now = [step.training for step in steps.values() if step.training in origins]
+    chosen = next(iter(now or sorted(origins, key=origins.count, reverse=True)), None)
+    return [method for method in methods if method.began_from in (None, chosen)]
 
 
 def mean(values: Sequence[float]) -> float:
@@ -224,7 +250,8 @@ def finite(value: object) -> float | None:
 
 
 def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
-    result = {**_read_object(directory / "result.json"), **summary}
+    own = _read_object(directory / "result.json")
+    result = {**own, **summary}
     metrics = directory / "metrics.jsonl"
     return StepResult(
         name=directory.name,
@@ -235,6 +262,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         samples=int(finite(result.get("samples")) or 0),
         eval=_object(result.get("eval")),
         diverged=str(_read_object(directory / "diverged.json").get("sentence", "")),
+        training=training_id(own) if own else "",
         settings=_settings(directory),
         changed_settings=_object(result.get("changed_settings")),
         metrics=tuple(_lines(metrics)) if metrics.is_file() else (),

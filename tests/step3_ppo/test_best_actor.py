@@ -64,6 +64,8 @@ def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
         line["eval_objective"] for line in map(json.loads, lines) if "eval_objective" in line
     ]
     assert len(objectives) == 4
+    origins = [line["began_from"] for line in map(json.loads, lines) if "began_from" in line]
+    assert origins == [str(toy / "actor")]  # no training has left it there
     assert max(objectives) == objectives[0]
 
 

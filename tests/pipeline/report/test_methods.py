@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.report.findings import findings
+from pipeline.origin import origin_of
+from pipeline.report.findings import findings, pass_rates
 from pipeline.report.intervals import mean_interval
 from pipeline.report.method_table import lines
 from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
-from pipeline.report.results import model_to_talk_to, read_results
+from pipeline.report.results import model_to_talk_to, of_one_origin, read_results
 from pipeline.report.write import write_report
 
 PROMPTS = 40
@@ -33,6 +34,7 @@ def write_method(
     figures: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     name: str = "",
+    began_from: str | None = None,
 ) -> None:
     """A finished step 3 with an evaluation every 10 iterations at (KL, figure by prompt)."""
     directory = out / (name or f"step3_{method}")
@@ -42,6 +44,7 @@ def write_method(
         for number, (kl, values) in enumerate(points)
     ]
     end = {"step": path[-1]["step"], "eval_kl": 9.9, "eval_by_prompt": {"exported": points[-1][1]}}
+    path[0] |= {} if began_from is None else {"began_from": began_from}
     lines = [json.dumps(line) + "\n" for line in [*path, end]]
     (directory / "metrics.jsonl").write_text("".join(lines))
     recorded = {"output_dir": str(directory), "method": method, **SETTINGS, **(settings or {})}
@@ -280,3 +283,76 @@ def test_a_gold_reward_that_some_methods_lack_is_another_one(tmp_path: Path) -> 
     assert compared(tmp_path).notes == (
         "The gold rewards of the methods differ, so that they don't count alike",
     )
+
+
+def write_step_1(out: Path, perplexity: float, *, seconds: float = 1.0) -> str:
+    """A finished step 1, in place of an earlier one; what models that begin from it record."""
+    directory = out / "step1_sft"
+    directory.mkdir(exist_ok=True)
+    (directory / "metrics.jsonl").write_text("")
+    figures = {"perplexity_after": perplexity, "rows": 40}
+    result = {"seconds": seconds, "steps": 9, "tokens": 900, "eval": figures}
+    (directory / "result.json").write_text(json.dumps(result))
+    return origin_of(str(directory))
+
+
+def test_a_method_of_an_earlier_step_1_is_left_out_and_a_sentence_says_so(tmp_path: Path) -> None:
+    before = write_step_1(tmp_path, 2.5)
+    for method, right in (("grpo", 40), ("rloo", 38)):
+        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
+        rates = {"judge": {"step1_sft": 0.1, f"step3_{method}": right / 40}}
+        write_method(tmp_path, method, points, began_from=before, figures=rates)
+    of_all = compared(tmp_path)
+    now = write_step_1(tmp_path, 2.25)
+    for method, right in (("ppo", 30), ("raft", 20)):
+        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
+        rates = {"judge": {"step1_sft": 0.2, f"step3_{method}": right / 40}}
+        write_method(tmp_path, method, points, began_from=now, figures=rates)
+
+    found = compared(tmp_path)
+    best = model_to_talk_to(read_results(tmp_path).steps)
+
+    assert (len(of_all.equal), of_all.notes) == (2, ())
+    assert [each.method.title for each in found.equal] == ["PPO", "RAFT"]
+    assert found.notes == (
+        "At equal KL nothing is said of GRPO and RLOO, which began from another model than PPO and"
+        " RAFT (a new step 1, or another actor.path)",
+    )
+    assert best is not None
+    assert best.name == "step3_ppo"  # 30 of 40, against 40 of GRPO
+    rates = pass_rates(read_results(tmp_path))
+    assert rates == {
+        "step1_sft": 0.2,  # today's, and not what GRPO and RLOO were measured against
+        "step3_grpo": 1.0,
+        "step3_ppo": 0.75,
+        "step3_raft": 0.5,
+        "step3_rloo": 0.95,
+    }
+    table = [" ".join(plain(line).split()) for line in lines(found)]
+    assert table[1].startswith("GRPO 100 % ")
+    assert table[1].endswith("1:23 2,560 \N{EN DASH} \N{EN DASH}")
+    chart = write_report(tmp_path).read_text().split("What a method gets for its KL")[1]
+    assert "RAFT, step 20" in chart
+    assert "GRPO, step 20" not in chart
+
+
+def test_a_training_that_was_repeated_to_the_bit_is_the_same_origin(tmp_path: Path) -> None:
+    first = write_step_1(tmp_path, 2.5, seconds=80.0)
+
+    assert write_step_1(tmp_path, 2.5, seconds=90.0) == first
+    assert write_step_1(tmp_path, 2.5000000000000004) != first
+    (tmp_path / "step1_sft" / "result.json").write_text("{")
+    assert origin_of(str(tmp_path / "step1_sft")) == str(tmp_path / "step1_sft")
+    assert origin_of("owner/name") == "owner/name"
+
+
+def test_without_the_model_they_began_from_most_methods_decide(tmp_path: Path) -> None:
+    points = [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)]
+    origins = {"dapo": "a/b", "grpo": "c/d", "ppo": None, "rloo": "c/d"}
+    for method, origin in origins.items():
+        write_method(tmp_path, method, points, began_from=origin)
+    steps = read_results(tmp_path).steps
+
+    alike = of_one_origin(list(steps.values()), steps)
+
+    assert [step.method for step in alike] == ["grpo", "ppo", "rloo"]
