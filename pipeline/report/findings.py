@@ -3,15 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from pipeline.report.choice import model_to_talk_to, of_one_origin
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import (
-    Results,
-    StepResult,
-    finite,
-    model_to_talk_to,
-    of_one_origin,
-)
+from pipeline.report.results import Results, StepResult, finite
 from pipeline.report.tasks import TaskFigure, task_figures
 from pipeline.report.words import BASE, nats, percent, plain, points, score, title, tokens
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pipeline.report.choice import of_one_origin
 from pipeline.report.intervals import (
     Interval,
     Verdict,
@@ -17,14 +18,7 @@ from pipeline.report.intervals import (
     share_interval,
     verdict_of,
 )
-from pipeline.report.results import (
-    Results,
-    StepResult,
-    finite,
-    mean,
-    numbers,
-    of_one_origin,
-)
+from pipeline.report.results import Results, StepResult, finite, mean, numbers
 from pipeline.report.words import listed, nats, percent, score, title
 
 FIGURES = {

@@ -12,7 +12,7 @@ from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig, ZeroCon
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.embedded import build_tokenizer
 from pipeline.report.findings import before_after
-from pipeline.report.results import read_results
+from pipeline.report.read import read_results
 from pipeline.report.write import write_report
 from step1_sft.config import SFTConfig
 from step1_sft.train import train

@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from pipeline.origin import origin_of
+from pipeline.report.choice import model_to_talk_to, of_one_origin
 from pipeline.report.findings import findings, pass_rates
 from pipeline.report.intervals import mean_interval
 from pipeline.report.method_table import lines
 from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
-from pipeline.report.results import model_to_talk_to, of_one_origin, read_results
+from pipeline.report.read import read_results
 from pipeline.report.write import write_report
 
 PROMPTS = 40
