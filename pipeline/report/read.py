@@ -9,7 +9,7 @@ import yaml
 
 from pipeline.errors import DataError
 from pipeline.origin import training_id
-from pipeline.report.choice import model_to_talk_to
+from pipeline.report.choice import model_to_talk_to, of_one_origin
 from pipeline.report.results import (
     Results,
     Sample,
@@ -53,14 +53,15 @@ def read_results(out: Path) -> Results:
         )
     seconds = finite(summary.get("seconds"))
     files = {name: out / name / SAMPLES for name in steps if (out / name / SAMPLES).is_file()}
-    files = files or {"": out / SAMPLES}
+    alike = {step.name for step in of_one_origin([steps[name] for name in files], steps)}
+    files = {name: files[name] for name in sorted(files, key=lambda name: name not in alike)}
     furthest = model_to_talk_to(steps)
-    spoken = files.get(furthest.name) if furthest is not None else None
+    talk = None if furthest is None else files.get(furthest.name)
     return Results(
         steps=steps,
         seconds=sum(step.seconds for step in steps.values()) if seconds is None else seconds,
         samples=_side_by_side([tuple(_samples(file)) for file in files.values()]),
-        talk=tuple(_talk(spoken or list(files.values())[-1])),
+        talk=() if talk is None else tuple(_talk(talk)),
     )
 
 
@@ -100,9 +101,9 @@ def _settings(directory: Path) -> Mapping[str, object]:
 
 
 def _side_by_side(files: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """The last file's prompts, with the answers of every file that has the same one there."""
+    """The first file's prompts, with the answers of every file that has the same one there."""
     joined: list[Sample] = []
-    for place, sample in enumerate(files[-1]):
+    for place, sample in enumerate(files[0] if files else ()):
         same = [file[place] for file in files if file[place : place + 1]]
         answers = [each.answers for each in same if each.prompt == sample.prompt]
         joined.append(Sample(prompt=sample.prompt, answers=_first_of_each(answers)))
@@ -122,25 +123,24 @@ def _samples(path: Path) -> Iterator[Sample]:
     for row in rows if isinstance(rows, list) else []:
         yield Sample(
             prompt=tuple((str(turn["role"]), str(turn["content"])) for turn in row["prompt"]),
-            answers={
-                model: SampleAnswer(
-                    text=str(answer.get("text", "")),
-                    score=finite(answer.get("score")),
-                    stopped=bool(answer.get("stopped", True)),
-                    marks={
-                        name: answer[name]
-                        for name in ("correct", "polite")
-                        if isinstance(answer.get(name), bool)
-                    },
-                    rewards={
-                        name.removeprefix("reward_"): value
-                        for name, given in mapping(answer.get("rewards")).items()
-                        if (value := finite(given)) is not None
-                    },
-                )
-                for model, answer in row["answers"].items()
-            },
+            answers={model: _answer(answer) for model, answer in row["answers"].items()},
         )
+
+
+def _answer(answer: Mapping[str, object]) -> SampleAnswer:
+    rewards = {name: finite(value) for name, value in mapping(answer.get("rewards")).items()}
+    marks = {name: answer.get(name) for name in ("correct", "polite")}
+    return SampleAnswer(
+        text=str(answer.get("text", "")),
+        score=finite(answer.get("score")),
+        stopped=bool(answer.get("stopped", True)),
+        marks={name: mark for name, mark in marks.items() if isinstance(mark, bool)},
+        rewards={
+            name.removeprefix("reward_"): value
+            for name, value in rewards.items()
+            if value is not None
+        },
+    )
 
 
 def _talk(path: Path) -> Iterator[TalkAnswer]:

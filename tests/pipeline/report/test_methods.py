@@ -297,6 +297,13 @@ def write_step_1(out: Path, perplexity: float, *, seconds: float = 1.0) -> str:
     return origin_of(str(directory))
 
 
+def write_samples(out: Path, method: str, **answers: str) -> None:
+    """The answers to a held-out prompt, by model."""
+    prompt = [{"role": "user", "content": "3 plus 4?"}]
+    row = {"prompt": prompt, "answers": {model: {"text": answers[model]} for model in answers}}
+    (out / f"step3_{method}" / "samples.json").write_text(json.dumps({"rows": [row]}))
+
+
 def test_a_method_of_an_earlier_step_1_is_left_out_and_a_sentence_says_so(tmp_path: Path) -> None:
     before = write_step_1(tmp_path, 2.5)
     for method, right in (("grpo", 40), ("rloo", 38)):
@@ -304,11 +311,13 @@ def test_a_method_of_an_earlier_step_1_is_left_out_and_a_sentence_says_so(tmp_pa
         rates = {"judge": {"step1_sft": 0.1, f"step3_{method}": right / 40}}
         write_method(tmp_path, method, points, began_from=before, figures=rates)
     of_all = compared(tmp_path)
+    write_samples(tmp_path, "grpo", step1_sft="4", step3_grpo="5")
     now = write_step_1(tmp_path, 2.25)
     for method, right in (("ppo", 30), ("raft", 20)):
         points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
         rates = {"judge": {"step1_sft": 0.2, f"step3_{method}": right / 40}}
         write_method(tmp_path, method, points, began_from=now, figures=rates)
+    write_samples(tmp_path, "ppo", step1_sft="6", step3_ppo="7")
 
     found = compared(tmp_path)
     best = model_to_talk_to(read_results(tmp_path).steps)
@@ -329,6 +338,9 @@ def test_a_method_of_an_earlier_step_1_is_left_out_and_a_sentence_says_so(tmp_pa
         "step3_raft": 0.5,
         "step3_rloo": 0.95,
     }
+    (sample,) = read_results(tmp_path).samples
+    texts = {model: answer.text for model, answer in sample.answers.items()}
+    assert texts == {"step1_sft": "6", "step3_ppo": "7", "step3_grpo": "5"}
     table = [" ".join(plain(line).split()) for line in lines(found)]
     assert table[1].startswith("GRPO 100 % ")
     assert table[1].endswith("1:23 2,560 \N{EN DASH} \N{EN DASH}")
