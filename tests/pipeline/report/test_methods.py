@@ -10,7 +10,8 @@ import yaml
 
 from pipeline.origin import origin_of
 from pipeline.report.choice import model_to_talk_to, of_one_origin
-from pipeline.report.findings import findings, pass_rates
+from pipeline.report.figures import pass_rates
+from pipeline.report.findings import findings
 from pipeline.report.intervals import mean_interval
 from pipeline.report.method_table import lines
 from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
