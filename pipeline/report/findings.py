@@ -79,7 +79,8 @@ def _nothing_known(results: Results) -> str:
     names = " and ".join(results.steps)
     if any(step.finished for step in results.steps.values()):
         return f"The evaluation of {names} gave no finite figure"
-    return f"{names} has not been evaluated yet"
+    verb = "has" if len(results.steps) == 1 else "have"
+    return f"{names} {verb} not been evaluated yet"
 
 
 def _by_verifier(results: Results) -> Finding | None:
