@@ -16,10 +16,10 @@ def training_id(result: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def origin_of(path: str) -> str:
-    """The training whose result lies beside the model at `path`; of any other model the path."""
+def training_at(path: str) -> str | None:
+    """The training whose result lies beside the model at `path`; None of any other model."""
     try:
         result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return path
-    return training_id(result) if isinstance(result, dict) else path
+        return None
+    return training_id(result) if isinstance(result, dict) else None

@@ -13,7 +13,7 @@ from pipeline.errors import require
 from pipeline.evaluations import evaluation_interval
 from pipeline.models.card import Card
 from pipeline.models.load import model_path
-from pipeline.origin import origin_of
+from pipeline.origin import training_at
 from pipeline.run import Run
 from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
 from step3_ppo.config import PPOConfig
@@ -78,8 +78,16 @@ class Course:
         Raises:
             ModelError: its figures are not finite.
             RewardError: a source of rewards fails on too many answers.
-            ConfigError: no source applies to any.
+            ConfigError: no source applies to any; or the run goes on, and the model that it began
+                from is no longer there.
         """
+        path = model_path(self.config.actor)
+        training = training_at(path)
+        require(
+            checkpoints.once("training", lambda: training) == training,
+            f"the model in {path} is not the one that this run began from: it was trained again;"
+            " bring that one back, or say --overwrite to begin again",
+        )
         plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out, strict=True)))
         self.before = Answers.read(plain)
         answers = self.before.sampled[: len(self.watched.prompts)]
@@ -99,7 +107,7 @@ class Course:
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {
                 "eval_by_prompt": self.watched.by_prompt(answers),
-                "began_from": origin_of(model_path(self.config.actor)),
+                "began_from": training or path,
             }
             run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 

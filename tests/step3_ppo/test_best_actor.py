@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.engine.best import BestWeights
+from pipeline.errors import ConfigError
+from pipeline.origin import training_at
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.course import say_where_it_ended
@@ -67,6 +70,31 @@ def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
     origins = [line["began_from"] for line in map(json.loads, lines) if "began_from" in line]
     assert origins == [str(toy / "actor")]  # no training has left it there
     assert max(objectives) == objectives[0]
+
+
+def test_a_run_that_goes_on_insists_on_the_model_that_it_began_from(
+    toy: Path, tmp_path: Path
+) -> None:
+    actor = tmp_path / "actor"
+    shutil.copytree(toy / "actor", actor)
+    model = replace(toy_config(toy).actor, path=str(actor))
+    config = harmful(toy, tmp_path / "out", actor=model, save_every=1)
+    config = replace(config, max_steps=1)
+    (actor / "result.json").write_text('{"steps": 9, "eval": {"perplexity_after": 2.5}}')
+    train(config)
+    for path in (config.output_dir / "result.json", config.output_dir / "actor"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    first, *_ = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+
+    (actor / "result.json").write_text('{"steps": 9, "eval": {"perplexity_after": 2.25}}')
+    with pytest.raises(ConfigError, match="is not the one that this run began from"):
+        train(replace(config, resume=True))
+    (actor / "result.json").write_text(
+        '{"seconds": 5, "steps": 9, "eval": {"perplexity_after": 2.5}}'
+    )
+    train(replace(config, resume=True))
+
+    assert json.loads(first)["began_from"] == training_at(str(actor))
 
 
 def test_the_end_is_judged_by_the_start_and_by_the_best(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.origin import origin_of
+from pipeline.origin import training_at
 from pipeline.report.choice import model_to_talk_to, of_one_origin
 from pipeline.report.figures import pass_rates
 from pipeline.report.findings import findings
@@ -295,7 +295,9 @@ def write_step_1(out: Path, perplexity: float, *, seconds: float = 1.0) -> str:
     figures = {"perplexity_after": perplexity, "rows": 40}
     result = {"seconds": seconds, "steps": 9, "tokens": 900, "eval": figures}
     (directory / "result.json").write_text(json.dumps(result))
-    return origin_of(str(directory))
+    training = training_at(str(directory))
+    assert training is not None
+    return training
 
 
 def write_samples(out: Path, method: str, **answers: str) -> None:
@@ -356,8 +358,8 @@ def test_a_training_that_was_repeated_to_the_bit_is_the_same_origin(tmp_path: Pa
     assert write_step_1(tmp_path, 2.5, seconds=90.0) == first
     assert write_step_1(tmp_path, 2.5000000000000004) != first
     (tmp_path / "step1_sft" / "result.json").write_text("{")
-    assert origin_of(str(tmp_path / "step1_sft")) == str(tmp_path / "step1_sft")
-    assert origin_of("owner/name") == "owner/name"
+    assert training_at(str(tmp_path / "step1_sft")) is None
+    assert training_at("owner/name") is None
 
 
 def test_without_the_model_they_began_from_most_methods_decide(tmp_path: Path) -> None:
