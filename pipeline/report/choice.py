@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.report.results import StepResult, mean
+from pipeline.report.results import StepResult, known, mean
 
 
 def of_one_origin(
@@ -32,8 +32,8 @@ def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
         return None
     last = [step for step in talking if step.stage == talking[-1].stage]
     furthest = of_one_origin(last, steps)
-    known = [(found, step) for step in furthest if (found := step.exported) is not None]
-    if len(known) < len(furthest) or len({figure for (figure, _), _ in known}) > 1:
+    exported = {step.name: found for step in furthest if (found := step.exported) is not None}
+    if len(exported) < len(furthest) or len({figure for figure, _ in exported.values()}) > 1:
         return furthest[0]
-    means = [mean([value for value in values if value is not None]) for (_, values), _ in known]
-    return furthest[max(range(len(means)), key=lambda place: (means[place], -place))]
+    means = {name: mean(known(values)) for name, (_, values) in exported.items()}
+    return max(furthest, key=lambda step: means[step.name])

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from pipeline.progress import duration
 from pipeline.report.intervals import Interval
-from pipeline.report.methods import FIGURES, Comparison, Method, interval_of, known, shown
-from pipeline.report.results import StepResult, mean
+from pipeline.report.methods import FIGURES, Comparison, Method, interval_of, shown
+from pipeline.report.results import StepResult, known, mean
 from pipeline.report.words import nats, percent
 
 

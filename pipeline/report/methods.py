@@ -18,7 +18,7 @@ from pipeline.report.intervals import (
     share_interval,
     verdict_of,
 )
-from pipeline.report.results import Results, StepResult, finite, mean, numbers
+from pipeline.report.results import Results, StepResult, Values, finite, known, mean, numbers
 from pipeline.report.words import listed, nats, percent, score, title
 
 FIGURES = {
@@ -40,8 +40,6 @@ REWARDS = ("reward.path", "rewards", "reward_combine", "missing_eos_score")
 
 ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")
 """Settings that decide how held-out prompts are answered."""
-
-Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -186,11 +184,6 @@ def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
                 None if a is None or b is None else (1 - share) * a + share * b for a, b in pairs
             ]
     raise ValueError(f"no evaluation at a KL of {kl} or more")
-
-
-def known(values: Values) -> list[float]:
-    """Without those that are not known."""
-    return [value for value in values if value is not None]
 
 
 def interval_of(figure: str, values: Values) -> Interval | None:

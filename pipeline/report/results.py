@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+Values = Sequence[float | None]
+"""By prompt; None where a prompt has none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -145,6 +148,11 @@ class Results:
         return next(
             (step for step in reversed(list(self.steps.values())) if step.has(figure)), None
         )
+
+
+def known(values: Values) -> list[float]:
+    """Without those that are not known."""
+    return [value for value in values if value is not None]
 
 
 def mean(values: Sequence[float]) -> float:

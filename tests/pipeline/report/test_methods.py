@@ -372,3 +372,14 @@ def test_without_the_model_they_began_from_most_methods_decide(tmp_path: Path) -
     alike = of_one_origin(list(steps.values()), steps)
 
     assert [step.method for step in alike] == ["grpo", "ppo", "rloo"]
+
+
+def test_of_equal_methods_the_first_is_the_one_to_talk_to(tmp_path: Path) -> None:
+    for method, right in (("grpo", 20), ("ppo", 30), ("rloo", 30)):
+        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
+        write_method(tmp_path, method, points)
+
+    chosen = model_to_talk_to(read_results(tmp_path).steps)
+
+    assert chosen is not None
+    assert chosen.name == "step3_ppo"
