@@ -46,6 +46,9 @@ class Alarms:
     raised: dict[str, int] = field(default_factory=dict)
     """The last iteration in which each metric was out of order."""
 
+    scores_ends: bool = True
+    """Whether `ppo.missing_eos_score` bounds what responses without an end count."""
+
     def look(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Log a sentence for each metric of iteration `step` that is newly out of order."""
         if not self.first:
@@ -99,21 +102,19 @@ class Alarms:
             "stop rate": (
                 ended > STOP_RATE_LOSS,
                 f"{100 * metrics['stop_rate']:.0f} % of answers end by themselves, against"
-                f" {100 * first['stop_rate']:.0f} % at first: {_room_to_end(metrics)}",
+                f" {100 * first['stop_rate']:.0f} % at first: {self._remedy(metrics)}",
             ),
         }
         return {name: sentence for name, (wrong, sentence) in checks.items() if wrong}
 
-
-def _room_to_end(metrics: Mapping[str, float]) -> str:
-    """What lets responses end by themselves again; of episodes by what ended them instead."""
-    ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
-    if not ended:
-        return "raise ppo.max_new_tokens, or lower ppo.missing_eos_score"
-    reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
-    if not reached:
-        return "the environment failed in the others; see reward_failures"
-    return f"raise {' or '.join(reached)}"
+    def _remedy(self, metrics: Mapping[str, float]) -> str:
+        """What lets responses end by themselves; of episodes by what ended them instead."""
+        ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
+        reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
+        if ended and not reached:
+            return "the environment failed in the others; see reward_failures"
+        score = ", or lower ppo.missing_eos_score" if self.scores_ends else ""
+        return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{score}"
 
 
 def _share(value: float, of: float) -> float:
