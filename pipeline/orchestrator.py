@@ -26,10 +26,11 @@ from pipeline.plan.output import (
 )
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
+from pipeline.report.choice import model_to_talk_to
 from pipeline.report.findings import findings
 from pipeline.report.method_table import lines
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import model_to_talk_to, read_results
+from pipeline.report.read import read_results
 from pipeline.signals import EXIT_REQUEUE, STOP_SIGNALS
 
 

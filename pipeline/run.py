@@ -190,11 +190,11 @@ class Run:
         step: int,
         figures: Mapping[str, int | float],
         *,
-        by_prompt: Mapping[str, object] | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         """Record an evaluation after `step` optimizer steps, under names that begin `eval_`.
 
-        `by_prompt` has what was found for each held-out prompt, for the report alone.
+        `details` are what else its line has, for the report alone.
         """
         # The time since the last step went into the evaluation (before step 1: and into loading).
         self._step_end = time.perf_counter()
@@ -202,7 +202,7 @@ class Run:
         if self._metrics is None:
             return
         named = {f"eval_{name}": value for name, value in figures.items()}
-        self._write(step, named, {} if by_prompt is None else {"eval_by_prompt": by_prompt})
+        self._write(step, named, details or {})
         shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 

@@ -1,4 +1,4 @@
-"""One sentence where PPO goes wrong, while it can still be stopped.
+"""One sentence where training goes wrong, while it can still be stopped.
 
 Each alarm is raised once, and again only after its metric has been in order for some iterations.
 """
@@ -28,11 +28,14 @@ MIN_LENGTH, MAX_LENGTH = 0.5, 2.0
 STOP_RATE_LOSS = 0.2
 """Share of responses that ended in the first rollout and no longer do."""
 
+LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
+"""Of an episode, by the metric of the share that each ended."""
+
 QUIET = 5
 """Iterations in order after which an alarm may be raised again: metrics hover about a limit."""
 
 CHANCE = 0.55
-"""Held-out accuracy of a reward model at which PPO has nothing to climb."""
+"""Held-out accuracy of a reward model at which a policy has nothing to climb."""
 
 
 @dataclass
@@ -42,6 +45,9 @@ class Alarms:
     first: dict[str, float] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     """The last iteration in which each metric was out of order."""
+
+    scores_ends: bool = True
+    """Whether `ppo.missing_eos_score` bounds what responses without an end count."""
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Log a sentence for each metric of iteration `step` that is newly out of order."""
@@ -96,11 +102,19 @@ class Alarms:
             "stop rate": (
                 ended > STOP_RATE_LOSS,
                 f"{100 * metrics['stop_rate']:.0f} % of answers end by themselves, against"
-                f" {100 * first['stop_rate']:.0f} % at first: raise ppo.max_new_tokens, or lower"
-                " ppo.missing_eos_score",
+                f" {100 * first['stop_rate']:.0f} % at first: {self._remedy(metrics)}",
             ),
         }
         return {name: sentence for name, (wrong, sentence) in checks.items() if wrong}
+
+    def _remedy(self, metrics: Mapping[str, float]) -> str:
+        """What lets responses end by themselves; of episodes by what ended them instead."""
+        ended = {name: metrics[metric] for metric, name in LIMITS.items() if metric in metrics}
+        reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
+        if ended and not reached:
+            return "the environment failed in the others; see reward_failures"
+        score = ", or lower ppo.missing_eos_score" if self.scores_ends else ""
+        return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{score}"
 
 
 def _share(value: float, of: float) -> float:
@@ -119,7 +133,7 @@ def check_reward_model(path: str | None) -> None:
     if accuracy < chance:
         logger.warning(
             "the reward model orders %.1f %%%s held-out pairs right, where guessing gives 50 %%:"
-            " PPO has next to nothing to climb; train step 2 on more pairs first",
+            " there is next to nothing to climb; train step 2 on more pairs first",
             100 * accuracy,
             f" of {count:.0f}" if count > 0 else " of",
         )

@@ -12,6 +12,8 @@ from pipeline.engine.best import BestWeights
 from pipeline.errors import require
 from pipeline.evaluations import evaluation_interval
 from pipeline.models.card import Card
+from pipeline.models.load import model_path
+from pipeline.origin import training_at
 from pipeline.run import Run
 from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
 from step3_ppo.config import PPOConfig
@@ -41,7 +43,7 @@ TITLES = {
     "reinforce_pp": "REINFORCE++ (Hu 2025)",
     "raft": "RAFT (Dong et al. 2023)",
 }
-"""By the name of the method, as the model card has it."""
+"""By the name of the method, as the model card has it; messages have what is before the paper."""
 
 
 class Course:
@@ -76,8 +78,16 @@ class Course:
         Raises:
             ModelError: its figures are not finite.
             RewardError: a source of rewards fails on too many answers.
-            ConfigError: no source applies to any.
+            ConfigError: no source applies to any; or the run goes on, and the model that it began
+                from is no longer there.
         """
+        path = model_path(self.config.actor)
+        training = training_at(path)
+        require(
+            checkpoints.once("training", lambda: training) == training,
+            f"the model in {path} is not the one that this run began from: it was trained again;"
+            " bring that one back, or say --overwrite to begin again",
+        )
         plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out, strict=True)))
         self.before = Answers.read(plain)
         answers = self.before.sampled[: len(self.watched.prompts)]
@@ -95,8 +105,11 @@ class Course:
             self.best.update(-self.start, step=0)
             greedy_score = {self._scores_are: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
-            by_prompt = self.watched.by_prompt(answers)
-            run.evaluated(0, {**greedy_score, **figures, **self.first}, by_prompt=by_prompt)
+            details = {
+                "eval_by_prompt": self.watched.by_prompt(answers),
+                "began_from": training or path,
+            }
+            run.evaluated(0, {**greedy_score, **figures, **self.first}, details=details)
 
     def look(self, step: int, run: Run) -> None:
         """After iteration `step` print samples and evaluate the actor, where that is due.
@@ -113,20 +126,20 @@ class Course:
         answers = self.watched.answers(responses)
         figures = self._figures(answers, kl=self.watched.kl(responses))
         self.best.update(-figures["objective"], step=step)
-        by_prompt = self.watched.by_prompt(answers)
-        run.evaluated(step, {**figures, **self.tasks.metrics()}, by_prompt=by_prompt)
+        details = {"eval_by_prompt": self.watched.by_prompt(answers)}
+        run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
     def end(self, run: Run) -> None:
         """Let the exported actor and the base answer all prompts; write samples and the result."""
-        say_where_it_ended(self.best, self.start)
+        say_where_it_ended(self.best, self.start, self.config)
         after = answer_all(self.held_out)
         evaluation = {
             **summarize(self.before, after, name=self._scores_are),
             "best_step": self.best.step if self.config.keep_best else self.best.last_step,
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
-        run.evaluated(self.total_steps, evaluation, by_prompt=exported)
+        run.evaluated(self.total_steps, evaluation, details={"eval_by_prompt": exported})
         changed = self.best.step != self.best.last_step
         tasks = self.tasks.summary(self.first, changed=changed)
         sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}
@@ -176,24 +189,28 @@ def evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     return num_prompts / config.rollout_size * scored / (scored + learned)
 
 
-def say_where_it_ended(best: BestWeights, start: float) -> None:
+def say_where_it_ended(best: BestWeights, start: float, config: PPOConfig) -> None:
     """Warn where the actor did not get better than step 1's model, or got worse again.
 
     Figures are the objective on the watched prompts: mean reward less kl_coef times the KL.
     """
     now = -best.last
+    method, _, _ = TITLES[config.method_name].partition(" (")
     if best.step == 0:
         logger.warning(
-            "PPO made the actor no better than step 1's model on held-out prompts (%.3g, at first"
-            " %.3g)%s: lower ppo.actor.optim.lr, or look at the reward model",
+            "%s made the actor no better than step 1's model on held-out prompts (%.3g, at first"
+            " %.3g)%s: lower ppo.actor.optim.lr, or look at the %s",
+            method,
             now,
             start,
             ", and step 1's weights are exported" if best.keep else "",
+            "reward model" if config.uses_reward_model else "rewards",
         )
     elif now < start:
         logger.warning(
-            "PPO made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
+            "%s made the actor worse than step 1's model in the end (%.3g on held-out prompts, at"
             " first %.3g)%s: lower ppo.actor.optim.lr",
+            method,
             now,
             start,
             f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"

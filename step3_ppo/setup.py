@@ -70,7 +70,8 @@ def set_up(
     kl = KLController(config.kl_weight, config.kl_target, config.kl_horizon)
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
-    alarms = Alarms()
+    scores_ends = config.uses_reward_model and config.missing_eos_score is not None
+    alarms = Alarms(scores_ends=scores_ends)
     checkpoints = Checkpoints(
         run,
         engines=models.trained,

@@ -122,12 +122,17 @@ def test_a_model_that_is_broken_before_training_is_wrong_input(tmp_path: Path) -
 
 
 def test_the_report_names_the_step_that_diverged_or_was_not_evaluated() -> None:
-    def headline(**changes: Any) -> tuple[str | None, str]:
+    def headline(*others: str, **changes: Any) -> tuple[str | None, str]:
         step = StepResult(name="step1_sft", **{"finished": False, **changes})
-        first, *_ = findings(Results(steps={"step1_sft": step}, seconds=0.0, samples=()))
+        steps = {name: StepResult(name=name, finished=False) for name in others}
+        first, *_ = findings(Results(steps={"step1_sft": step} | steps, seconds=0.0, samples=()))
         return first.verdict, first.whole
 
     assert headline() == (None, "step1_sft has not been evaluated yet")
+    assert headline("step2_reward") == (
+        None,
+        "step1_sft and step2_reward have not been evaluated yet",
+    )
     assert headline(finished=True, eval={"perplexity_after": None}) == (
         None,
         "The evaluation of step1_sft gave no finite figure",

@@ -28,7 +28,7 @@ MAY_IMPORT = {
 
 
 FLOORS = (
-    {"errors", "signals", "clock", "installation", "position"},
+    {"errors", "signals", "clock", "installation", "origin", "position"},
     {"settings", "files", "parallel"},
     {"help", "config", "faults"},
     {"cli", "progress", "random_state", "watchdog"},

@@ -4,7 +4,9 @@ from pathlib import Path
 
 from pipeline.cli import remark
 from pipeline.errors import DataError, ModelError
-from pipeline.report.results import StepResult, model_to_talk_to, read_results
+from pipeline.report.choice import model_to_talk_to
+from pipeline.report.read import read_results
+from pipeline.report.results import StepResult
 
 
 def find_model(path: str, method: str | None = None) -> str:

@@ -55,7 +55,10 @@ def side_by_side(
 def _directory(
     stage: Stage, method: str, methods: Sequence[str], recorded: Mapping[str, str]
 ) -> str:
-    """Of a method beside others: its own, or the step's where it was trained there alone."""
+    """Of a method beside others: its own, or the step's where it was trained there alone.
+
+    Not beside the method whose own directory is the step's.
+    """
     own = directory_of(stage, method)
     was_alone = recorded.get(stage.name) == method and own not in recorded
     is_free = all(directory_of(stage, name) != stage.name for name in methods)

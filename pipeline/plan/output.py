@@ -265,7 +265,8 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
     today = portable(plain(type(config)(output_dir=config.output_dir)))
     recorded = with_defaults(_recorded(directory), today)
     wanted = portable(plain(config))
-    for name in sorted(recorded.keys() | wanted.keys()):
+    # A method decides many other settings: it is what the user would have to change.
+    for name in sorted(recorded.keys() | wanted.keys(), key=lambda name: (name != "method", name)):
         role, _, field = name.rpartition(".")
         begins = field == "path" and stage.models.get(role) == BEFORE and role == stage.main_role
         shared = name in SHARED or begins

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from pipeline.report.choice import model_to_talk_to
+from pipeline.report.figures import pass_rates
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import Results, StepResult, finite, model_to_talk_to
-from pipeline.report.tasks import TaskFigure, task_figures
-from pipeline.report.words import BASE, nats, percent, plain, points, score, title, tokens
+from pipeline.report.results import Results, StepResult, finite
+from pipeline.report.words import BASE, nats, percent, plain, points, score, title
 
 
 @dataclass(frozen=True)
@@ -78,74 +79,8 @@ def _nothing_known(results: Results) -> str:
     names = " and ".join(results.steps)
     if any(step.finished for step in results.steps.values()):
         return f"The evaluation of {names} gave no finite figure"
-    return f"{names} has not been evaluated yet"
-
-
-def pass_rates(results: Results) -> dict[str, float]:
-    """Share of answers that are correct and polite, by model; empty without a judge.
-
-    The earliest model comes first.
-    """
-    rates: dict[str, float | None] = {}
-    for step in results.steps.values():
-        verify = step.eval.get("judge")
-        known = verify if isinstance(verify, Mapping) else {}
-        # Methods side by side were all measured against the same models before them.
-        rates |= {str(model): finite(rate) for model, rate in known.items()}
-    return {model: rate for model, rate in rates.items() if rate is not None}
-
-
-def trivial_rates(results: Results) -> dict[str, float]:
-    """The judge's rate of each policy that understands nothing, the best first."""
-    step = results.evaluated_by("judge_trivial")
-    trivial = step.eval.get("judge_trivial") if step else None
-    if not isinstance(trivial, Mapping):
-        return {}
-    rates = {str(name): finite(rate) for name, rate in trivial.items()}
-    known = [(name, rate) for name, rate in rates.items() if rate is not None]
-    return dict(sorted(known, key=lambda pair: -pair[1]))
-
-
-def before_after(step: StepResult) -> list[tuple[str, str, str]]:
-    """(name, before, after) of the step's evaluation figures; before may be empty."""
-    pairs = {
-        "perplexity": ("perplexity_before", "perplexity_after", plain),
-        "accuracy": ("accuracy_before", "accuracy_after", percent),
-        "mean score, rejected": ("", "mean_rejected", score),
-        "mean score, chosen": ("", "mean_chosen", score),
-        "score": ("score_before", "score_after", score),
-        "reward": ("reward_before", "reward_after", score),
-        **{name: (f"{key}_before", f"{key}_after", score) for key, name in _sources(step)},
-        "answer length": ("length_before", "length_after", tokens),
-        "win rate": ("", "win_rate", percent),
-        "KL per answer": ("", "kl", nats),
-        "stop rate": ("", "stop_rate", percent),
-    }
-    rows = [
-        (name, step.number(before), step.number(after), show)
-        for name, (before, after, show) in pairs.items()
-    ]
-    figures = [
-        (name, "" if before is None else show(before), show(after))
-        for name, before, after, show in rows
-        if after is not None
-    ]
-    return figures + [_of_task(figure) for figure in task_figures(step)]
-
-
-def _of_task(figure: TaskFigure) -> tuple[str, str, str]:
-    low, high = map(percent, figure.interval)
-    return figure.title, percent(figure.before), f"{percent(figure.after)} ({low} to {high})"
-
-
-def _sources(step: StepResult) -> list[tuple[str, str]]:
-    """(figure, name) of each of several sources of rewards, and of gold."""
-    keys = [key.removesuffix("_after") for key in step.eval if key.endswith("_after")]
-    sources = [
-        (key, f"reward, {key.removeprefix('reward_')}") for key in keys if key.startswith("reward_")
-    ]
-    gold = [("gold", "gold reward")] if "gold" in keys else []
-    return (sources if len(sources) > 1 else []) + gold
+    verb = "has" if len(results.steps) == 1 else "have"
+    return f"{names} {verb} not been evaluated yet"
 
 
 def _by_verifier(results: Results) -> Finding | None:

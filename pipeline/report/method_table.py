@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from pipeline.progress import duration
 from pipeline.report.intervals import Interval
-from pipeline.report.methods import FIGURES, Comparison, Method, interval_of, known, shown
-from pipeline.report.results import mean
+from pipeline.report.methods import FIGURES, Comparison, Method, interval_of, shown
+from pipeline.report.results import StepResult, known, mean
 from pipeline.report.words import nats, percent
 
 
@@ -15,24 +15,8 @@ class Row:
     """Of a method, in words; a dash where something is not known."""
 
     title: str
-    value: str
-    """Of the exported model's sampled answers to all held-out prompts."""
-    interval: str
-    kl: str
-    length: str
-    stop_rate: str
-    time: str
-    samples: str
-    at_equal_kl: str = ""
-    against_best: str = ""
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """What follows the title."""
-        return (
-            *(self.value, self.interval, self.kl, self.length, self.stop_rate),
-            *(self.time, self.samples, self.at_equal_kl, self.against_best),
-        )
+    cells: tuple[str, ...]
+    """Under `heads`."""
 
 
 DASH = "\N{EN DASH}"
@@ -53,7 +37,7 @@ def rows(comparison: Comparison) -> list[Row]:
 def lines(comparison: Comparison) -> Iterator[str]:
     """The table as text, and below it the sentence and the notes."""
     table = [("method", *heads(comparison))]
-    table += [(row.title, *row.cells[: len(heads(comparison))]) for row in rows(comparison)]
+    table += [(row.title, *row.cells) for row in rows(comparison)]
     widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
     for first, *others in table:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
@@ -66,26 +50,36 @@ def _row(method: Method, comparison: Comparison) -> Row:
     ended = step.exported
     values = ended[1] if ended is not None and ended[0] == figure and step.finished else []
     kl, length, stops = (step.number(name) for name in ("kl", "length_after", "stop_rate"))
-    equal = next((each for each in comparison.equal if each.method is method), None)
-    of_equal = "" if equal is None else _with_interval(figure, equal.value, equal.interval)
     return Row(
-        title=method.title,
-        value=shown(figure, mean(known(values))) if known(values) else _state(method),
-        interval=_interval(figure, interval_of(figure, values)),
-        kl=DASH if kl is None else nats(kl),
-        length=DASH if length is None else f"{length:.1f}",
-        stop_rate=DASH if stops is None else percent(stops),
-        time=duration(step.seconds) if step.finished else DASH,
-        samples=f"{step.samples:,}" if step.samples else DASH,
-        at_equal_kl=of_equal or DASH,
-        against_best=DASH if equal is None else equal.against_best or "this one",
+        method.title,
+        (
+            shown(figure, mean(known(values))) if known(values) else _instead(step),
+            _interval(figure, interval_of(figure, values)),
+            DASH if kl is None else nats(kl),
+            DASH if length is None else f"{length:.1f}",
+            DASH if stops is None else percent(stops),
+            duration(step.seconds) if step.finished else DASH,
+            f"{step.samples:,}" if step.samples else DASH,
+            *_at_equal_kl(method, comparison),
+        ),
     )
 
 
-def _state(method: Method) -> str:
-    if method.step.diverged:
-        return "diverged"
-    return DASH if method.step.finished else "not finished"
+def _at_equal_kl(method: Method, comparison: Comparison) -> tuple[str, ...]:
+    """The last two cells, where any method is compared there."""
+    if not comparison.equal:
+        return ()
+    equal = next((each for each in comparison.equal if each.method is method), None)
+    if equal is None:
+        return DASH, DASH
+    within = "" if equal.interval is None else f" ({_interval(comparison.figure, equal.interval)})"
+    value = f"{shown(comparison.figure, equal.value)}{within}"
+    return value, equal.against_best or "this one"
+
+
+def _instead(step: StepResult) -> str:
+    """What stands in place of a value."""
+    return DASH if step.state == "finished" else step.state
 
 
 def _interval(figure: str, interval: Interval | None) -> str:
@@ -93,8 +87,3 @@ def _interval(figure: str, interval: Interval | None) -> str:
         return DASH
     low, high = (shown(figure, end) for end in interval)
     return f"{low} to {high}"
-
-
-def _with_interval(figure: str, value: float, interval: Interval | None) -> str:
-    within = "" if interval is None else f" ({_interval(figure, interval)})"
-    return f"{shown(figure, value)}{within}"

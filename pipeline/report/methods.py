@@ -5,10 +5,11 @@ held-out prompts were worth, against the KL to the reference on these prompts. B
 evaluations both are taken to change in proportion, prompt by prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pipeline.report.choice import of_one_origin
 from pipeline.report.intervals import (
     Interval,
     Verdict,
@@ -17,7 +18,7 @@ from pipeline.report.intervals import (
     share_interval,
     verdict_of,
 )
-from pipeline.report.results import Results, StepResult, finite, mean, numbers
+from pipeline.report.results import Results, StepResult, Values, finite, known, mean, numbers
 from pipeline.report.words import listed, nats, percent, score, title
 
 FIGURES = {
@@ -39,8 +40,6 @@ REWARDS = ("reward.path", "rewards", "reward_combine", "missing_eos_score")
 
 ANSWERS = ("temperature", "max_new_tokens", "environment", "max_turns")
 """Settings that decide how held-out prompts are answered."""
-
-Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,10 @@ class Method:
     step: StepResult
     title: str
     path: tuple[Evaluation, ...]
-    """In the order of training, the start included."""
+    """In the order of training, the start included; of another origin empty."""
+
+    of_one_origin: bool
+    """Whether it began from the model that the others began from."""
 
     @property
     def is_measured(self) -> bool:
@@ -127,28 +129,19 @@ _WORDS: Mapping[Verdict, str] = {
 
 def compare_methods(results: Results) -> Comparison | None:
     """The methods of a run; None where it has one alone, or nothing by which to compare them."""
-    steps = results.methods
-    figure = common_figure(steps)
+    alike = of_one_origin(results.methods, results.steps)
+    figure = common_figure(alike)
     if figure is None:
         return None
+    paths = {step.name: evaluations(step, figure) for step in alike}
     methods = tuple(
-        Method(step, title(step.name, results), evaluations(step, figure)) for step in steps
+        Method(step, title(step.name, results), paths.get(step.name, ()), step.name in paths)
+        for step in results.methods
     )
-    notes = tuple(_differences(steps, figure))
     measured = [method for method in methods if method.is_measured]
-    if sparse := [method.title for method in methods if method.path and not method.is_measured]:
-        notes += (
-            f"{listed(sparse)} kept no evaluation between start and end (eval_every), so that"
-            " nothing is known of smaller KLs",
-        )
-    if absent := [method.title for method in methods if not method.path]:
-        notes += (f"{listed(absent)} kept no evaluation that has this figure",)
+    evaluated = [method.step for method in methods if method.path]
+    notes = (*_differences(evaluated, figure), *_unfinished(measured), *_missing(methods))
     kl = min((method.reach for method in measured), default=0.0)
-    if still := [method.title for method in measured if method.reach <= 0]:
-        notes += (
-            f"{listed(still)} never left the reference (KL 0), so that nothing is compared at equal"
-            " KL",
-        )
     if kl <= 0 or len(measured) < 2 or any(note.startswith(_OTHER_PROMPTS) for note in notes):
         return Comparison(figure, methods, None, (), notes)
     return Comparison(figure, methods, kl, _at_equal_kl(measured, kl, figure), notes)
@@ -191,11 +184,6 @@ def value_at(path: Sequence[Evaluation], kl: float) -> list[float | None]:
                 None if a is None or b is None else (1 - share) * a + share * b for a, b in pairs
             ]
     raise ValueError(f"no evaluation at a KL of {kl} or more")
-
-
-def known(values: Values) -> list[float]:
-    """Without those that are not known."""
-    return [value for value in values if value is not None]
 
 
 def interval_of(figure: str, values: Values) -> Interval | None:
@@ -261,13 +249,53 @@ def _differences(steps: Sequence[StepResult], figure: str) -> list[str]:
     return found
 
 
+def _missing(methods: Sequence[Method]) -> list[str]:
+    """Sentences about methods that have nothing to compare at equal KL."""
+
+    def titles(chosen: Callable[[Method], bool]) -> str:
+        return listed([method.title for method in methods if chosen(method)] or [""])
+
+    found: list[str] = []
+    if apart := titles(lambda each: not each.of_one_origin):
+        found.append(
+            f"At equal KL nothing is said of {apart}, which began from another model than"
+            f" {titles(lambda each: each.of_one_origin)} (a new step 1, or another actor.path)"
+        )
+    if sparse := titles(lambda each: bool(each.path) and not each.is_measured):
+        found.append(
+            f"{sparse} kept no evaluation between start and end (eval_every), so that nothing is"
+            " known of smaller KLs"
+        )
+    if absent := titles(lambda each: each.of_one_origin and not each.path):
+        found.append(f"{absent} kept no evaluation that has this figure")
+    if still := titles(lambda each: each.is_measured and each.reach <= 0):
+        found.append(
+            f"{still} never left the reference (KL 0), so that nothing is compared at equal KL"
+        )
+    return found
+
+
+def _unfinished(methods: Sequence[Method]) -> list[str]:
+    """Sentences about methods that are compared though they did not come to their end."""
+    found: list[str] = []
+    for state, end in _ENDS.items():
+        if names := [method.title for method in methods if method.step.state == state]:
+            found.append(f"Of {listed(names)}, which {end}, evaluations until then are compared")
+    return found
+
+
+_ENDS = {"diverged": "diverged", "not finished": "did not finish"}
+"""By the state of a step, what sentences say of it."""
+
+
 def _differing(steps: Sequence[StepResult], beginnings: Sequence[str]) -> list[str]:
-    """Names of the settings with such beginnings in which the finished steps differ."""
-    finished = [step.changed_settings for step in steps if step.finished]
-    names = sorted({name for settings in finished for name in settings})
+    """Names of the settings with such beginnings in which the steps differ."""
+    known = [step.settings for step in steps if step.settings]
+    names = sorted({name for settings in known for name in settings})
+    # What is null in one step has a name for each of its parts in another.
     return [
         name
         for name in names
         if name.startswith(tuple(beginnings))
-        and len({repr(settings.get(name, "the default")) for settings in finished}) > 1
+        and len({repr(settings.get(name)) for settings in known}) > 1
     ]

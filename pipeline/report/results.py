@@ -1,24 +1,11 @@
-"""What an output directory holds: the results, metrics and sample answers of its steps."""
+"""What is known of a run: the results, metrics and sample answers of its steps."""
 
-import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import yaml
-
-from pipeline.errors import DataError
-
-STEP = re.compile(r"step[0-9]_[a-z0-9]+")
-"""Names of the directories of steps, in their order; a copy such as step3_ppo.old is none.
-
-A method's directory may have more underscores: `step3_dr_grpo`, of a step whose settings say so.
-"""
-
-SAMPLES = "samples.json"
-"""Answers to held-out prompts, in the directory of the step that compares models."""
+Values = Sequence[float | None]
+"""By prompt; None where a prompt has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +24,14 @@ class StepResult:
     diverged: str = ""
     """When and why, where training left the finite numbers."""
 
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """All settings by dotted name, paths beside the step's directory written relative to it."""
+
     changed_settings: Mapping[str, object] = field(default_factory=dict)
-    """Dotted names and values of the settings that differ from the defaults."""
+    """Dotted names and values of those that differ from the defaults, of a finished step."""
+
+    training: str = ""
+    """What tells it from another training in its place; empty of an unfinished one."""
 
     metrics: tuple[Mapping[str, object], ...] = ()
     """The lines of metrics.jsonl."""
@@ -62,14 +55,27 @@ class StepResult:
     @property
     def method(self) -> str:
         """How it learned: `ppo`; of a step that knows no methods the end of its name."""
-        method = self.changed_settings.get("method")
+        method = self.settings.get("method")
         return method if isinstance(method, str) else self.name.partition("_")[2]
+
+    @property
+    def state(self) -> str:
+        """How it ended, in words."""
+        if self.diverged:
+            return "diverged"
+        return "finished" if self.finished else "not finished"
+
+    @property
+    def began_from(self) -> str | None:
+        """The training or the path of the model that it began from; None where it is not known."""
+        found = (line.get("began_from") for line in self.metrics)
+        return next((origin for origin in found if isinstance(origin, str)), None)
 
     @property
     def exported(self) -> tuple[str, list[float | None]] | None:
         """(figure, its value for each held-out prompt) of the model that was exported."""
         for line in reversed(self.metrics):
-            found = _object(_object(line.get("eval_by_prompt")).get("exported"))
+            found = mapping(mapping(line.get("eval_by_prompt")).get("exported"))
             for figure, values in found.items():
                 return figure, numbers(values)
         return None
@@ -144,55 +150,9 @@ class Results:
         )
 
 
-def read_results(out: Path) -> Results:
-    """Read whatever is in `out`: any of the steps, finished or not.
-
-    Raises:
-        DataError: there is no such directory, no step in it, or a file that can't be read.
-    """
-    if not out.is_dir():
-        raise DataError(f"{out}: no such directory")
-    summary = _read_object(out / "summary.json")
-    summaries = _object(summary.get("steps"))
-    begun = {path.parent.name for path in out.glob("*/metrics.jsonl")}
-    begun = {name for name in begun if STEP.fullmatch(name) or _is_of_method(out / name)}
-    steps = {
-        name: _read_step(out / name, _object(summaries.get(name)))
-        for name in sorted(begun | {str(name) for name in summaries})
-    }
-    if not steps:
-        raise DataError(
-            f"{out} holds no step's results: no summary.json and no <step>/metrics.jsonl"
-        )
-    seconds = finite(summary.get("seconds"))
-    files = {name: out / name / SAMPLES for name in steps if (out / name / SAMPLES).is_file()}
-    files = files or {"": out / SAMPLES}
-    furthest = model_to_talk_to(steps)
-    spoken = files.get(furthest.name) if furthest is not None else None
-    return Results(
-        steps=steps,
-        seconds=sum(step.seconds for step in steps.values()) if seconds is None else seconds,
-        samples=_side_by_side([tuple(_samples(file)) for file in files.values()]),
-        talk=tuple(_talk(spoken or list(files.values())[-1])),
-    )
-
-
-def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
-    """The furthest finished step with a model that talks.
-
-    Of methods side by side it is the one whose exported model has the highest figure on held-out
-    prompts, where they have the same one; else, and of equal ones, the first.
-    """
-    finished = [step for step in steps.values() if step.finished]
-    talking = [step for step in finished if step.has("win_rate") or step.has("perplexity_after")]
-    if not talking:
-        return None
-    furthest = [step for step in talking if step.stage == talking[-1].stage]
-    known = [(found, step) for step in furthest if (found := step.exported) is not None]
-    if len(known) < len(furthest) or len({figure for (figure, _), _ in known}) > 1:
-        return furthest[0]
-    means = [mean([value for value in values if value is not None]) for (_, values), _ in known]
-    return furthest[max(range(len(means)), key=lambda place: (means[place], -place))]
+def known(values: Values) -> list[float]:
+    """Without those that are not known."""
+    return [value for value in values if value is not None]
 
 
 def mean(values: Sequence[float]) -> float:
@@ -212,107 +172,6 @@ def finite(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
-    result = {**_read_object(directory / "result.json"), **summary}
-    metrics = directory / "metrics.jsonl"
-    return StepResult(
-        name=directory.name,
-        finished=bool(result),
-        seconds=finite(result.get("seconds")) or 0.0,
-        steps=int(finite(result.get("steps")) or 0),
-        tokens=int(finite(result.get("tokens")) or 0),
-        samples=int(finite(result.get("samples")) or 0),
-        eval=_object(result.get("eval")),
-        diverged=str(_read_object(directory / "diverged.json").get("sentence", "")),
-        changed_settings=_object(result.get("changed_settings")),
-        metrics=tuple(_lines(metrics)) if metrics.is_file() else (),
-    )
-
-
-def _is_of_method(directory: Path) -> bool:
-    """Whether the settings in a directory name the method that it is called after."""
-    stage, _, method = directory.name.partition("_")
-    if not STEP.fullmatch(f"{stage}_x"):
-        return False
-    try:
-        settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(settings, dict) and settings.get("method") == method
-
-
-def _side_by_side(files: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """The last file's prompts, with the answers of every file that has the same one there."""
-    joined: list[Sample] = []
-    for place, sample in enumerate(files[-1]):
-        same = [file[place] for file in files if file[place : place + 1]]
-        answers = [each.answers for each in same if each.prompt == sample.prompt]
-        joined.append(Sample(prompt=sample.prompt, answers=_first_of_each(answers)))
-    return tuple(joined)
-
-
-def _first_of_each(answers: Sequence[Mapping[str, SampleAnswer]]) -> dict[str, SampleAnswer]:
-    """Of every model the first answer, in the order in which the models come."""
-    found: dict[str, SampleAnswer] = {}
-    for each in answers:
-        found |= {model: answer for model, answer in each.items() if model not in found}
-    return found
-
-
-def _samples(path: Path) -> Iterator[Sample]:
-    rows = _read_object(path).get("rows", [])
-    for row in rows if isinstance(rows, list) else []:
-        yield Sample(
-            prompt=tuple((str(turn["role"]), str(turn["content"])) for turn in row["prompt"]),
-            answers={
-                model: SampleAnswer(
-                    text=str(answer.get("text", "")),
-                    score=finite(answer.get("score")),
-                    stopped=bool(answer.get("stopped", True)),
-                    marks={
-                        name: answer[name]
-                        for name in ("correct", "polite")
-                        if isinstance(answer.get(name), bool)
-                    },
-                    rewards={
-                        name.removeprefix("reward_"): value
-                        for name, given in _object(answer.get("rewards")).items()
-                        if (value := finite(given)) is not None
-                    },
-                )
-                for model, answer in row["answers"].items()
-            },
-        )
-
-
-def _talk(path: Path) -> Iterator[TalkAnswer]:
-    rows = _read_object(path).get("talk", [])
-    for row in rows if isinstance(rows, list) else []:
-        yield TalkAnswer(
-            prompt=str(row["prompt"]),
-            answer=str(row["text"]),
-            right=row.get("correct") is True and row.get("polite") is True,
-        )
-
-
-def _lines(path: Path) -> Iterator[Mapping[str, object]]:
-    """The objects in a .jsonl file; a line that a killed process left unfinished is left out."""
-    for line in path.read_text("utf-8").splitlines():
-        try:
-            yield _object(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-
-
-def _read_object(path: Path) -> Mapping[str, object]:
-    """The JSON object in `path`; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        return _object(json.loads(path.read_text("utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-
-
-def _object(value: object) -> Mapping[str, object]:
+def mapping(value: object) -> Mapping[str, object]:
+    """`value` as a JSON object, empty if it is none."""
     return value if isinstance(value, dict) else {}

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.installation import CHAT
+from pipeline.report.choice import model_to_talk_to
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
-from pipeline.report.findings import (
-    Finding,
-    before_after,
-    findings,
-    pass_rates,
-    trivial_rates,
-)
+from pipeline.report.figures import before_after, pass_rates, trivial_rates
+from pipeline.report.findings import Finding, findings
 from pipeline.report.kl_chart import kl_chart, lines_of
 from pipeline.report.method_table import heads, rows
 from pipeline.report.methods import compare_methods
 from pipeline.report.pages import templates
-from pipeline.report.results import Results, model_to_talk_to, read_results
+from pipeline.report.read import read_results
+from pipeline.report.results import Results
 from pipeline.report.words import BASE, listed, title
 
 

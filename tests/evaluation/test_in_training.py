@@ -11,8 +11,8 @@ from evaluation.__main__ import main as evaluate
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig, ZeroConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.embedded import build_tokenizer
-from pipeline.report.findings import before_after
-from pipeline.report.results import read_results
+from pipeline.report.figures import before_after
+from pipeline.report.read import read_results
 from pipeline.report.write import write_report
 from step1_sft.config import SFTConfig
 from step1_sft.train import train

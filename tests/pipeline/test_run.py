@@ -65,16 +65,16 @@ def test_the_result_names_the_settings_that_differ_from_the_defaults(tmp_path: P
     assert result["changed_settings"] == {"data.path": ["a.jsonl"], "seed": 7}
 
 
-def test_what_was_found_for_each_prompt_is_in_the_file_and_in_no_tracker(tmp_path: Path) -> None:
+def test_details_of_an_evaluation_are_in_the_file_and_in_no_tracker(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     watched = SFTConfig(output_dir=tmp_path, trackers=("tensorboard",))
 
     with Run(watched, name="run", total_steps=1, mesh=ALONE) as run:
-        run.evaluated(1, {"kl": 2.0}, by_prompt={"gold": [0.5, None, float("nan")]})
+        run.evaluated(1, {"kl": 2.0}, details={"found": [0.5, None, float("nan")]})
 
     (line,) = lines(tmp_path)
     assert (line["step"], line["eval_kl"]) == (1, 2.0)
-    assert line["eval_by_prompt"] == {"gold": [0.5, None, None]}
+    assert line["found"] == [0.5, None, None]
     seen = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
     assert seen["scalars"] == ["eval_kl"]
 

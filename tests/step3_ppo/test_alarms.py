@@ -51,6 +51,37 @@ def test_a_metric_out_of_order_is_one_sentence_until_it_has_recovered(
     ]
 
 
+@pytest.mark.parametrize(
+    ("ended", "scores_ends", "remedy"),
+    [
+        ({}, True, "raise ppo.max_new_tokens, or lower ppo.missing_eos_score"),
+        ({}, False, "raise ppo.max_new_tokens"),
+        ({"turns": 0.25, "tokens": 0.0}, False, "raise ppo.max_turns"),
+        ({"turns": 0.05, "tokens": 0.2}, False, "raise ppo.max_new_tokens or ppo.max_turns"),
+        (
+            {"turns": 0.25, "tokens": 0.0},
+            True,
+            "raise ppo.max_turns, or lower ppo.missing_eos_score",
+        ),
+        (
+            {"turns": 0.0, "tokens": 0.0},
+            True,
+            "the environment failed in the others; see reward_failures",
+        ),
+    ],
+)
+def test_responses_that_no_longer_end_name_what_ends_them(
+    ended: dict[str, float], scores_ends: bool, remedy: str
+) -> None:
+    by_limit = {f"ended_by_{name}": share for name, share in ended.items()}
+    alarms = Alarms(scores_ends=scores_ends)
+    alarms.look(1, SOUND)
+
+    (sentence,) = alarms.look(2, SOUND | {"stop_rate": 0.75} | by_limit)
+
+    assert sentence.partition(" at first: ")[2] == remedy
+
+
 def test_what_a_run_that_learns_looks_like_raises_nothing() -> None:
     """The last iteration of the embedded default, after forty."""
     alarms = Alarms()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.engine.best import BestWeights
+from pipeline.errors import ConfigError
+from pipeline.origin import training_at
+from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.course import say_where_it_ended
 from step3_ppo.train import train
@@ -63,26 +67,69 @@ def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
         line["eval_objective"] for line in map(json.loads, lines) if "eval_objective" in line
     ]
     assert len(objectives) == 4
+    origins = [line["began_from"] for line in map(json.loads, lines) if "began_from" in line]
+    assert origins == [str(toy / "actor")]  # no training has left it there
     assert max(objectives) == objectives[0]
+
+
+def test_a_run_that_goes_on_insists_on_the_model_that_it_began_from(
+    toy: Path, tmp_path: Path
+) -> None:
+    actor = tmp_path / "actor"
+    shutil.copytree(toy / "actor", actor)
+    model = replace(toy_config(toy).actor, path=str(actor))
+    config = harmful(toy, tmp_path / "out", actor=model, save_every=1)
+    config = replace(config, max_steps=1)
+    (actor / "result.json").write_text('{"steps": 9, "eval": {"perplexity_after": 2.5}}')
+    train(config)
+    for path in (config.output_dir / "result.json", config.output_dir / "actor"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    first, *_ = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+
+    (actor / "result.json").write_text('{"steps": 9, "eval": {"perplexity_after": 2.25}}')
+    with pytest.raises(ConfigError, match="is not the one that this run began from"):
+        train(replace(config, resume=True))
+    (actor / "result.json").write_text(
+        '{"seconds": 5, "steps": 9, "eval": {"perplexity_after": 2.5}}'
+    )
+    train(replace(config, resume=True))
+
+    assert json.loads(first)["began_from"] == training_at(str(actor))
 
 
 def test_the_end_is_judged_by_the_start_and_by_the_best(
     toy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def said(*objectives: float) -> str:
+    def said(*objectives: float, **changes: Any) -> str:
         caplog.clear()
         best = BestWeights(toy_models(toy_config(toy)).actor)
         for step, objective in enumerate(objectives):
             best.update(-objective, step=step)
-        say_where_it_ended(best, objectives[0])
+        say_where_it_ended(best, objectives[0], toy_config(toy, **changes))
         return " ".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
 
     assert said(0.1, 0.5, 0.9) == said(0.1, 0.9, 0.5) == ""
     assert "made the actor worse than step 1's model in the end (-0.2 on" in said(0.1, 0.5, -0.2)
     assert "the weights after iteration 1 (0.5) are exported" in said(0.1, 0.5, -0.2)
-    assert "no better than step 1's model on held-out prompts (0.05, at first 0.1)" in said(
-        0.1, 0.05
-    )
+    no_better = said(0.1, 0.05)
+    assert "no better than step 1's model on held-out prompts (0.05, at first 0.1)" in no_better
+    assert no_better.endswith("lower ppo.actor.optim.lr, or look at the reward model")
+
+
+def test_the_sentence_at_the_end_names_the_method_and_what_rewards_it(
+    toy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = BestWeights(toy_models(toy_config(toy)).actor)
+    best.update(-0.1, step=0)
+    by_program = (RewardConfig(name="short", kind="length", max_tokens=3),)
+    for changes in ({}, {"method": "dr_grpo", "advantage": "dr_grpo", "group_size": 2}):
+        say_where_it_ended(best, 0.1, toy_config(toy, **changes))
+    say_where_it_ended(best, 0.1, toy_config(toy, rewards=by_program))
+
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert first.startswith("PPO made the actor no better than step 1's model")
+    assert second.startswith("Dr. GRPO made the actor no better than step 1's model")
+    assert third.endswith("or look at the rewards")
 
 
 def test_a_value_that_is_not_finite_is_never_the_best(toy: Path) -> None:

@@ -16,9 +16,8 @@ def write_step(out: Path, name: str, *, right: float, method: str | None = None)
     (directory / "actor" / "config.json").write_text("{}")
     values = {"exported": {"judge": [right, right]}}
     (directory / "metrics.jsonl").write_text(json.dumps({"step": 9, "eval_by_prompt": values}))
-    changed = {"method": method} if method else {}
-    result = {"eval": {"win_rate": 0.5}, "changed_settings": changed}
-    (directory / "result.json").write_text(json.dumps(result))
+    (directory / "config.yaml").write_text(f"method: {method or 'ppo'}\n")
+    (directory / "result.json").write_text('{"eval": {"win_rate": 0.5}}')
 
 
 def write_step_1(out: Path) -> None:

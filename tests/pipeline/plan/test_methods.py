@@ -190,6 +190,28 @@ def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
         plan(tmp_path, "--method", "ppo", "grpo", *words, "--methods.grpo.clip", "0.1")
 
 
+def test_a_method_that_was_alone_stays_in_its_directory_unless_ppo_runs_beside_it(
+    tmp_path: Path,
+) -> None:
+    words = ("--step", "3", *_MODELS)
+    (stage,) = (alone := plan(tmp_path, "--method", "grpo", *words)).stages
+    directory = tmp_path / "out" / stage.name
+    directory.mkdir(parents=True)
+    settings = yaml.safe_dump(plain(alone.configs[stage.name]))
+    (directory / "config.yaml").write_text(settings)
+    (directory / "result.json").write_text("{}")
+
+    added = plan(tmp_path, "--method", "grpo", "rloo", *words, "--resume")
+    anew = plan(tmp_path, "--method", "grpo", "ppo", *words, "--overwrite")
+
+    assert directory.name == "step3_ppo"
+    assert (list(step3(added)), added.finished) == (["step3_ppo", "step3_rloo"], {"step3_ppo"})
+    assert (list(step3(anew)), anew.finished) == (["step3_grpo", "step3_ppo"], set())
+    for say in ((), ("--resume",)):
+        with pytest.raises(UserError, match=r"with ppo\.method grpo where this run has ppo"):
+            plan(tmp_path, "--method", "grpo", "ppo", *words, *say)
+
+
 _MODELS = [word for role in ("actor", "critic", "reward") for word in (f"--ppo.{role}.path", "a/b")]
 
 

@@ -6,15 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
+from pipeline.origin import training_at
+from pipeline.report.choice import model_to_talk_to, of_one_origin
+from pipeline.report.figures import pass_rates
 from pipeline.report.findings import findings
 from pipeline.report.intervals import mean_interval
 from pipeline.report.method_table import lines
 from pipeline.report.methods import Comparison, Evaluation, compare_methods, value_at
-from pipeline.report.results import model_to_talk_to, read_results
+from pipeline.report.read import read_results
 from pipeline.report.write import write_report
 
 PROMPTS = 40
+
+SETTINGS = {"missing_eos_score": -1.0, "max_prompt_length": 256, "gold": None}
+"""Of every method, unless it says otherwise."""
 
 
 def verdicts(right: int) -> list[float]:
@@ -28,19 +35,22 @@ def write_method(
     *,
     figures: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
+    name: str = "",
+    began_from: str | None = None,
 ) -> None:
     """A finished step 3 with an evaluation every 10 iterations at (KL, figure by prompt)."""
-    directory = out / f"step3_{method}"
+    directory = out / (name or f"step3_{method}")
     directory.mkdir(parents=True)
     path = [
         {"step": 10 * number, "eval_kl": kl, "eval_by_prompt": values}
         for number, (kl, values) in enumerate(points)
     ]
     end = {"step": path[-1]["step"], "eval_kl": 9.9, "eval_by_prompt": {"exported": points[-1][1]}}
+    path[0] |= {} if began_from is None else {"began_from": began_from}
     lines = [json.dumps(line) + "\n" for line in [*path, end]]
     (directory / "metrics.jsonl").write_text("".join(lines))
-    (directory / "config.yaml").write_text(f"method: {method}\n")
-    changed = {**({} if method == "ppo" else {"method": method}), **(settings or {})}
+    recorded = {"output_dir": str(directory), "method": method, **SETTINGS, **(settings or {})}
+    (directory / "config.yaml").write_text(yaml.safe_dump(recorded))
     evaluation = {"kl": points[-1][0], "win_rate": 0.5, "length_after": 12.34, "stop_rate": 0.975}
     result = {
         "seconds": 83.0,
@@ -48,7 +58,7 @@ def write_method(
         "tokens": 5000,
         "samples": 2560,
         "eval": {**evaluation, **(figures or {})},
-        "changed_settings": changed,
+        "changed_settings": {},
     }
     (directory / "result.json").write_text(json.dumps(result))
 
@@ -233,3 +243,143 @@ def test_a_method_that_stayed_where_it_was_is_compared_with_nothing(tmp_path: Pa
     assert found.notes == (
         "RLOO never left the reference (KL 0), so that nothing is compared at equal KL",
     )
+
+
+def test_a_method_that_did_not_come_to_its_end_has_its_name_and_its_settings_count(
+    tmp_path: Path,
+) -> None:
+    for method, name in (("grpo", "step3_ppo"), ("rloo", ""), ("raft", "")):
+        points = [(float(kl), {"judge": verdicts(10 * kl)}) for kl in range(3)]
+        changed = {"temperature": 0.7} if method == "rloo" else {}
+        settings = {"temperature": 1.0, **changed}
+        write_method(tmp_path, method, points, name=name, settings=settings)
+    for name in ("step3_ppo", "step3_rloo"):
+        (tmp_path / name / "result.json").unlink()
+    sentence = '{"sentence": "the loss of step 7 is not finite"}'
+    (tmp_path / "step3_ppo" / "diverged.json").write_text(sentence)
+
+    found = compared(tmp_path)
+
+    assert [method.title for method in found.methods] == ["GRPO", "RAFT", "RLOO"]
+    assert found.notes == (
+        "Held-out prompts are not answered alike in all methods (temperature), which moves rewards"
+        " and KL by itself",
+        "Of GRPO, which diverged, evaluations until then are compared",
+        "Of RLOO, which did not finish, evaluations until then are compared",
+    )
+    assert [line.split()[:2] for line in lines(found)][1:4] == [
+        ["GRPO", "diverged"],
+        ["RAFT", "50"],
+        ["RLOO", "not"],
+    ]
+    assert findings(read_results(tmp_path))[0].sentence == "GRPO: the loss of step 7 is not finite"
+    page = write_report(tmp_path).read_text()
+    assert page.count('colspan="3">diverged</td>') == page.count('colspan="3">not finished<') == 1
+
+
+def test_a_gold_reward_that_some_methods_lack_is_another_one(tmp_path: Path) -> None:
+    for method, gold in (("ppo", None), ("rloo", {"kind": "math", "name": "right"})):
+        points = [(float(kl), {"gold": [0.5 * kl, kl]}) for kl in range(3)]
+        write_method(tmp_path, method, points, settings={"gold": gold})
+
+    assert compared(tmp_path).notes == (
+        "The gold rewards of the methods differ, so that they don't count alike",
+    )
+
+
+def write_step_1(out: Path, perplexity: float, *, seconds: float = 1.0) -> str:
+    """A finished step 1, in place of an earlier one; what models that begin from it record."""
+    directory = out / "step1_sft"
+    directory.mkdir(exist_ok=True)
+    (directory / "metrics.jsonl").write_text("")
+    figures = {"perplexity_after": perplexity, "rows": 40}
+    result = {"seconds": seconds, "steps": 9, "tokens": 900, "eval": figures}
+    (directory / "result.json").write_text(json.dumps(result))
+    training = training_at(str(directory))
+    assert training is not None
+    return training
+
+
+def write_samples(out: Path, method: str, **answers: str) -> None:
+    """The answers to a held-out prompt, by model."""
+    prompt = [{"role": "user", "content": "3 plus 4?"}]
+    row = {"prompt": prompt, "answers": {model: {"text": answers[model]} for model in answers}}
+    (out / f"step3_{method}" / "samples.json").write_text(json.dumps({"rows": [row]}))
+
+
+def test_a_method_of_an_earlier_step_1_is_left_out_and_a_sentence_says_so(tmp_path: Path) -> None:
+    before = write_step_1(tmp_path, 2.5)
+    for method, right in (("grpo", 40), ("rloo", 38)):
+        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
+        rates = {"judge": {"step1_sft": 0.1, f"step3_{method}": right / 40}}
+        write_method(tmp_path, method, points, began_from=before, figures=rates)
+    of_all = compared(tmp_path)
+    write_samples(tmp_path, "grpo", step1_sft="4", step3_grpo="5")
+    now = write_step_1(tmp_path, 2.25)
+    for method, right in (("ppo", 30), ("raft", 20)):
+        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
+        rates = {"judge": {"step1_sft": 0.2, f"step3_{method}": right / 40}}
+        write_method(tmp_path, method, points, began_from=now, figures=rates)
+    write_samples(tmp_path, "ppo", step1_sft="6", step3_ppo="7")
+
+    found = compared(tmp_path)
+    best = model_to_talk_to(read_results(tmp_path).steps)
+
+    assert (len(of_all.equal), of_all.notes) == (2, ())
+    assert [each.method.title for each in found.equal] == ["PPO", "RAFT"]
+    assert found.notes == (
+        "At equal KL nothing is said of GRPO and RLOO, which began from another model than PPO and"
+        " RAFT (a new step 1, or another actor.path)",
+    )
+    assert best is not None
+    assert best.name == "step3_ppo"  # 30 of 40, against 40 of GRPO
+    rates = pass_rates(read_results(tmp_path))
+    assert rates == {
+        "step1_sft": 0.2,  # today's, and not what GRPO and RLOO were measured against
+        "step3_grpo": 1.0,
+        "step3_ppo": 0.75,
+        "step3_raft": 0.5,
+        "step3_rloo": 0.95,
+    }
+    (sample,) = read_results(tmp_path).samples
+    texts = {model: answer.text for model, answer in sample.answers.items()}
+    assert texts == {"step1_sft": "6", "step3_ppo": "7", "step3_grpo": "5"}
+    table = [" ".join(plain(line).split()) for line in lines(found)]
+    assert table[1].startswith("GRPO 100 % ")
+    assert table[1].endswith("1:23 2,560 \N{EN DASH} \N{EN DASH}")
+    chart = write_report(tmp_path).read_text().split("What a method gets for its KL")[1]
+    assert "RAFT, step 20" in chart
+    assert "GRPO, step 20" not in chart
+
+
+def test_a_training_that_was_repeated_to_the_bit_is_the_same_origin(tmp_path: Path) -> None:
+    first = write_step_1(tmp_path, 2.5, seconds=80.0)
+
+    assert write_step_1(tmp_path, 2.5, seconds=90.0) == first
+    assert write_step_1(tmp_path, 2.5000000000000004) != first
+    (tmp_path / "step1_sft" / "result.json").write_text("{")
+    assert training_at(str(tmp_path / "step1_sft")) is None
+    assert training_at("owner/name") is None
+
+
+def test_without_the_model_they_began_from_most_methods_decide(tmp_path: Path) -> None:
+    points = [(float(kl), {"judge": verdicts(kl)}) for kl in range(3)]
+    origins = {"dapo": "a/b", "grpo": "c/d", "ppo": None, "rloo": "c/d"}
+    for method, origin in origins.items():
+        write_method(tmp_path, method, points, began_from=origin)
+    steps = read_results(tmp_path).steps
+
+    alike = of_one_origin(list(steps.values()), steps)
+
+    assert [step.method for step in alike] == ["grpo", "ppo", "rloo"]
+
+
+def test_of_equal_methods_the_first_is_the_one_to_talk_to(tmp_path: Path) -> None:
+    for method, right in (("grpo", 20), ("ppo", 30), ("rloo", 30)):
+        points = [(float(kl), {"judge": verdicts(right * kl // 2)}) for kl in range(3)]
+        write_method(tmp_path, method, points)
+
+    chosen = model_to_talk_to(read_results(tmp_path).steps)
+
+    assert chosen is not None
+    assert chosen.name == "step3_ppo"

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 from pipeline.report.curves import step_charts
-from pipeline.report.findings import before_after, findings
-from pipeline.report.results import Results, read_results
+from pipeline.report.figures import before_after
+from pipeline.report.findings import findings
+from pipeline.report.read import read_results
+from pipeline.report.results import Results
 from pipeline.report.write import render
 
 EVAL = {"reward_before": 0.25, "reward_after": 0.9, "kl": 4.0, "win_rate": 0.8}

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.report.findings import findings
-from pipeline.report.results import read_results
+from pipeline.report.read import read_results
 from pipeline.report.write import write_report
 
 SFT = {"seconds": 80.0, "steps": 3, "tokens": 2_400_000}

@@ -1,0 +1,25 @@
+"""What tells the model of one training from that of another at the same place."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def training_id(result: Mapping[str, object]) -> str:
+    """Of the training that left this result.json: another one where steps, tokens or figures are.
+
+    Figures on held-out rows have all their digits: only the same weights have the same ones. Time
+    and settings don't count, so that a training that was repeated to the bit is the same.
+    """
+    known = [result.get(name) for name in ("steps", "tokens", "eval")]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def training_at(path: str) -> str | None:
+    """The training whose result lies beside the model at `path`; None of any other model."""
+    try:
+        result = json.loads((Path(path) / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return training_id(result) if isinstance(result, dict) else None
