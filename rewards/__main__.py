@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.cli import run_main, say, split_options
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
 from pipeline.data.sources import read_source
 from pipeline.errors import EXIT_FAILED, require
-from pipeline.help import help_entry, settings_help
-from pipeline.installation import MODULE
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
 from rewards.config import RewardConfig
 from rewards.mixture import Rewards
 from rewards.sources import read_sources
@@ -61,11 +58,13 @@ class VerifyConfig:
 
 def main(argv: Sequence[str]) -> None:
     """Print a table of the sources; exit with code 1 where one failed."""
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(VerifyConfig, [], gather_specs(options))
+    config = read_command(
+        VerifyConfig,
+        argv,
+        usage="rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
+        about="Score the responses that rows have, without a model, and print how the sources did.",
+        gather=gather_specs,
+    )
     sources: list[RewardConfig] = []
     for spec in config.reward:
         sources.append(read_spec(spec, [source.name for source in sources]))
@@ -111,19 +110,6 @@ def table(path: str, rows: Rows, summaries: dict[str, Summary], seconds: float) 
             )
         lines += [f"{name}: first {what}: {where}" for what, where in each.examples.items()]
     return lines
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            f"usage: {MODULE} rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
-            "",
-            "Score the responses that rows have, without a model, and print how the sources did.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(VerifyConfig), dashes=True),
-        ]
-    )
 
 
 if __name__ == "__main__":
