@@ -96,8 +96,6 @@ def summary(
     left_out: Mapping[str, int],
 ) -> list[str]:
     """What was sampled, what it is worth, and what was written."""
-    from rewards.selection import best_of_n_kl
-
     count, n = len(sampled.candidates), config.best_of
     answers = [each for of_prompt in sampled.candidates for each in of_prompt]
     known = [each.reward for each in answers if each.reward is not None]
@@ -117,9 +115,26 @@ def summary(
         f"chosen      {len(rows):,} {config.write}",
     ]
     lines += [f"left out    {number:,} with {why}" for why, number in left_out.items()]
-    kl = f"at most {best_of_n_kl(n):.3f} nats from the model: log {n} - {n - 1}/{n}"
-    lines.append(f"KL          the best of {n} are {kl}")
+    if rows:
+        lines.append(f"KL          {distance(config, count, len(rows))}")
     return lines
+
+
+def distance(config: SelectConfig, prompts: int, rows: int) -> str:
+    """How far the chosen answers are from the model, at most: a bound, and no estimate."""
+    from rewards.selection import best_of_n_kl
+
+    n = config.best_of
+    changed = [f"temperature {config.temperature:g}"] if config.temperature != 1 else []
+    changed += [f"top-p {config.top_p:g}"] if config.top_p != 1 else []
+    model = f"the model{' at ' + ' and '.join(changed) if changed else ''}"
+    formula = f"log {n} - {n - 1}/{n}"
+    if rows == prompts:
+        return f"the best of {n} are at most {best_of_n_kl(n):.3f} nats from {model}: {formula}"
+    return (
+        f"rows are at most {best_of_n_kl(n, rows / prompts):.3f} nats from {model} on the average,"
+        f" if {rows / prompts:.1%} of prompts give one: {formula}, and what leaving out adds"
+    )
 
 
 if __name__ == "__main__":
