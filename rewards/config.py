@@ -36,6 +36,9 @@ COLUMNS = {
 }
 """The column that a kind reads, where the settings name no other."""
 
+SCALE = (0.0, 10.0)
+"""Of judges, where the settings name no other."""
+
 _USED_BY: dict[str, set[str]] = {
     "path": {"model", "function", "json_schema", "remote", "judge", "generative"},
     "pattern": {"regex", "exact"},
@@ -125,7 +128,7 @@ class RewardConfig:
     """judge, generative: a text file with {prompt}, {response} and columns in braces; null takes
     ours."""
 
-    scale: tuple[float, float] = (0.0, 10.0)
+    scale: tuple[float, float] = SCALE
     """judge, generative: its lowest and highest score, which become 0 and 1."""
 
     concurrency: int = 8
