@@ -42,12 +42,17 @@ def main(argv: Sequence[str]) -> None:
     from evaluation.results import as_table, document
     from inference.weights.hash import weights_hash
     from pipeline.data.resolve_format import resolve_format
+    from pipeline.models.forward import context_length
     from pipeline.models.load import load_for_inference
+    from pipeline.models.ready import check_ready
     from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
+    check_ready(config.path)
     model, tokenizer = load_for_inference(config.path)
     chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))
+    for task in tasks:  # what one can't be asked is said before another is answered
+        chat.encode(questions[task.name], task=task.name, context=context_length(model))
     figures = [
         figure
         for task in tasks

@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
 
     from evaluation.comparison import strength_intervals, strengths
     from evaluation.verdicts import answers_of, columns_read, matches
+    from pipeline.models.ready import check_ready
     from pipeline.run import configure_logging
     from rewards.prompts import read_prompts
 
@@ -52,6 +53,10 @@ def main(argv: Sequence[str]) -> None:
         seed=config.seed,
         held_out=True,
     )
+    for path in config.paths:
+        check_ready(path, examples)
+    if config.source.kind == "model":
+        check_ready(str(config.source.path), examples, scores=True)
     found = matches([answers_of(path, examples, config) for path in config.paths], config)
     for each in found:
         if not len(each.known):

@@ -42,8 +42,9 @@ def main(argv: Sequence[str]) -> None:
     )
     check_output(config.output, option="--output")
 
+    from pipeline.models.ready import check_ready
     from pipeline.run import configure_logging
-    from rewards.candidates import programs_of, sampled_candidates
+    from rewards.candidates import MODEL, programs_of, sampled_candidates
     from rewards.prompts import read_prompts
     from rewards.sources import read_sources, row_columns
 
@@ -52,6 +53,10 @@ def main(argv: Sequence[str]) -> None:
     examples = read_prompts(
         config.prompts, columns, fields=config.fields, limit=config.limit, seed=config.seed
     )
+    check_ready(config.path, examples)
+    for source in config.sources:
+        if source.kind == MODEL:
+            check_ready(str(source.path), examples, scores=True)
     sampled = sampled_candidates(examples, config)
     rows, left_out = select(examples, sampled.candidates, config)
     say("\n".join(summary(config, sampled, rows, left_out)))

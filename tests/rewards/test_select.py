@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from pipeline.data.examples import Example, Message
 from pipeline.data.reading import RowReader, Wanted
-from pipeline.errors import ConfigError, DataError, UserError
+from pipeline.errors import ConfigError, DataError, ModelError, UserError
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
@@ -275,3 +276,56 @@ def test_wrong_settings_are_named(sentence: str) -> None:
 def test_prompts_that_are_not_there_are_named() -> None:
     with pytest.raises(UserError, match="there is no such file"):
         main(["--path", "embedded", "--prompts", "none.jsonl", "--reward", "repetition"])
+
+
+def damaged(prompts: Path, name: str, template: str) -> Path:
+    """A copy of the model whose chat template is another."""
+    copy = prompts.with_name(name)
+    shutil.copytree(prompts.with_name("model"), copy)
+    (copy / "chat_template.jinja").write_text(template)
+    return copy
+
+
+def untouched(prompts: Path, *words: str) -> list[str]:
+    """A command line whose model has weights that are no numbers, which loading it would say."""
+    weights = prompts.with_name("model") / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[: len(kept) // 2] + b"\xff" * (len(kept) - len(kept) // 2))
+    return ["--path", str(weights.parent), "--prompts", str(prompts), *words]
+
+
+RAISES = "{{ 1 // 0 }}"
+
+
+def test_a_template_that_raises_is_named_with_its_model(prompts: Path) -> None:
+    broken = damaged(prompts, "broken", RAISES)
+    words = ["--prompts", str(prompts), "--reward", "repetition", "--path", str(broken)]
+
+    with pytest.raises(DataError) as error:
+        main(words)
+
+    assert str(error.value).startswith(
+        f"the chat template of {broken} can't render a dialogue of user turns: ZeroDivisionError("
+    )
+
+
+def test_a_reward_model_is_looked_at_before_the_model_that_answers_is_loaded(prompts: Path) -> None:
+    broken = damaged(prompts, "broken", RAISES)
+    for path, sentence in {
+        str(prompts.parent / "none"): "no such model",
+        str(prompts.with_name("model")): "is no reward model",
+    }.items():
+        taste = json.dumps({"kind": "model", "path": path})
+        with pytest.raises(ModelError, match=sentence):
+            main(untouched(prompts, "--reward", taste))
+    export(*load_reward_for_inference(broken), prompts.with_name("reward"))
+    (prompts.with_name("reward") / "chat_template.jinja").write_text(RAISES)
+    taste = json.dumps({"kind": "model", "path": str(prompts.with_name("reward"))})
+    with pytest.raises(DataError, match=f"the chat template of {prompts.with_name('reward')} "):
+        main(untouched(prompts, "--reward", taste))
+
+
+def test_an_output_that_can_not_be_written_is_said_before_any_work(prompts: Path) -> None:
+    words = untouched(prompts, "--reward", "repetition", "--out", str(prompts.parent))
+    with pytest.raises(ConfigError, match=f"--output {prompts.parent} is a directory"):
+        main(words)
