@@ -10,11 +10,12 @@ from pathlib import Path
 
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
+from pipeline.data.reading import Wanted
 from pipeline.data.sources import read_source
 from pipeline.errors import EXIT_FAILED, require
-from rewards.config import RewardConfig
+from rewards.config import RewardConfig, check_limits
 from rewards.mixture import Rewards
-from rewards.sources import read_sources
+from rewards.sources import read_sources, row_columns
 from rewards.spec import gather_specs, read_spec
 from rewards.verify import Rows, Summary, read_rows, verify
 
@@ -53,7 +54,8 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
         require(bool(self.data_path), "--data-path is missing: give a file of rows")
-        require(self.limit is None or self.limit > 0, f"limit must be above 0, got {self.limit}")
+        check_limits(timeout_seconds=self.timeout_seconds, workers=self.workers)
+        require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -68,10 +70,12 @@ def main(argv: Sequence[str]) -> None:
     sources: list[RewardConfig] = []
     for spec in config.reward:
         sources.append(read_spec(spec, [source.name for source in sources]))
-    read_sources(sources)  # checks them before the rows are read
+    kept = row_columns(read_sources(sources))  # which checks them before the rows are read
     columns = [each.reads_column for each in sources if each.reads_column is not None]
+    read = read_source(config.data_path).train[: config.limit]
+    Wanted(config.fields, kept).check({name for row in read for name in row.columns})
     rows = read_rows(
-        read_source(config.data_path).train[: config.limit],
+        read,
         fields=config.fields,
         response=config.response,
         column=columns[0] if columns else None,

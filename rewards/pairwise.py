@@ -90,7 +90,9 @@ class PairwiseJudge:
             second=second.response,
         )
         body = request(self.config, text)
-        return answered(source.endpoint, source.kept, body, lambda said: POINTS[verdict_in(said)])
+        return answered(
+            source.endpoint, source.kept, body, lambda answer: POINTS[verdict_in(answer)]
+        )
 
 
 def pairwise_judge(

@@ -130,10 +130,10 @@ class ChatFormat:
                 f"{self.title}: line {error.lineno} of the template: {error.message}"
             ) from error
         except Exception as error:  # a template is a program, and may raise anything
-            said = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise DataError(
                 f"{self.title} can't render a dialogue of"
-                f" {', '.join(message.role for message in messages)} turns: {said};"
+                f" {', '.join(message.role for message in messages)} turns: {reason};"
                 " mend the template, choose another --format, or leave such dialogues out"
             ) from error
         return str(text)

@@ -127,7 +127,8 @@ WRONG = {
     "--prompts is missing": {"prompts": ""},
     "--judge is missing": {"judge": ""},
     "say which one": {"judge": "model"},
-    "did you mean math": {"judge": "mth"},
+    "--judge mth: .* did you mean math": {"judge": "mth"},
+    "timeout_seconds must be above 0": {"timeout_seconds": 0.0},
 }
 
 
