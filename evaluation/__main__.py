@@ -3,17 +3,16 @@
 Prints a table and writes all figures, with their settings, to evaluation.json.
 """
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from evaluation.config import EvaluationConfig
 from evaluation.contract import Question, Task
 from evaluation.tasks import tasks_named
-from pipeline.cli import run_main, say, split_options
-from pipeline.help import help_entry, settings_help
-from pipeline.installation import MODULE
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
+from pipeline.files.output import check_output, write_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,32 +27,40 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: an unknown task or setting, no model at the path, rows that a task can't read.
     """
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(EvaluationConfig, [], options)
+    config = read_command(
+        EvaluationConfig,
+        argv,
+        usage="evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
+        about="How well a model does on tasks that programs check: docs/evaluation.md.",
+    )
+    check_output(config.output, option="--output")
     tasks = tasks_named(config.tasks, config.paths, setting="--data")
     # All rows are read before the model, which takes longer.
     questions = {task.name: task.read(config.reading(task)) for task in tasks}
 
     from evaluation.answering import Chat
-    from evaluation.results import as_table, document, write
+    from evaluation.results import as_table, document
     from inference.weights.hash import weights_hash
     from pipeline.data.resolve_format import resolve_format
+    from pipeline.models.forward import context_length
     from pipeline.models.load import load_for_inference
+    from pipeline.models.ready import check_ready
     from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
+    check_ready(config.path)
     model, tokenizer = load_for_inference(config.path)
     chat = Chat(tokenizer, resolve_format(tokenizer, "auto"))
+    for task in tasks:  # what one can't be asked is said before another is answered
+        chat.encode(questions[task.name], task=task.name, context=context_length(model))
     figures = [
         figure
         for task in tasks
         for figure in _figures(task, questions[task.name], model, chat, config)
     ]
     say("\n".join(as_table(figures)))
-    write(config.output, document(figures, config, weights_hash=weights_hash(model)))
+    text = json.dumps(document(figures, config, weights_hash=weights_hash(model)), indent=2)
+    write_output({config.output: f"{text}\n"}, option="--output")
     say(f"\nWith all settings in {config.output}")
 
 
@@ -82,19 +89,6 @@ def _figures(
         ks=sorted(set(config.k)),
         num_samples=config.num_samples,
         batch_size=config.batch_size,
-    )
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            f"usage: {MODULE} evaluation --path DIR --tasks TASK ... [--SETTING VALUE ...]",
-            "",
-            "How well a model does on tasks that programs check: docs/evaluation.md.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(EvaluationConfig), dashes=True),
-        ]
     )
 
 

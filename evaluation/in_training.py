@@ -7,10 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evaluation.answering import Chat
-from evaluation.contract import Reading
 from evaluation.evaluate import evaluate
-from evaluation.settings import TaskSettings
-from evaluation.tasks import tasks_named
+from evaluation.settings import TaskSettings, questions_of
 from inference.settings import Sampling
 from inference.weights.replica import Replica
 from pipeline.engine.engine import Engine
@@ -32,11 +30,7 @@ class TaskEvaluations:
         self._settings = settings
         self._chat = chat
         self._generating = generating
-        paths = settings.eval_task_data
-        self._questions = [
-            (task, task.read(Reading(path=paths.get(task.name), limit=settings.eval_task_rows)))
-            for task in tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
-        ]
+        self._questions = questions_of(settings)
         self._last: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:

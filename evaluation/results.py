@@ -1,9 +1,7 @@
 """Figures as a table to read and as JSON to keep."""
 
-import json
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ import transformers
 from evaluation.config import EvaluationConfig
 from evaluation.figures import Figure
 from pipeline import __version__
-from pipeline.errors import ConfigError
 from pipeline.settings.plain import plain
 
 
@@ -72,18 +69,3 @@ def document(
             "python": platform.python_version(),
         },
     }
-
-
-def write(path: Path, figures: dict[str, Any]) -> None:
-    """Write the document, whole or not at all.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--output {path} can't be written: {error.strerror}") from error

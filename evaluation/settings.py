@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from evaluation.contract import Question, Reading, Task
 from evaluation.tasks import tasks_named
 from pipeline.errors import require
 
@@ -22,6 +23,27 @@ class TaskSettings:
 
     eval_task_tokens: int | None = None
     """Longest answer to them, in tokens; null takes each task's own."""
+
+    def check_task_rows(self) -> None:
+        """Read the rows of the tasks.
+
+        Raises:
+            DataError: they can't be read, or lack what they need.
+        """
+        questions_of(self)
+
+
+def questions_of(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
+    """Each task, with its questions.
+
+    Raises:
+        DataError: rows of a task are missing or wrong.
+    """
+    paths = settings.eval_task_data
+    return [
+        (task, task.read(Reading(path=paths.get(task.name), limit=settings.eval_task_rows)))
+        for task in tasks_named(settings.eval_tasks, paths, setting="eval_task_data")
+    ]
 
 
 def check_tasks(settings: TaskSettings) -> None:

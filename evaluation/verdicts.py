@@ -8,7 +8,7 @@ import numpy as np
 from evaluation.comparison import Match
 from evaluation.winrate_config import WinrateConfig
 from inference.files.prompts import Prompt
-from inference.files.responses import Responder, TextResponse
+from inference.files.responses import Responder
 from inference.settings import Sampling
 from pipeline.config import RowColumns
 from pipeline.data.examples import Example
@@ -17,6 +17,7 @@ from pipeline.models.reward_model import score_responses
 from rewards.contract import Episode, RewardError
 from rewards.mixture import Rewards
 from rewards.pairwise import pairwise_judge
+from rewards.sampled import episode_of
 from rewards.sources import read_sources, row_columns
 
 
@@ -50,7 +51,7 @@ def answers_of(path: str, examples: Sequence[Example], config: WinrateConfig) ->
     responder = Responder(*load_for_inference(path), sampling)
     encoded = [responder.encode(Prompt(None, each.prompt, None, each.origin)) for each in examples]
     rows = responder.responses(encoded, first_row=0, batch_size=config.batch_size)
-    return [_episode(examples[slot], answer, slot) for slot, (answer,) in enumerate(rows)]
+    return [episode_of(examples[slot], answer, slot) for slot, (answer,) in enumerate(rows)]
 
 
 def matches(answers: Sequence[Sequence[Episode]], config: WinrateConfig) -> list[Match]:
@@ -123,14 +124,3 @@ def _by_rewards(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 def _numbers(values: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values])
-
-
-def _episode(example: Example, answer: TextResponse, slot: int) -> Episode:
-    return Episode(
-        prompt=example.prompt,
-        response=answer.text,
-        extra=example.extra,
-        stopped=answer.stop != "length",
-        num_tokens=len(answer.token_ids),
-        slot=slot,
-    )

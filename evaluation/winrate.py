@@ -6,16 +6,15 @@ python -m evaluation.winrate --paths OUT/step1_sft OUT/step3_ppo/actor --prompts
 Prints a line for every two models, and the strengths of all; writes both to winrate.json.
 """
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from evaluation.winrate_config import WinrateConfig
-from pipeline.cli import run_main, say, split_options
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
 from pipeline.errors import DataError
-from pipeline.help import help_entry, settings_help
-from pipeline.installation import MODULE
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
+from pipeline.files.output import check_output, write_output
 from pipeline.settings.plain import plain
 
 if TYPE_CHECKING:
@@ -30,15 +29,18 @@ def main(argv: Sequence[str]) -> None:
         UserError: a wrong setting, no model at a path, prompts that can't be read, a judge that
             can't be used or fails.
     """
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(WinrateConfig, [], options)
+    config = read_command(
+        WinrateConfig,
+        argv,
+        usage="evaluation.winrate --paths A B ... --prompts FILE --judge SOURCE"
+        " [--SETTING VALUE ...]",
+        about="How often a model's answers are better than another's: docs/evaluation.md.",
+    )
+    check_output(config.output, option="--output")
 
     from evaluation.comparison import strength_intervals, strengths
-    from evaluation.results import write
     from evaluation.verdicts import answers_of, columns_read, matches
+    from pipeline.models.ready import check_ready
     from pipeline.run import configure_logging
     from rewards.prompts import read_prompts
 
@@ -51,6 +53,10 @@ def main(argv: Sequence[str]) -> None:
         seed=config.seed,
         held_out=True,
     )
+    for path in config.paths:
+        check_ready(path, examples)
+    if config.source.kind == "model":
+        check_ready(str(config.source.path), examples, scores=True)
     found = matches([answers_of(path, examples, config) for path in config.paths], config)
     for each in found:
         if not len(each.known):
@@ -61,7 +67,8 @@ def main(argv: Sequence[str]) -> None:
     points = strengths(found, len(config.paths)).tolist()
     intervals = strength_intervals(found, len(config.paths), seed=config.seed)
     say("\n".join([*_match_lines(found, config), "", *_strength_lines(points, intervals, config)]))
-    write(config.output, _document(found, points, intervals, config))
+    text = json.dumps(_document(found, points, intervals, config), indent=2)
+    write_output({config.output: f"{text}\n"}, option="--output")
     say(f"\nWith all settings in {config.output}")
 
 
@@ -124,20 +131,6 @@ def _elo(strength: float) -> float:
     from evaluation.comparison import ELO
 
     return strength * ELO
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            f"usage: {MODULE} evaluation.winrate --paths A B ... --prompts FILE --judge SOURCE"
-            " [--SETTING VALUE ...]",
-            "",
-            "How often a model's answers are better than another's: docs/evaluation.md.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(WinrateConfig), dashes=True),
-        ]
-    )
 
 
 if __name__ == "__main__":

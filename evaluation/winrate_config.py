@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.errors import require
-from rewards.config import RewardConfig
+from rewards.config import RewardConfig, check_limits
 from rewards.spec import read_spec
 
 
@@ -69,9 +69,10 @@ class WinrateConfig:
             value = getattr(self, name)
             option = name.replace("_", "-")
             require(value is None or value > 0, f"--{option} must be above 0, got {value}")
-        require(
-            0 <= self.max_failures <= 1,
-            f"--max-failures must lie between 0 and 1, got {self.max_failures}",
+        check_limits(
+            timeout_seconds=self.timeout_seconds,
+            workers=self.workers,
+            max_failures=self.max_failures,
         )
         require(
             self.source.kind != "model" or self.source.path is not None,
@@ -85,4 +86,4 @@ class WinrateConfig:
     @property
     def source(self) -> RewardConfig:
         """What `judge` means."""
-        return read_spec(self.judge)
+        return read_spec(self.judge, option="--judge")

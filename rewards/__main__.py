@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.cli import run_main, say, split_options
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
+from pipeline.data.reading import Wanted
 from pipeline.data.sources import read_source
 from pipeline.errors import EXIT_FAILED, require
-from pipeline.help import help_entry, settings_help
-from pipeline.installation import MODULE
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
-from rewards.config import RewardConfig
+from rewards.config import RewardConfig, check_limits
 from rewards.mixture import Rewards
-from rewards.sources import read_sources
+from rewards.sources import read_sources, row_columns
 from rewards.spec import gather_specs, read_spec
 from rewards.verify import Rows, Summary, read_rows, verify
 
@@ -56,23 +54,28 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         require(bool(self.reward), "--reward is missing: give file.py:function, or a kind as math")
         require(bool(self.data_path), "--data-path is missing: give a file of rows")
-        require(self.limit is None or self.limit > 0, f"limit must be above 0, got {self.limit}")
+        check_limits(timeout_seconds=self.timeout_seconds, workers=self.workers)
+        require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
 
 
 def main(argv: Sequence[str]) -> None:
     """Print a table of the sources; exit with code 1 where one failed."""
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(VerifyConfig, [], gather_specs(options))
+    config = read_command(
+        VerifyConfig,
+        argv,
+        usage="rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
+        about="Score the responses that rows have, without a model, and print how the sources did.",
+        gather=gather_specs,
+    )
     sources: list[RewardConfig] = []
     for spec in config.reward:
         sources.append(read_spec(spec, [source.name for source in sources]))
-    read_sources(sources)  # checks them before the rows are read
+    kept = row_columns(read_sources(sources))  # which checks them before the rows are read
     columns = [each.reads_column for each in sources if each.reads_column is not None]
+    read = read_source(config.data_path).train[: config.limit]
+    Wanted(config.fields, kept).check({name for row in read for name in row.columns})
     rows = read_rows(
-        read_source(config.data_path).train[: config.limit],
+        read,
         fields=config.fields,
         response=config.response,
         column=columns[0] if columns else None,
@@ -111,19 +114,6 @@ def table(path: str, rows: Rows, summaries: dict[str, Summary], seconds: float) 
             )
         lines += [f"{name}: first {what}: {where}" for what, where in each.examples.items()]
     return lines
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            f"usage: {MODULE} rewards --reward SOURCE ... --data-path FILE [--SETTING VALUE ...]",
-            "",
-            "Score the responses that rows have, without a model, and print how the sources did.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(VerifyConfig), dashes=True),
-        ]
-    )
 
 
 if __name__ == "__main__":

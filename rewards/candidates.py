@@ -16,6 +16,7 @@ from rewards.combine import weighted_sum, without_failures
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Scored
 from rewards.mixture import Rewards
+from rewards.sampled import episode_of
 from rewards.select_config import SelectConfig
 from rewards.selection import Candidate
 
@@ -103,25 +104,17 @@ def _answers(
         rows = responder.responses(encoded, first_row=0, batch_size=config.batch_size)
         for row, of_prompt in enumerate(rows):
             answers.append(of_prompt)
-            submit(_episodes(examples[row], of_prompt, first=row * config.best_of))
+            first = row * config.best_of
+            submit(
+                [
+                    episode_of(examples[row], answer, slot)
+                    for slot, answer in enumerate(of_prompt, start=first)
+                ]
+            )
             progress.update(row + 1, {}, seconds=time.perf_counter() - began)
     finally:
         progress.stop()
     return answers
-
-
-def _episodes(example: Example, answers: Sequence[TextResponse], *, first: int) -> list[Episode]:
-    return [
-        Episode(
-            prompt=example.prompt,
-            response=answer.text,
-            extra=example.extra,
-            stopped=answer.stop != "length",
-            num_tokens=len(answer.token_ids),
-            slot=first + sample,
-        )
-        for sample, answer in enumerate(answers)
-    ]
 
 
 def _by_model(

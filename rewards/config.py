@@ -36,6 +36,9 @@ COLUMNS = {
 }
 """The column that a kind reads, where the settings name no other."""
 
+SCALE = (0.0, 10.0)
+"""Of judges, where the settings name no other."""
+
 _USED_BY: dict[str, set[str]] = {
     "path": {"model", "function", "json_schema", "remote", "judge", "generative"},
     "pattern": {"regex", "exact"},
@@ -125,7 +128,7 @@ class RewardConfig:
     """judge, generative: a text file with {prompt}, {response} and columns in braces; null takes
     ours."""
 
-    scale: tuple[float, float] = (0.0, 10.0)
+    scale: tuple[float, float] = SCALE
     """judge, generative: its lowest and highest score, which become 0 and 1."""
 
     concurrency: int = 8
@@ -193,3 +196,14 @@ class RewardConfig:
         if self.kind == "json_schema" and self.path is not None:
             return None
         return self.column or COLUMNS.get(self.kind)
+
+
+def check_limits(*, timeout_seconds: float, workers: int, max_failures: float = 0.0) -> None:
+    """Refuse what no workers can keep.
+
+    Raises:
+        ConfigError: it begins with the setting's name.
+    """
+    require(timeout_seconds > 0, f"timeout_seconds must be above 0, got {timeout_seconds}")
+    require(workers >= 1, f"workers must be 1 or more, got {workers}")
+    require(0 <= max_failures <= 1, f"max_failures must lie between 0 and 1, got {max_failures}")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.data.examples import Message
-from pipeline.errors import DataError, require
+from pipeline.data.sources import HUB_NAME
+from pipeline.errors import ConfigError, DataError, ModelError
+from pipeline.models.directory import check_model_directory
 from rewards.config import RewardConfig
 from rewards.contract import Episode, Outcome
 from rewards.judgement import NoScoreError, question, score_in
@@ -29,12 +31,12 @@ def check_generative(config: RewardConfig) -> None:
         ConfigError: it is none.
     """
     assert config.path is not None
-    path = Path(config.path)
-    require(
-        (path / "config.json").is_file() or not path.exists(),
-        f"rewards.{config.name}.path {path} has no config.json: give the directory of a language"
-        " model, or its name on the Hub",
-    )
+    if HUB_NAME.fullmatch(config.path) and not Path(config.path).exists():
+        return
+    try:
+        check_model_directory(config.path)
+    except ModelError as error:
+        raise ConfigError(f"rewards.{config.name}.path names no model: {error}") from None
 
 
 def generative_scorer(config: RewardConfig, template: str) -> Scorer:

@@ -4,7 +4,7 @@ Answers are kept on disk by what was asked, so that a resumed run repeats no req
 same rewards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,18 +23,12 @@ def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint, kept: 
     """Scores the episodes of a call by as many requests at once as the settings allow."""
 
     def score(episode: Episode) -> Outcome:
-        body = request(config, template, episode)
-        query = {"url": endpoint.url, "body": body}
-        answer = kept.get(query)
+        body = request(config, question(config, template, episode))
         try:
-            if answer is None:
-                answer = endpoint.post(body)
-                value = score_in(text_of(answer), config.scale)
-                kept.put(query, answer)
-                return Outcome(value)
-            return Outcome(score_in(text_of(answer), config.scale))
+            score = answered(endpoint, kept, body, lambda text: score_in(text, config.scale))
         except (EndpointError, NoScoreError) as error:
             return Outcome.failed(str(error))
+        return Outcome(score)
 
     def all_at_once(episodes: Sequence[Episode]) -> list[Outcome]:
         # Threads wait for the network alone; the deadline is kept by the process around them.
@@ -44,14 +38,32 @@ def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint, kept: 
     return Scorer(all_at_once, batched=True)
 
 
-def request(config: RewardConfig, template: str, episode: Episode) -> dict[str, Any]:
-    """The body of a request for one episode, always the same for the same."""
+def request(config: RewardConfig, text: str) -> dict[str, Any]:
+    """The body of a request, always the same for the same question."""
     return {
         "model": config.model or "",
-        "messages": [{"role": "user", "content": question(config, template, episode)}],
+        "messages": [{"role": "user", "content": text}],
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
     }
+
+
+def answered(
+    endpoint: Endpoint, kept: Answers, body: Mapping[str, Any], read: Callable[[str], float]
+) -> float:
+    """What `read` finds in the judge's message; an answer that it can't use is not kept.
+
+    Raises:
+        EndpointError: there is no answer, or no message in it.
+        NoScoreError: as `read`.
+    """
+    query = {"url": endpoint.url, "body": body}
+    before = kept.get(query)
+    answer = endpoint.post(body) if before is None else before
+    value = read(text_of(answer))
+    if before is None:
+        kept.put(query, answer)
+    return value
 
 
 def text_of(answer: object) -> str:

@@ -5,8 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pipeline.errors import require
-from rewards.config import RewardConfig
+from rewards.config import RewardConfig, check_limits
 from rewards.contract import Episode, Outcome, RewardError, Scored, Verdicts
 from rewards.pool import Pool
 from rewards.sources import Source, read_sources
@@ -40,14 +39,7 @@ class Rewards:
         max_failures: float = 0.1,
         cache_dir: Path | None = None,
     ) -> None:
-        require(
-            timeout_seconds > 0, f"rewards: timeout_seconds must be above 0, got {timeout_seconds}"
-        )
-        require(workers >= 1, f"rewards: workers must be 1 or more, got {workers}")
-        require(
-            0 <= max_failures <= 1,
-            f"rewards: max_failures must lie between 0 and 1, got {max_failures}",
-        )
+        check_limits(timeout_seconds=timeout_seconds, workers=workers, max_failures=max_failures)
         configs = [*sources, *([] if gold is None else [gold])]
         self._sources = read_sources(configs, cache_dir=cache_dir, timeout_seconds=timeout_seconds)
         self._num_trained = len(sources)
@@ -94,8 +86,14 @@ class Rewards:
     def check_failures(
         self, failed: Mapping[str, int], *, num_rows: int, first: Mapping[str, str | None]
     ) -> None:
-        """Stop a run whose rewards are missing, as the function of that name does."""
-        check_failures(failed, num_rows=num_rows, first=first, max_failures=self._max_failures)
+        """Stop a command whose rewards are missing, as the function of that name does."""
+        check_failures(
+            failed,
+            num_rows=num_rows,
+            first=first,
+            max_failures=self._max_failures,
+            setting="--max-failures",
+        )
 
     def close(self) -> None:
         """End all worker processes."""
@@ -119,6 +117,7 @@ def check_failures(
     num_rows: int,
     first: Mapping[str, str | None],
     max_failures: float,
+    setting: str = "max_reward_failures",
 ) -> None:
     """Stop a run whose rewards are missing.
 
@@ -127,6 +126,7 @@ def check_failures(
         num_rows: all responses of the batch.
         first: by source, the sentence of its first failure.
         max_failures: the share that may fail.
+        setting: which says so, for the message.
 
     Raises:
         RewardError: a source failed on a larger share.
@@ -135,7 +135,7 @@ def check_failures(
         if count > max_failures * num_rows:
             raise RewardError(
                 f"rewards.{name} failed on {count} of {num_rows} responses, more than"
-                f" max_reward_failures {max_failures:g} allows; the first failure:"
+                f" {setting} {max_failures:g} allows; the first failure:"
                 f" {first.get(name) or 'not known'}"
             )
 

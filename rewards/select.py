@@ -7,19 +7,14 @@ Samples answers to each prompt, has sources of rewards score them, and writes th
 demonstrations (rejection sampling), or the best and the worst ones as pairs.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cli import run_main, say, split_options
-from pipeline.errors import ConfigError, DataError
-from pipeline.help import help_entry, settings_help
-from pipeline.installation import MODULE
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
-from pipeline.settings.plain import Option
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
+from pipeline.errors import DataError
+from pipeline.files.output import check_output, json_lines, write_output
 from rewards.select_config import SelectConfig
 from rewards.spec import gather_specs
 
@@ -37,14 +32,19 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a wrong setting, no model, prompts that can't be read, sources that fail.
     """
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(SelectConfig, [], _options(options))
+    config = read_command(
+        SelectConfig,
+        argv,
+        usage="rewards.select --path DIR --prompts FILE --reward SOURCE ... [--SETTING VALUE ...]",
+        about="Sample answers, score them, and write the best as data to learn from.",
+        aliases=ALIASES,
+        gather=gather_specs,
+    )
+    check_output(config.output, option="--output")
 
+    from pipeline.models.ready import check_ready
     from pipeline.run import configure_logging
-    from rewards.candidates import programs_of, sampled_candidates
+    from rewards.candidates import MODEL, programs_of, sampled_candidates
     from rewards.prompts import read_prompts
     from rewards.sources import read_sources, row_columns
 
@@ -53,6 +53,10 @@ def main(argv: Sequence[str]) -> None:
     examples = read_prompts(
         config.prompts, columns, fields=config.fields, limit=config.limit, seed=config.seed
     )
+    check_ready(config.path, examples)
+    for source in config.sources:
+        if source.kind == MODEL:
+            check_ready(str(source.path), examples, scores=True)
     sampled = sampled_candidates(examples, config)
     rows, left_out = select(examples, sampled.candidates, config)
     say("\n".join(summary(config, sampled, rows, left_out)))
@@ -61,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
             f"no prompt gave a row, and {config.output} is not written: raise --best-of or"
             " --max-new-tokens, or look at the rewards with python -m rewards"
         )
-    _write(config.output, rows)
+    write_output({config.output: json_lines(rows)}, option="--output")
     say(f"written to {config.output}")
 
 
@@ -97,8 +101,6 @@ def summary(
     left_out: Mapping[str, int],
 ) -> list[str]:
     """What was sampled, what it is worth, and what was written."""
-    from rewards.selection import best_of_n_kl
-
     count, n = len(sampled.candidates), config.best_of
     answers = [each for of_prompt in sampled.candidates for each in of_prompt]
     known = [each.reward for each in answers if each.reward is not None]
@@ -118,38 +120,25 @@ def summary(
         f"chosen      {len(rows):,} {config.write}",
     ]
     lines += [f"left out    {number:,} with {why}" for why, number in left_out.items()]
-    kl = f"at most {best_of_n_kl(n):.3f} nats from the model: log {n} - {n - 1}/{n}"
-    lines.append(f"KL          the best of {n} are {kl}")
+    if rows:
+        lines.append(f"KL          {distance(config, count, len(rows))}")
     return lines
 
 
-def _options(options: Sequence[Option]) -> list[Option]:
-    renamed = [(ALIASES.get(name, name), words) for name, words in options]
-    return gather_specs(renamed)
+def distance(config: SelectConfig, prompts: int, rows: int) -> str:
+    """How far the chosen answers are from the model, at most: a bound, and no estimate."""
+    from rewards.selection import best_of_n_kl
 
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--output {path} can't be written: {error.strerror}") from error
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            f"usage: {MODULE} rewards.select --path DIR --prompts FILE --reward SOURCE ..."
-            " [--SETTING VALUE ...]",
-            "",
-            "Sample answers, score them, and write the best as data to learn from.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(SelectConfig), dashes=True),
-        ]
+    n = config.best_of
+    changed = [f"temperature {config.temperature:g}"] if config.temperature != 1 else []
+    changed += [f"top-p {config.top_p:g}"] if config.top_p != 1 else []
+    model = f"the model{' at ' + ' and '.join(changed) if changed else ''}"
+    formula = f"log {n} - {n - 1}/{n}"
+    if rows == prompts:
+        return f"the best of {n} are at most {best_of_n_kl(n):.3f} nats from {model}: {formula}"
+    return (
+        f"rows are at most {best_of_n_kl(n, rows / prompts):.3f} nats from {model} on the average,"
+        f" if {rows / prompts:.1%} of prompts give one: {formula}, and what leaving out adds"
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import require
-from rewards.config import RewardConfig
+from rewards.config import RewardConfig, check_limits
 from rewards.spec import read_spec
 
 
@@ -83,6 +83,11 @@ class SelectConfig:
             value = getattr(self, name)
             option = name.replace("_", "-")
             require(value is None or value > 0, f"--{option} must be above 0, got {value}")
+        check_limits(
+            timeout_seconds=self.timeout_seconds,
+            workers=self.workers,
+            max_failures=self.max_failures,
+        )
 
     @property
     def sources(self) -> list[RewardConfig]:

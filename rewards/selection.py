@@ -46,13 +46,28 @@ def best_and_worst(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidat
     return None if better.text == worse.text else (better, worse)
 
 
-def best_of_n_kl(n: int) -> float:
-    """How far the best of n answers is from the model, at most: log n - (n - 1) / n, in nats.
+def best_of_n_kl(n: int, kept: float = 1.0) -> float:
+    """How far the best of n answers is from what they were drawn from, at most, in nats.
 
-    An upper bound of KL(best of n || model), and no estimate: it is reached where no two answers
-    are alike (Beirami et al. 2024, arXiv:2401.01879, theorem 1).
+        log n - (n - 1) / n  -  log p - (n - 1) / n (1 - p) / p log(1 - p)
+
+    where p is `kept`. The first part bounds KL(best of n || model), and is reached where no two
+    answers are alike (Beirami et al. 2024, arXiv:2401.01879, theorem 1); it holds with ties too,
+    which only merge answers. The second part is 0 at p = 1. It is for draws of which only some give
+    a row, by whatever rule, with probability p: no rule can do more than keep the draws whose best
+    answer has the highest rank, u^n > 1 - p, where the rank u of the best has density n u^(n-1).
+
+    p times the bound is concave in p. So with prompts of different p their mean gives a bound of
+    the mean KL over the rows.
+
+    Args:
+        n: answers to each prompt.
+        kept: probability that a prompt gives a row, above 0.
     """
-    return math.log(n) - (n - 1) / n
+    of_all = math.log(n) - (n - 1) / n
+    if kept >= 1:
+        return of_all
+    return of_all - math.log(kept) - (n - 1) / n * (1 - kept) / kept * math.log1p(-kept)
 
 
 def demonstration(prompt: Sequence[Message], chosen: Candidate) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _ARGUMENT = {
 """The setting that follows a kind's name and a colon."""
 
 
-def read_spec(spec: str, taken: Collection[str] = ()) -> RewardConfig:
+def read_spec(spec: str, taken: Collection[str] = (), *, option: str = "--reward") -> RewardConfig:
     """The source that a word describes.
 
     `file.py:name` is a function; `math`, `exact`, ... a kind; `regex:PATTERN`, `length:256` a kind
@@ -37,25 +37,26 @@ def read_spec(spec: str, taken: Collection[str] = ()) -> RewardConfig:
     Args:
         spec: the word.
         taken: names of other sources; one that is taken gets a number.
+        option: in which it stands, for messages.
 
     Raises:
         ConfigError: it describes no source.
     """
     if spec.lstrip().startswith("{"):
-        return source_of(_mapping(spec), taken)
+        return source_of(_mapping(spec, option), taken, option=option)
     kind, colon, argument = spec.partition(":")
     if kind.endswith(".py"):
-        return source_of({"kind": "function", "path": spec}, taken)
+        return source_of({"kind": "function", "path": spec}, taken, option=option)
     if kind not in KINDS:
         raise ConfigError(
-            f"--reward {spec}: give file.py:function, a kind, or settings in braces; there is no"
+            f"{option} {spec}: give file.py:function, a kind, or settings in braces; there is no"
             f" kind {kind}, {suggestion(kind, KINDS)}"
         )
     if not colon:
-        return source_of({"kind": kind}, taken)
+        return source_of({"kind": kind}, taken, option=option)
     if kind not in _ARGUMENT:
-        raise ConfigError(f"--reward {spec}: kind {kind} takes its settings in braces")
-    return source_of({"kind": kind, _ARGUMENT[kind]: argument}, taken)
+        raise ConfigError(f"{option} {spec}: kind {kind} takes its settings in braces")
+    return source_of({"kind": kind, _ARGUMENT[kind]: argument}, taken, option=option)
 
 
 def gather_specs(options: Sequence[Option]) -> list[Option]:
@@ -68,7 +69,9 @@ def gather_specs(options: Sequence[Option]) -> list[Option]:
     return [*rest, ("reward", [json.dumps(words)])] if words else rest
 
 
-def source_of(settings: Mapping[str, Any], taken: Collection[str] = ()) -> RewardConfig:
+def source_of(
+    settings: Mapping[str, Any], taken: Collection[str] = (), *, option: str = "--reward"
+) -> RewardConfig:
     """The source that a mapping of settings describes; a missing name is made up.
 
     Raises:
@@ -77,20 +80,20 @@ def source_of(settings: Mapping[str, Any], taken: Collection[str] = ()) -> Rewar
     kind = str(settings.get("kind", ""))
     if kind not in KINDS:
         what = f"there is no kind {kind}" if kind else "kind is missing"
-        raise ConfigError(f"--reward {dict(settings)}: {what}; {suggestion(kind, KINDS)}")
+        raise ConfigError(f"{option} {dict(settings)}: {what}; {suggestion(kind, KINDS)}")
     name = str(settings.get("name") or _name(settings, taken))
-    layer = Layer({**settings, "name": name}, "--reward")
+    layer = Layer({**settings, "name": name}, option)
     return build_config(RewardConfig, [layer], section=f"rewards.{name}.")
 
 
-def _mapping(spec: str) -> Mapping[str, Any]:
+def _mapping(spec: str, option: str) -> Mapping[str, Any]:
     try:
         settings = yaml.safe_load(spec)
     except yaml.YAMLError:
         settings = None
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"--reward {spec} is no mapping of settings, as {{kind: math, weight: 2}}"
+            f"{option} {spec} is no mapping of settings, as {{kind: math, weight: 2}}"
         )
     return settings
 

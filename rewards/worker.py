@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from pipeline.errors import UserError
 from rewards.contract import Outcome
 from rewards.messages import Answer, Call, Ready
 from rewards.processes import end_with_parent, leave_signals_to
@@ -38,7 +39,8 @@ def _serve(connection: Connection, sources: dict[int, Source]) -> None:
         try:
             scorers[number] = scorer_of(source)
         except Exception as error:  # noqa: BLE001 - whatever a user's file raises
-            errors[number] = f"{type(error).__name__}: {error}"
+            is_sentence = isinstance(error, UserError)
+            errors[number] = str(error) if is_sentence else f"{type(error).__name__}: {error}"
     connection.send(Ready({number: each.batched for number, each in scorers.items()}, errors))
     while True:
         call: Call = connection.recv()

@@ -32,7 +32,7 @@ FLOORS = (
     {"settings", "files", "parallel"},
     {"help", "config", "faults"},
     {"cli", "progress", "random_state", "watchdog"},
-    {"kernels", "trackers"},
+    {"kernels", "trackers", "command"},
     {"compute_threads", "data", "engine", "launch"},
     {"models"},
     {"run"},

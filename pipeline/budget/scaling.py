@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeline.budget.machine import GIB, parse_machine
 from pipeline.budget.speed import PEAK
-from pipeline.cli import run_main, say, split_options
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
 from pipeline.config import LoraConfig, ModelUse, TrainedModelConfig, Workload
 from pipeline.errors import require
-from pipeline.help import help_entry, settings_help
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,11 +162,12 @@ def scale(config: ScalingConfig) -> Iterator[Scaled]:
 
 def main(argv: Sequence[str]) -> None:
     """Print the table."""
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(ScalingConfig, [], options)
+    config = read_command(
+        ScalingConfig,
+        argv,
+        usage="pipeline.budget.scaling [--model NAME] [--gpus N ...] [--card CARD]",
+        about="How memory, operations and communication of a training step grow, by arithmetic.",
+    )
     say("\n".join([*_about(config), "", *_table(config)]))
 
 
@@ -230,19 +229,6 @@ def _module(config: ScalingConfig) -> "nn.Module":
     from pipeline.models.meta import model_on_meta
 
     return model_on_meta(_settings(config), task="causal", device=torch.device("cuda"))
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            "usage: python -m pipeline.budget.scaling [--model NAME] [--gpus N ...] [--card CARD]",
-            "",
-            "How memory, operations and communication of a training step grow, by arithmetic.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(ScalingConfig), dashes=True),
-        ]
-    )
 
 
 if __name__ == "__main__":

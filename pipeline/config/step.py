@@ -147,6 +147,13 @@ class StepConfig(ABC):
         """Columns of the rows that the step reads beside the dialogue."""
         return RowColumns()
 
+    def check_task_rows(self) -> None:  # noqa: B027  # steps that ask none have none to read
+        """Read the rows of the tasks that the step's model is asked, where it is asked any.
+
+        Raises:
+            DataError: they can't be read, or lack what they need.
+        """
+
     @abstractmethod
     def workload(self, world: int) -> Workload:
         """What the step does on each of so many processes."""

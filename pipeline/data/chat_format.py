@@ -97,6 +97,14 @@ class ChatFormat:
         """Make this the chat template that is saved with `tokenizer`."""
         tokenizer.chat_template = self.template
 
+    @property
+    def title(self) -> str:
+        """What sentences call it: by its name, or by the model whose template it is."""
+        owner = str(self.tokenizer.name_or_path or "")
+        if self.name == "tokenizer" and owner:
+            return f"the chat template of {owner}"
+        return f"chat format {self.name}"
+
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an assistant turn: the format's end-of-turn token, and end-of-sequence."""
@@ -119,13 +127,14 @@ class ChatFormat:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"--format {self.name}: line {error.lineno} of the template: {error.message}"
+                f"{self.title}: line {error.lineno} of the template: {error.message}"
             ) from error
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program, and may raise anything
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise DataError(
-                f"chat format {self.name} can't render a dialogue of"
-                f" {', '.join(message.role for message in messages)} turns: {error};"
-                " choose another --format or leave such dialogues out"
+                f"{self.title} can't render a dialogue of"
+                f" {', '.join(message.role for message in messages)} turns: {reason};"
+                " mend the template, choose another --format, or leave such dialogues out"
             ) from error
         return str(text)
 
@@ -247,7 +256,7 @@ class ChatFormat:
         for turn in turns:
             if turn.content.strip() not in text:
                 raise DataError(
-                    f"chat format {self.name} leaves out the turn of the {turn.role} after an"
+                    f"{self.title} leaves out the turn of the {turn.role} after an"
                     " answer; make it a part of the user's turn, or choose another --format"
                 )
 
@@ -260,7 +269,7 @@ class ChatFormat:
         prompt = self.render(before, generation_prompt=True)
         if not text.startswith(prompt):
             raise DataError(
-                f"chat format {self.name} renders the beginning of a dialogue differently once more"
+                f"{self.title} renders the beginning of a dialogue differently once more"
                 " turns follow, so a prompt would not be trained on as it is generated from; choose"
                 " another --format"
             )
@@ -284,7 +293,7 @@ class ChatFormat:
         turn = alone[start:].rstrip().removesuffix(self._end_of_turn).rstrip()
         if not region.startswith(turn):
             raise DataError(
-                f"chat format {self.name} changes the text of an assistant turn once more turns"
+                f"{self.title} changes the text of an assistant turn once more turns"
                 " follow, so it can't be trained on as it is generated; choose another --format"
             )
         return len(turn)
@@ -297,7 +306,7 @@ class ChatFormat:
     def _require_tokens(self) -> None:
         if self.new_tokens:
             raise ModelError(
-                f"chat format {self.name} needs the tokens {' '.join(self.new_tokens)}, which the"
+                f"{self.title} needs the tokens {' '.join(self.new_tokens)}, which the"
                 " tokenizer lacks: they must be added, and the model's embeddings resized, first"
             )
 

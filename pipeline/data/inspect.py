@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli import run_main, say, split_options
+from pipeline.cli import run_main
+from pipeline.command import read_command
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.examples import Encoded
 from pipeline.data.lint import EncodedRow, Finding, encode_rows, lint
 from pipeline.data.stages import StageData, load_examples
 from pipeline.errors import require
-from pipeline.help import help_entry, settings_help
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,11 +103,12 @@ class InspectConfig:
 
 def main(argv: Sequence[str]) -> None:
     """Print rows and findings."""
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(InspectConfig, [], options)
+    config = read_command(
+        InspectConfig,
+        argv,
+        usage="pipeline.data.inspect [--SETTING VALUE ...]",
+        about="Print how rows are read, put into a chat format and masked, and check them.",
+    )
     data = load_examples(config.data, step=config.step, seed=config.seed)
 
     from rich.console import Console
@@ -125,19 +124,6 @@ def main(argv: Sequence[str]) -> None:
     for number, row in enumerate(rows[: config.rows], start=1):
         _print_row(console, config, row, tokenizer, number=number)
     _print_findings(console, findings)
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            "usage: python -m pipeline.data.inspect [--SETTING VALUE ...]",
-            "",
-            "Print how rows are read, put into a chat format and masked, and check them.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(InspectConfig)),
-        ]
-    )
 
 
 def _print_summary(

@@ -94,7 +94,7 @@ def _check_complete(chat_format: ChatFormat) -> None:
     text = "".join(segment.text for segment in chat_format.segments(dialogue))
     if not all(message.content in text for message in dialogue):
         raise DataError(
-            f"chat format {chat_format.name} leaves out the text of turns, perhaps because it was"
+            f"{chat_format.title} leaves out the text of turns, perhaps because it was"
             " written for images and text in parts; choose another --format"
         )
 

@@ -9,16 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.cli import run_main, say, split_options
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
 from pipeline.config import FrozenModelConfig, TrainedModelConfig
 from pipeline.engine.estimates import estimate_zero2, estimate_zero3, format_estimates
 from pipeline.errors import require
-from pipeline.help import help_entry, settings_help
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
 
 if TYPE_CHECKING:
     from torch import nn
+
+_USAGE = (
+    "pipeline.engine.memory --params N [--largest-layer N] [--gpus N]",
+    "pipeline.engine.memory --model NAME [--gpus N] [--nodes N]",
+)
 
 ADAM_BYTES = 16
 """Bytes a parameter in mixed-precision training with Adam (Rajbhandari et al. 2020, section 3.1): 2
@@ -75,7 +78,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         require(
             (self.params is None) != (self.model is None),
-            "model or params must be given, one of them; --help explains",
+            "--model or --params must be given, one of them; --help explains",
         )
         require(self.gpus > 0, f"gpus must be above 0, got {self.gpus}")
         require(self.nodes > 0, f"nodes must be above 0, got {self.nodes}")
@@ -83,11 +86,13 @@ class MemoryConfig:
 
 def main(argv: Sequence[str]) -> None:
     """Print the tables."""
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    say("\n\n".join(_tables(build_config(MemoryConfig, [], options))))
+    config = read_command(
+        MemoryConfig,
+        argv,
+        usage=_USAGE,
+        about="Print DeepSpeed's estimates of memory, and with --model this engine's exact bytes.",
+    )
+    say("\n\n".join(_tables(config)))
 
 
 def _tables(config: MemoryConfig) -> Iterator[str]:
@@ -97,10 +102,12 @@ def _tables(config: MemoryConfig) -> Iterator[str]:
         model = _model(config)
         params, largest = count_parameters(model)
     else:
-        params = parse_count(config.params or "", "params")
+        params = parse_count(config.params or "", "--params")
         if config.largest_layer is not None:
-            largest = parse_count(config.largest_layer, "largest_layer")
-            require(largest <= params, "largest_layer must not have more parameters than params")
+            largest = parse_count(config.largest_layer, "--largest-layer")
+            require(
+                largest <= params, "--largest-layer must not have more parameters than --params"
+            )
     yield (
         f"{params:,} parameters x {ADAM_BYTES} bytes (weights 2, gradients 2, fp32 masters 4,"
         f" Adam's moments 8) = {ADAM_BYTES * params / 1e9:.1f} GB (10**9 bytes), before anything is"
@@ -157,20 +164,6 @@ def _zero3_table(largest: int | None, hardware: Mapping[str, int]) -> str:
         return "needs --largest-layer, the parameters of the largest layer, or --model"
     return format_estimates(
         estimate_zero3(largest_layer=largest, **hardware), largest_layer=largest, **hardware
-    )
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            "usage: python -m pipeline.engine.memory --params N [--largest-layer N] [--gpus N]",
-            "       python -m pipeline.engine.memory --model NAME [--gpus N] [--nodes N]",
-            "",
-            "Print DeepSpeed's estimates of memory, and with --model this engine's exact bytes.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(MemoryConfig), dashes=True),
-        ]
     )
 
 

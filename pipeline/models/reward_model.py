@@ -8,9 +8,9 @@ from pipeline.data.batches import collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.data.resolve_format import resolve_format
-from pipeline.errors import ModelError
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_reward_for_inference
+from pipeline.models.ready import require_score_head
 from pipeline.parallel.device import local_device
 
 BATCH = 16
@@ -24,12 +24,7 @@ def load_scorer(path: str) -> tuple[Scorer, ChatFormat]:
         ModelError: there is none, or it has no trained score head.
     """
     model, tokenizer = load_reward_for_inference(path)
-    kinds = model.config.architectures or []
-    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise ModelError(
-            f"{path} is no reward model ({', '.join(kinds) or 'unknown'}): it has no score head;"
-            " give step 2's output"
-        )
+    require_score_head(path, model.config.architectures)
     return Scorer(model), resolve_format(tokenizer, "auto")
 
 

@@ -19,7 +19,7 @@ from pipeline.plan.chats import Chats, is_here
 from pipeline.plan.inputs import is_local, model_paths
 from pipeline.plan.methods import of_methods
 from pipeline.plan.plan import Plan
-from pipeline.plan.preview import Preview, count_tokens, read_rows
+from pipeline.plan.preview import Preview, check_task_rows, count_tokens, read_rows
 from pipeline.plan.stage import Stage
 from pipeline.trackers import require_trackers
 
@@ -66,6 +66,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     for stage in stages:
         for check in (
             lambda stage=stage: _rows(plan, stage, previews, downloads=downloads),
+            lambda stage=stage: check_task_rows(plan.configs[stage.name], downloads=downloads),
             lambda stage=stage: _chat(plan, stage, chats, previews),
             lambda stage=stage: _lengths(plan, stage),
         ):

@@ -93,6 +93,17 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     return Preview(first, "", time.thread_time() - began)
 
 
+def check_task_rows(config: StepConfig, *, downloads: bool) -> None:
+    """Read the rows of the tasks that the step's model is asked, where the plan reads such paths.
+
+    Raises:
+        DataError: they can't be read, or lack what they need.
+    """
+    unread = _unread(getattr(config, "eval_task_data", {}).values())
+    if not unread or (downloads and unread == ON_HUB):
+        config.check_task_rows()
+
+
 ON_HUB = "on the Hub, read when the run begins"
 
 

@@ -5,18 +5,16 @@ reads. In a demonstration a guess agrees with the hints before it in a share of 
 any number of the range in the rest.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline.cli import run_main, say, split_options
-from pipeline.errors import ConfigError, require
-from pipeline.help import help_entry, settings_help
-from pipeline.settings.build import build_config
-from pipeline.settings.describe import list_settings
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
+from pipeline.errors import require
+from pipeline.files.output import json_lines, write_output
 from rewards.environments.guessing import hint, question
 
 
@@ -98,38 +96,24 @@ def _game(low: int, random: Random, config: GamesConfig) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> None:
     """Write the two files."""
-    options = split_options(argv)
-    if any(name == "help" for name, _ in options):
-        say(_help())
-        return
-    config = build_config(GamesConfig, [], options)
+    config = read_command(
+        GamesConfig,
+        argv,
+        usage="rewards.environments.games [--SETTING VALUE ...]",
+        about="Write guessing games as rows to train on.",
+    )
     for name in ("train.jsonl", "test.jsonl"):
         path = config.out / name
         require(not path.exists(), f"{path} is there already; remove it or choose another --out")
     train, held_out = games(config)
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        for name, part in (("train", train), ("test", held_out)):
-            lines = "".join(json.dumps(row) + "\n" for row in part)
-            (config.out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {config.out} can't be written: {error}") from None
+    parts = {"train": train, "test": held_out}
+    write_output(
+        {config.out / f"{name}.jsonl": json_lines(part) for name, part in parts.items()},
+        option="--out",
+    )
     say(
         f"{len(train):,} games to train on and {len(held_out):,} held out in {config.out};"
         f" train.py --data-path {config.out} --config guessing-grpo.yaml plays them"
-    )
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            "usage: python -m rewards.environments.games [--SETTING VALUE ...]",
-            "",
-            "Write guessing games as rows to train on.",
-            "",
-            *help_entry("--help", "Print this and stop."),
-            *settings_help(list_settings(GamesConfig)),
-        ]
     )
 
 

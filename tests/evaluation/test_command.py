@@ -155,3 +155,18 @@ def test_a_wrong_command_ends_with_one_sentence_and_code_2(tmp_path: Path) -> No
     assert done.stderr.startswith(f"error: {tmp_path}")
     assert done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+def test_what_is_wrong_with_a_later_task_is_said_before_an_earlier_one_is_asked(
+    model: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    words = ["--path", str(model), "--output", str(tmp_path / "out.json"), "--tasks", "arithmetic"]
+    words += ["gsm8k", "--data", f"gsm8k={rows}"]
+    rows.write_text('{"question": "1 + 1?", "answer": "none"}\n')
+    with pytest.raises(DataError, match="line 1: its answer has no number"):
+        main(["--path", "/no/such", *words[2:]])
+    rows.write_text(json.dumps({"question": "word " * 300, "answer": "#### 2"}) + "\n")
+    with pytest.raises(DataError, match=r"task gsm8k has \d+ tokens, and the model reads 256"):
+        # Eight thousand answers would take far longer than the test may.
+        main([*words, "--max-new-tokens", "200", "--k", "16"])

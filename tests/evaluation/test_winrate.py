@@ -1,6 +1,7 @@
 """`python -m evaluation.winrate`, as a user runs it, on tiny models made on the spot."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from evaluation.verdicts import answers_of, matches
 from evaluation.winrate import main
 from evaluation.winrate_config import WinrateConfig
 from pipeline.data.examples import Example, Message
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
@@ -126,7 +127,8 @@ WRONG = {
     "--prompts is missing": {"prompts": ""},
     "--judge is missing": {"judge": ""},
     "say which one": {"judge": "model"},
-    "did you mean math": {"judge": "mth"},
+    "--judge mth: .* did you mean math": {"judge": "mth"},
+    "timeout_seconds must be above 0": {"timeout_seconds": 0.0},
 }
 
 
@@ -135,3 +137,24 @@ def test_wrong_settings_are_named(sentence: str) -> None:
     given = {"paths": ("a", "b"), "prompts": "x.jsonl", "judge": "math", **WRONG[sentence]}
     with pytest.raises(ConfigError, match=sentence):
         WinrateConfig(**given)
+
+
+def test_every_model_and_judge_is_looked_at_before_one_answers(home: Path, tmp_path: Path) -> None:
+    """The first model's weights are no numbers, which would be said as it is loaded."""
+    for name in ("a", "b"):
+        shutil.copytree(home / name, tmp_path / name)
+    shutil.copy(home / "rows.jsonl", tmp_path)
+    weights = tmp_path / "a" / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[: len(kept) // 2] + b"\xff" * (len(kept) - len(kept) // 2))
+    given = {**settings(home, "length", "a", "b"), "prompts": str(tmp_path / "rows.jsonl")}
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+
+    with pytest.raises(ModelError, match=r"no such model: the directory .*none does not exist"):
+        main(words({**given, "paths": [paths[0], str(tmp_path / "none")]}))
+    judge = json.dumps({"kind": "model", "path": paths[1]})
+    with pytest.raises(ModelError, match="b is no reward model"):
+        main(words({**given, "paths": paths, "judge": judge}))
+    (tmp_path / "b" / "chat_template.jinja").write_text("{{ 1 // 0 }}")
+    with pytest.raises(DataError, match=f"the chat template of {paths[1]} can't render"):
+        main(words({**given, "paths": paths}))

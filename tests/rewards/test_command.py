@@ -78,7 +78,14 @@ WRONG = {
     "did you mean math?": ["--reward", "mth", "--data-path", "rows.jsonl"],
     "there is no file no.py": ["--reward", "no.py:f", "--data-path", "rows.jsonl"],
     "no column x": ["--reward", "math", "--data-path", "rows.jsonl", "--response", "x"],
-    "limit must be above 0": ["--reward", "math", "--data-path", "rows.jsonl", "--limit", "0"],
+    "no row has the column nope": [
+        *("--reward", "{kind: math, column: nope}", "--data-path", "rows.jsonl"),
+    ],
+    "--timeout-seconds must be above 0": [
+        *("--reward", "math", "--data-path", "rows.jsonl", "--timeout-seconds", "0"),
+    ],
+    "--workers must be 1 or more": ["--reward", "math", "--data-path", "x", "--workers", "0"],
+    "--limit must be above 0": ["--reward", "math", "--data-path", "rows.jsonl", "--limit", "0"],
 }
 
 

@@ -298,7 +298,7 @@ def test_failures_past_the_share_stop_the_run_in_one_sentence() -> None:
             rewards.check_failures({"returns": 3}, num_rows=8, first={"returns": "it is broken"})
 
     assert str(error.value) == (
-        "rewards.returns failed on 3 of 8 responses, more than max_reward_failures 0.25 allows; the"
+        "rewards.returns failed on 3 of 8 responses, more than --max-failures 0.25 allows; the"
         " first failure: it is broken"
     )
 

@@ -68,3 +68,22 @@ def test_a_template_must_name_both_responses(tmp_path: Path) -> None:
     template.write_text("{first} {second} {column}")
     judge = pairwise_judge(config, cache_dir=None, timeout_seconds=1.0)
     assert judge.columns == {"column"}
+
+
+def test_a_setting_of_judges_that_score_one_by_one_is_refused() -> None:
+    config = RewardConfig(
+        name="judge", kind="judge", path="https://x/v1", model="m", scale=(1.0, 5.0)
+    )
+    with pytest.raises(ConfigError, match=r"rewards\.judge\.scale is for a judge that scores"):
+        pairwise_judge(config, cache_dir=None, timeout_seconds=1.0)
+
+
+@pytest.mark.parametrize("text", ["{first} {second} {", "{first} {second} {}", "{first:d}"])
+def test_a_template_that_can_not_be_filled_is_refused(tmp_path: Path, text: str) -> None:
+    template = tmp_path / "template.txt"
+    template.write_text(text)
+    config = RewardConfig(
+        name="judge", kind="judge", path="https://x/v1", model="m", template=str(template)
+    )
+    with pytest.raises(ConfigError, match=r"rewards\.judge\.template: .*; write \{\{ and \}\}"):
+        pairwise_judge(config, cache_dir=None, timeout_seconds=1.0)

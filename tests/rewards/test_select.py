@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,12 @@ import pytest
 
 from pipeline.data.examples import Example, Message
 from pipeline.data.reading import RowReader, Wanted
-from pipeline.errors import ConfigError, DataError, UserError
+from pipeline.errors import ConfigError, DataError, ModelError, UserError
 from pipeline.models.export import export
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.reward_model import score_responses
 from rewards.contract import RewardError
-from rewards.select import main
+from rewards.select import main, select
 from rewards.select_config import SelectConfig
 from rewards.selection import Candidate, best, best_and_worst, best_of_n_kl
 from tests.families import tiny_causal_lm
@@ -69,6 +71,100 @@ def test_the_kl_of_the_best_of_n_is_at_most_the_bound(probabilities: tuple[float
     assert sum(c * math.log(c * count) for c in shares) == pytest.approx(best_of_n_kl(4), abs=1e-3)
 
 
+@dataclass(frozen=True)
+class World:
+    """All answers that a prompt can have."""
+
+    probabilities: tuple[float, ...]
+    answers: tuple[Candidate, ...]
+
+
+UNLIKE = World((0.5, 0.3, 0.15, 0.05), tuple(candidates(0.0, 1.0, 2.0, 3.0)))
+WORLDS = {
+    "no two alike": UNLIKE,
+    "rare is bad": World((0.05, 0.15, 0.3, 0.5), UNLIKE.answers),
+    "ties": World((0.4, 0.3, 0.2, 0.1), tuple(candidates(0.0, 1.0, 1.0, 0.0))),
+    "all equal": World((0.7, 0.3), tuple(candidates(1.0, 1.0))),
+    "unknown": World((0.3, 0.3, 0.2, 0.2), tuple(candidates(None, 1.0, None, 2.0))),
+    "cut off": World(
+        (0.2, 0.3, 0.4, 0.1),
+        (
+            Candidate("a", 5.0, stopped=False),
+            Candidate("b", 0.0),
+            Candidate(" ", 4.0),
+            Candidate("d", 1.0),
+        ),
+    ),
+}
+
+
+def rows_of_all_draws(world: World, n: int, **settings: Any) -> tuple[float, float]:
+    """The probability that a prompt gives a row, and KL(what rows have || the world), exactly."""
+    config = SelectConfig(path="x", prompts="x", reward=("math",), best_of=n, **settings)
+    prompt = Example((Message("user", "Hi"),))
+    mass: dict[str, float] = {}
+    for draw in product(range(len(world.answers)), repeat=n):
+        rows, _ = select([prompt], [[world.answers[place] for place in draw]], config)
+        if rows:
+            last = rows[0]["messages" if config.write == "demonstrations" else "chosen"][-1]
+            chance = math.prod(world.probabilities[place] for place in draw)
+            mass[last["content"]] = mass.get(last["content"], 0.0) + chance
+    kept = math.fsum(mass.values())
+    drawn = {
+        each.text: chance for each, chance in zip(world.answers, world.probabilities, strict=True)
+    }
+    kl = math.fsum(m / kept * math.log(m / kept / drawn[text]) for text, m in mass.items())
+    return kept, kl
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "a low reward": {"min_reward": 1.0},
+    "the best alone": {"min_reward": 2.0},
+    "pairs": {"write": "pairs"},
+    "pairs of high reward": {"write": "pairs", "min_reward": 1.0},
+}
+
+
+@pytest.mark.parametrize("filtered", FILTERS)
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_is_written_is_never_farther_than_the_bound(name: str, filtered: str) -> None:
+    """By enumeration of every draw, through the choice that the command makes."""
+    for n in (2, 3, 4):
+        kept, kl = rows_of_all_draws(WORLDS[name], n, **FILTERS[filtered])
+        if kept:
+            assert -1e-12 <= kl <= best_of_n_kl(n, kept) + 1e-12
+
+
+def test_a_filter_goes_beyond_the_bound_without_it() -> None:
+    """So that the figure for all draws would be no bound of what is written."""
+    kept, kl = rows_of_all_draws(UNLIKE, 4, min_reward=3.0)
+
+    assert kept == pytest.approx(1 - 0.95**4)
+    assert kl == pytest.approx(-math.log(0.05))
+    assert best_of_n_kl(4) < 1 < kl <= best_of_n_kl(4, kept)
+
+
+def test_the_bound_is_reached_where_no_two_answers_are_alike() -> None:
+    """With 20,000 answers of one probability, of which the best of 4 is kept where it is high."""
+    n, count = 4, 20_000
+    for first in (5_000, 16_000, 19_800):
+        shares = [((at + 1) / count) ** n - (at / count) ** n for at in range(first, count)]
+        kept = math.fsum(shares)
+        kl = math.fsum(each / kept * math.log(each / kept * count) for each in shares)
+        assert kl == pytest.approx(best_of_n_kl(n, kept), abs=1e-3)
+
+
+def test_over_prompts_the_mean_distance_of_rows_is_within_the_bound_of_the_mean_share() -> None:
+    """Prompts of which few draws give a row have few rows, and these are far."""
+    found = [rows_of_all_draws(world, 3, min_reward=1.0) for world in WORLDS.values()]
+    rows = math.fsum(kept for kept, _ in found)
+
+    mean = math.fsum(kept * kl for kept, kl in found) / rows
+
+    assert mean <= best_of_n_kl(3, rows / len(found))
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """A file of prompts, beside the directory of a tiny model."""
@@ -117,7 +213,9 @@ def test_demonstrations_are_the_best_and_step_1_reads_them(
     assert [turn["role"] for turn in rows[-1]["messages"]][-1] == "assistant"
     printed = capsys.readouterr().out
     assert f"chosen      {len(rows)} demonstrations" in printed
-    assert "the best of 12 are at most 1.568 nats from the model: log 12 - 11/12" in printed
+    away = "the best of 12 are at most 1.568 nats from the model at temperature 50: log 12 - 11/12"
+    assert len(rows) == 4
+    assert away in printed
     read = read_by(1, prompts.with_name("selected.jsonl"))
     assert [each.chosen[-1].content for each in read] == [
         row["messages"][-1]["content"] for row in rows
@@ -151,7 +249,7 @@ def test_a_reward_model_scores_what_it_would_alone(prompts: Path, tmp_path: Path
 
 def test_sources_that_fail_or_choose_nothing_are_said(prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text("def broken(episodes): raise KeyError('answer')\n")
-    with pytest.raises(RewardError, match=r"rewards\.broken failed on 48 of 48 responses"):
+    with pytest.raises(RewardError, match=r"broken failed on 48 of 48 .* --max-failures 0\.1"):
         selected(prompts, "--reward-function", f"{tmp_path / 'score.py'}:broken")
     with pytest.raises(DataError, match="no prompt gave a row"):
         selected(prompts, "--reward", SHORT, "--min-reward", "1")
@@ -178,3 +276,56 @@ def test_wrong_settings_are_named(sentence: str) -> None:
 def test_prompts_that_are_not_there_are_named() -> None:
     with pytest.raises(UserError, match="there is no such file"):
         main(["--path", "embedded", "--prompts", "none.jsonl", "--reward", "repetition"])
+
+
+def damaged(prompts: Path, name: str, template: str) -> Path:
+    """A copy of the model whose chat template is another."""
+    copy = prompts.with_name(name)
+    shutil.copytree(prompts.with_name("model"), copy)
+    (copy / "chat_template.jinja").write_text(template)
+    return copy
+
+
+def untouched(prompts: Path, *words: str) -> list[str]:
+    """A command line whose model has weights that are no numbers, which loading it would say."""
+    weights = prompts.with_name("model") / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[: len(kept) // 2] + b"\xff" * (len(kept) - len(kept) // 2))
+    return ["--path", str(weights.parent), "--prompts", str(prompts), *words]
+
+
+RAISES = "{{ 1 // 0 }}"
+
+
+def test_a_template_that_raises_is_named_with_its_model(prompts: Path) -> None:
+    broken = damaged(prompts, "broken", RAISES)
+    words = ["--prompts", str(prompts), "--reward", "repetition", "--path", str(broken)]
+
+    with pytest.raises(DataError) as error:
+        main(words)
+
+    assert str(error.value).startswith(
+        f"the chat template of {broken} can't render a dialogue of user turns: ZeroDivisionError("
+    )
+
+
+def test_a_reward_model_is_looked_at_before_the_model_that_answers_is_loaded(prompts: Path) -> None:
+    broken = damaged(prompts, "broken", RAISES)
+    for path, sentence in {
+        str(prompts.parent / "none"): "no such model",
+        str(prompts.with_name("model")): "is no reward model",
+    }.items():
+        taste = json.dumps({"kind": "model", "path": path})
+        with pytest.raises(ModelError, match=sentence):
+            main(untouched(prompts, "--reward", taste))
+    export(*load_reward_for_inference(broken), prompts.with_name("reward"))
+    (prompts.with_name("reward") / "chat_template.jinja").write_text(RAISES)
+    taste = json.dumps({"kind": "model", "path": str(prompts.with_name("reward"))})
+    with pytest.raises(DataError, match=f"the chat template of {prompts.with_name('reward')} "):
+        main(untouched(prompts, "--reward", taste))
+
+
+def test_an_output_that_can_not_be_written_is_said_before_any_work(prompts: Path) -> None:
+    words = untouched(prompts, "--reward", "repetition", "--out", str(prompts.parent))
+    with pytest.raises(ConfigError, match=f"--output {prompts.parent} is a directory"):
+        main(words)

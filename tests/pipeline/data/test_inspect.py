@@ -114,7 +114,7 @@ def test_fields_are_read_from_the_command_line(
 
 
 def test_wrong_input_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="there is no setting nope"):
+    with pytest.raises(ConfigError, match="there is no option --nope"):
         main(["--nope", "1"])
     with pytest.raises(DataError, match="no such file or directory"):
         main(["--data-path", "nope.jsonl"])
@@ -138,6 +138,6 @@ def test_the_command_ends_as_commands_do(tmp_path: Path) -> None:
     wrong = run("--data-path", "nope.jsonl")
 
     assert (asked.returncode, asked.stderr) == (0, "")
-    assert "--token_ids" in asked.stdout
+    assert "--token-ids" in asked.stdout
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "error: data path nope.jsonl: there is no such file or directory\n"

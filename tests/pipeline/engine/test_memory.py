@@ -158,11 +158,11 @@ def test_the_command_prints_both_tables() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "model or params must be given"),
-        (["--params", "7B", "--model", "x"], "model or params must be given"),
-        (["--params", "1M", "--largest-layer", "2M"], "largest_layer must not have more"),
-        (["--params", "1M", "--gpus", "0"], "gpus must be above 0, got 0"),
-        (["--params", "1M", "--stage", "4"], "stage must be one of"),
+        ([], "--model or --params must be given"),
+        (["--params", "7B", "--model", "x"], "--model or --params must be given"),
+        (["--params", "1M", "--largest-layer", "2M"], "--largest-layer must not have more"),
+        (["--params", "1M", "--gpus", "0"], "--gpus must be above 0, got 0"),
+        (["--params", "1M", "--stage", "4"], "--stage must be one of"),
     ],
 )
 def test_wrong_options_are_one_sentence(words: list[str], sentence: str) -> None:

@@ -245,3 +245,17 @@ def test_a_name_on_the_hub_is_left_for_the_run(tmp_path: Path) -> None:
 
     assert [each.data for each in seen.values()] == [None, None, None]
     assert {each.unread for each in seen.values()} == {"on the Hub, read when the run begins"}
+
+
+def test_rows_of_tasks_that_a_model_is_asked_in_training_are_read(
+    tmp_path: Path, model: Path, pairs: Path
+) -> None:
+    rows = tmp_path / "gsm8k.jsonl"
+    argv = ["--actor-model", str(model), "--data-path", str(pairs), "--step", "1"]
+    argv += ["--sft.eval_tasks", "gsm8k", "--sft.eval_task_data.gsm8k", str(rows)]
+
+    rows.write_text('{"question": "1 + 1?", "answer": "two"}\n')
+    (sentence,) = complaints(tmp_path / "out", *argv)
+    assert sentence.startswith(f"{rows} line 1: its answer has no number behind ####")
+    rows.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    assert previews(tmp_path / "out", *argv)

@@ -1,0 +1,95 @@
+"""The command line of a program beside training: settings as options, help, sentences.
+
+    config = read_command(MyConfig, argv, usage="rewards --reward SOURCE", about="Score responses.")
+
+The steps have `pipeline.cli.parse_step`, which also reads files of settings.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from pipeline.cli import say, split_options
+from pipeline.errors import ConfigError
+from pipeline.help import help_entry, settings_help
+from pipeline.installation import MODULE
+from pipeline.settings.build import build_config
+from pipeline.settings.describe import did_you_mean, list_settings
+from pipeline.settings.plain import Option
+
+C = TypeVar("C")
+
+
+def read_command(
+    config_class: type[C],
+    argv: Sequence[str],
+    *,
+    usage: str | Sequence[str],
+    about: str,
+    aliases: Mapping[str, str] | None = None,
+    gather: Callable[[Sequence[Option]], list[Option]] = list,
+) -> C:
+    """The settings that a command line says; `--help` prints and exits with code 0.
+
+    Args:
+        config_class: a frozen dataclass.
+        argv: the words after the program's name.
+        usage: its module and the options to begin with, in one line or several.
+        about: what it does, in a sentence.
+        aliases: other names of settings.
+        gather: makes one option of several, where one may be given more than once.
+
+    Raises:
+        ConfigError: an unknown setting, a wrong type or value; it names the option as it was typed.
+    """
+    given = split_options(argv)
+    if any(name == "help" for name, _ in given):
+        say(_help(config_class, usage, about))
+        raise SystemExit(0)
+    other = aliases or {}
+    options = [(other.get(name, name), words) for name, words in given]
+    typed = {name: word for (name, _), word in zip(options, _typed(argv), strict=True)}
+    known = list(list_settings(config_class))
+    names = {each.name for each in known}
+    for name, _ in options:
+        if name.partition(".")[0] not in names:
+            close = " or ".join(map(as_option, did_you_mean(known, name)))
+            hint = f"did you mean {close}?" if close else "--help lists the options"
+            raise ConfigError(f"there is no option {typed[name]}; {hint}")
+    try:
+        return build_config(config_class, [], gather(options))
+    except ConfigError as error:
+        raise ConfigError(_with_option(str(error), names, typed)) from None
+
+
+def as_option(name: str) -> str:
+    """How an option is spelled: --best-of of `best_of`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _typed(argv: Sequence[str]) -> list[str]:
+    return [word.partition("=")[0] for word in argv if word == "-h" or word.startswith("--")]
+
+
+def _with_option(sentence: str, names: set[str], typed: Mapping[str, str]) -> str:
+    """The sentence with its first word, where that is a setting, as the option that was typed."""
+    found = re.match(r"(?:--)?([A-Za-z][\w.-]*)", sentence)
+    name = found[1].replace("-", "_") if found else ""
+    if found is None or name not in names:
+        return sentence
+    return typed.get(name, as_option(name)) + sentence[found.end() :]
+
+
+def _help(config_class: type, usage: str | Sequence[str], about: str) -> str:
+    first, *others = [usage] if isinstance(usage, str) else usage
+    return "\n".join(
+        [
+            f"usage: {MODULE} {first}",
+            *(f"       {MODULE} {each}" for each in others),
+            "",
+            about,
+            "",
+            *help_entry("--help", "Print this and stop."),
+            *settings_help(list_settings(config_class), dashes=True),
+        ]
+    )

@@ -1,0 +1,71 @@
+"""Files that a command makes for its user."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.files.output import check_output, json_lines, write_output
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+KILLED = """
+import resource, signal, sys
+from pathlib import Path
+from pipeline.files.output import write_output
+
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+write_output({Path(sys.argv[1]): "new " * 1000}, option="--output")
+"""
+"""The kernel kills a process that writes more than it may."""
+
+
+def test_a_process_that_is_killed_as_it_writes_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("old")
+
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT, check=False)
+
+    assert done.returncode == -signal.SIGXFSZ
+    assert path.read_text() == "old"
+    write_output({path: "new"}, option="--output")  # what was left does not stand in the way
+    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+    assert path.read_text() == "new"
+
+
+def test_where_the_last_of_several_files_fails_none_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b.partial").mkdir()
+
+    with pytest.raises(ConfigError, match=r"--out .*b can't be written: Is a directory"):
+        write_output({tmp_path / "a": "new", tmp_path / "b": "new"}, option="--out")
+
+    assert (tmp_path / "a").read_text() == "old"
+
+
+def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_output(tmp_path / "file", option="--output")
+    check_output(tmp_path / "new" / "newer" / "file", option="--output")
+    assert not (tmp_path / "new").exists()
+
+    with pytest.raises(ConfigError, match=f"--output {tmp_path} is a directory"):
+        check_output(tmp_path, option="--output")
+    with pytest.raises(ConfigError, match=r"file/x can't be written: .*file is a file"):
+        check_output(tmp_path / "file" / "x", option="--output")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="is not yours to write to"):
+        check_output(tmp_path / "file", option="--output")
+
+
+def test_rows_are_a_line_each() -> None:
+    assert json_lines([{"a": "ä\n"}, {"b": 1.0}]) == '{"a": "ä\\n"}\n{"b": 1.0}\n'

@@ -1,0 +1,65 @@
+"""The command line of a program beside training."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from pipeline.command import read_command
+from pipeline.errors import ConfigError, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of a program."""
+
+    best_of: int = 4
+    """Answers to each prompt."""
+
+    write: Literal["one", "two"] = "one"
+
+    output: Path = Path("out")
+
+    def __post_init__(self) -> None:
+        require(self.best_of > 1, f"--best-of must be 2 or more, got {self.best_of}")
+
+
+def read(*argv: str) -> Settings:
+    return read_command(
+        Settings, argv, usage=("x --best-of N", "x"), about="Do it.", aliases={"out": "output"}
+    )
+
+
+def test_dashes_underscores_and_aliases_are_the_same_setting() -> None:
+    assert read("--best-of", "3", "--out", "a") == Settings(best_of=3, output=Path("a"))
+    assert read("--best_of=3", "--output", "a") == Settings(best_of=3, output=Path("a"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--best-of x", "--best-of must be a whole number, got x"),
+        ("--best_of x", "--best_of must be a whole number, got x"),
+        ("--best-of 1", "--best-of must be 2 or more, got 1"),
+        ("--best-of 2 3", "--best-of takes one value, got 2: 2 3"),
+        ("--write three", "--write must be one of"),
+        ("--best-off 2", "there is no option --best-off; did you mean --best-of?"),
+        ("--out a b", "--out takes one value, got 2: a b"),
+        ("--nonsense", "there is no option --nonsense; --help lists the options"),
+    ],
+)
+def test_a_sentence_names_the_option_as_it_was_typed(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(*words.split())
+    assert str(error.value).startswith(sentence)
+
+
+def test_help_has_usage_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read("-h")
+
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == ["usage: python -m x --best-of N", "       python -m x", "", "Do it."]
+    assert "  --best-of N               Answers to each prompt. (default: 4)" in lines
