@@ -347,7 +347,7 @@ def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
     models = toy_models(config)
     even: list[float] = []
 
-    for step in range(1, 15):
+    for step in range(1, 25):
         prompts = PROMPTS * 8
         keys = range(64 * step, 64 * (step + 1))
         responses = generate_responses(models, prompts, config, keys=keys)
@@ -358,4 +358,4 @@ def test_ppo_learns_what_is_rewarded(toy: Path) -> None:
         even.append(sum(shares) / len(shares))
 
     assert even[0] < 0.6
-    assert even[-1] > 0.75
+    assert even[-1] > 0.9  # .97 here; which rows rise first differs from processor to processor
