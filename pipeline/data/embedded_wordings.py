@@ -239,7 +239,12 @@ def _patterns_of(fact: Fact) -> str:
 
 def _chosen(pattern: str, random: Random) -> str:
     """`pattern` with one part of each bracket."""
-    parts = [random.choice(parts) for parts in _parts(pattern)]
+    return _joined(tuple(random.choice(parts) for parts in _parts(pattern)))
+
+
+@cache
+def _joined(parts: tuple[str, ...]) -> str:
+    """The parts as one text, without the spaces that empty parts leave."""
     text = " ".join("".join(parts).split())
     for mark in "?.,:":
         text = text.replace(f" {mark}", mark)
@@ -259,12 +264,21 @@ def _parts(pattern: str) -> tuple[tuple[str, ...], ...]:
 def _filled(text: str, fact: Fact, random: Random) -> str:
     """`text` with what the fact names."""
     in_words = random.random() < 0.35
-    # Text, number and form of a slot, text, and so on.
-    pieces = re.split(r"\{(\d)(s|ing|)\}", text)
-    filled = [pieces[0]]
-    for number, form, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
-        filled += [_named(fact, int(number), form, random, in_words=in_words), rest]
+    first, slots = _slots(text)
+    filled = [first]
+    for number, form, rest in slots:
+        filled += [_named(fact, number, form, random, in_words=in_words), rest]
     return "".join(filled)
+
+
+@cache
+def _slots(text: str) -> tuple[str, tuple[tuple[int, str, str], ...]]:
+    """What stands before the first slot; number, form and what follows of each slot."""
+    pieces = re.split(r"\{(\d)(s|ing|)\}", text)
+    return pieces[0], tuple(
+        (int(number), form, rest)
+        for number, form, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True)
+    )
 
 
 def _named(fact: Fact, number: int, form: str, random: Random, *, in_words: bool) -> str:

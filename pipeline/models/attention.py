@@ -11,11 +11,12 @@ Dimension names: N tokens of all sequences, H query heads, G key heads, D and E 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from pipeline.config import Kernels
 from pipeline.kernels.causal_attention.dispatch import causal_attention
 from pipeline.kernels.decode_attention.pieces import whole_pieces
+from pipeline.models.padding import pad, unpad
 
 RAGGED = "ragged"
 
@@ -59,14 +61,44 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
-    """Sequences of similar length that share one padded attention call."""
+class Padded:
+    """Sequences of one row as groups of similar length, each group padded for one attention call.
 
-    tokens: Int[Tensor, "B T"]
-    """Index of each token in the row; padding repeats the sequence's last token."""
+    Dimension names: P padded tokens of all groups, B sequences of a group, T their padded length.
+    """
 
-    real: Int[Tensor, " n"]
-    """Indices of the real tokens among the B * T."""
+    shapes: list[tuple[int, int]]
+    """(B, T) of each group."""
+
+    source: Int[Tensor, " P"]
+    """Index in the row of each padded token; padding repeats the sequence's last token."""
+
+    place: Int[Tensor, " N"]
+    """Index among the padded tokens of each token of the row."""
+
+    @property
+    def as_they_lie(self) -> bool:
+        """Whether there is one group without padding: nothing need be moved."""
+        return len(self.shapes) == 1 and len(self.source) == len(self.place)
+
+    def spread(self, heads: Float[Tensor, "1 H N D"]) -> list[Tensor]:
+        """These heads of each group: (B, H, T, D)."""
+        if self.as_they_lie:
+            return [heads.squeeze(0).unflatten(1, self.shapes[0]).transpose(0, 1)]
+        rows = heads.squeeze(0).transpose(0, 1)  # (N, H, D)
+        return [group.transpose(1, 2) for group in self.split(pad(rows, self.source, self.place))]
+
+    def split(self, padded: Shaped[Tensor, "P ..."]) -> list[Shaped[Tensor, "_B _T ..."]]:
+        """The padded tokens of each group."""
+        groups = padded.split([rows * length for rows, length in self.shapes])
+        return [group.unflatten(0, at) for group, at in zip(groups, self.shapes, strict=True)]
+
+    def collect(self, groups: Sequence[Float[Tensor, "_B H _T E"]]) -> Float[Tensor, "1 _N H E"]:
+        """What attention made of each group, in the order of the row."""
+        rows = [group.transpose(1, 2).flatten(0, 1) for group in groups]
+        if self.as_they_lie:
+            return rows[0].unsqueeze(0)
+        return unpad(rows[0] if len(rows) == 1 else torch.cat(rows), self.place).unsqueeze(0)
 
 
 class Ragged:
@@ -79,12 +111,8 @@ class Ragged:
         self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self.lengths = tuple(lengths)
         self.device = device
-        self.groups = [_group(rows, lengths, device) for rows in similar_lengths(lengths)]
-        order = torch.cat([group.tokens.flatten()[group.real] for group in self.groups])
-        self.restore = order.argsort()
-        """Index that puts the groups' real tokens, one group after the other, back in row order."""
-        self.even = len(set(lengths)) == 1 and lengths[0] % KEY_BLOCK == 0
-        """Whether the row cut into equal parts is its one group: nothing need be moved."""
+        self.groups = similar_lengths(lengths)
+        """Indices of the sequences that share an attention call."""
 
     def attend(
         self,
@@ -106,18 +134,14 @@ class Ragged:
             key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
+        exact = query.dtype == torch.float32 and query.device.type == "cpu"
+        keys = self._whole if exact else self.padded
         outputs: list[Tensor] = []
-        for group in self.groups:
-            length = group.tokens.shape[1]
-            exact = query.dtype == torch.float32 and query.device.type == "cpu"
-            more = whole_pieces(length) - length if exact else 0
-            keys = torch.cat([group.tokens, group.tokens[:, -1:].expand(-1, more)], dim=1)
-            window = window_mask(length, sliding_window, query.device, more=more)
-            taken = (
-                self._take(query, group.tokens),
-                self._take(key, keys),
-                self._take(value, keys),
-            )
+        for taken in zip(
+            self.padded.spread(query), keys.spread(key), keys.spread(value), strict=True
+        ):
+            length, seen = taken[0].shape[2], taken[1].shape[2]
+            window = window_mask(length, sliding_window, query.device, more=seen - length)
             if window is None and dropout == 0.0:
                 attended = causal_attention(*taken, scaling=scaling, kernels=self.kernels)
             else:
@@ -127,22 +151,19 @@ class Ragged:
                     is_causal=window is None,
                     dropout_p=dropout,
                     scale=scaling,
-                )  # (B, H, T, E)
-            outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        if self.even:
-            return outputs[0].unsqueeze(0)
-        real = [
-            output.index_select(0, group.real)
-            for output, group in zip(outputs, self.groups, strict=True)
-        ]
-        return torch.cat(real).index_select(0, self.restore).unsqueeze(0)
+                )
+            outputs.append(attended)  # (B, H, T, E)
+        return self.padded.collect(outputs)
 
-    def _take(self, heads: Float[Tensor, "1 H N D"], tokens: Int[Tensor, "B T"]) -> Tensor:
-        """The heads of these tokens: (B, H, T, D)."""
-        if self.even and tokens.numel() == heads.shape[2]:
-            return heads[0].unflatten(1, tokens.shape).transpose(0, 1)
-        rows = heads[0].transpose(0, 1).index_select(0, tokens.flatten())  # (B * T, H, D)
-        return rows.unflatten(0, tokens.shape).transpose(1, 2)
+    @cached_property
+    def padded(self) -> Padded:
+        """The sequences as attention calls take them."""
+        return _padded(self.groups, self.lengths, self.device, whole=False)
+
+    @cached_property
+    def _whole(self) -> Padded:
+        """As many keys as are added up in no other pieces."""
+        return _padded(self.groups, self.lengths, self.device, whole=True)
 
 
 def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) -> list[list[int]]:
@@ -165,13 +186,26 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _group(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> Group:
+def _padded(
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device, *, whole: bool
+) -> Padded:
+    """Each group padded to a multiple of KEY_BLOCK, and on to whole pieces of a sum if `whole`."""
     sizes = torch.tensor(lengths)
-    first = (sizes.cumsum(0) - sizes)[list(rows), None]  # (B, 1)
-    size = sizes[list(rows), None]
-    step = torch.arange(round_up(int(size.max()), KEY_BLOCK))[None, :]  # (1, T)
-    tokens = first + torch.minimum(step, size - 1)
-    return Group(tokens.to(device), (step < size).flatten().nonzero().squeeze(-1).to(device))
+    first = sizes.cumsum(0) - sizes
+    shapes: list[tuple[int, int]] = []
+    source: list[Tensor] = []
+    real: list[Tensor] = []
+    for rows in groups:
+        size = sizes[list(rows), None]  # (B, 1)
+        length = round_up(int(size.max()), KEY_BLOCK)
+        step = torch.arange(whole_pieces(length) if whole else length)[None, :]  # (1, T)
+        tokens = first[list(rows), None] + torch.minimum(step, size - 1)
+        shapes.append((tokens.shape[0], tokens.shape[1]))
+        source.append(tokens.flatten())
+        real.append((step < size).flatten())
+    places = torch.cat(real).nonzero().squeeze(-1)
+    of_row = torch.cat(source)
+    return Padded(shapes, of_row.to(device), places[of_row[places].argsort()].to(device))
 
 
 def ragged_attention(

@@ -22,6 +22,7 @@ from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs.definition import logprobs_of
 from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
 from pipeline.models.attention import RAGGED, Ragged
+from pipeline.models.padding import unpad
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
@@ -298,14 +299,15 @@ def run_padded(
 
     Every process runs as many passes as the one with the most groups: they gather weights together.
     """
-    outputs: list[Tensor] = []
-    spare = int(current_mesh().data.max(len(ragged.groups))) - len(ragged.groups)
-    for number, group in enumerate([*ragged.groups, *ragged.groups[:1] * spare]):
-        mask = torch.zeros_like(group.tokens).flatten().index_fill(0, group.real, 1)
-        inputs = {
-            "input_ids": batch.input_ids[group.tokens],
-            "attention_mask": mask.view_as(group.tokens),
-        }
-        real = group.real if number < len(ragged.groups) else group.real[:0]
-        outputs.append(run(inputs).flatten(0, 1).index_select(0, real))
-    return torch.cat(outputs).index_select(0, ragged.restore)
+    padded = ragged.padded
+    real = torch.zeros_like(padded.source).index_fill(0, padded.place, 1)
+    groups = [
+        {"input_ids": ids, "attention_mask": mask}
+        for ids, mask in zip(
+            padded.split(batch.input_ids[padded.source]), padded.split(real), strict=True
+        )
+    ]
+    outputs = [run(group).flatten(0, 1) for group in groups]
+    spare = int(current_mesh().data.max(len(groups))) - len(groups)
+    outputs += [run(groups[0]).flatten(0, 1)[:0] for _ in range(spare)]
+    return unpad(torch.cat(outputs), padded.place)

@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.logprobs.definition import NO_TARGET
 
+_softmax_gradient = torch.ops.aten._log_softmax_backward_data  # noqa: SLF001
+
 
 class RowLogprobs(torch.autograd.Function):
     """The softmax of some rows, computed again on the way back."""
@@ -59,14 +61,24 @@ class RowLogprobs(torch.autograd.Function):
             return (None,) * 5
         logits, targets = ctx.saved_tensors
         of_logits = torch.empty_like(logits)
-        for rows in _turns(logits, ctx.at_once):
+        turns = _turns(logits, ctx.at_once)
+        most = max((rows.stop - rows.start for rows in turns), default=0)
+        zeros = logits.new_zeros(most, logits.shape[1], dtype=torch.float32)
+        for rows in turns:
             of_rows = _log_softmax(logits[rows], ctx.temperature)
-            chosen = torch.zeros_like(of_rows).scatter_(1, targets[rows, None], grad[rows, None])
-            here = torch.ops.aten._log_softmax_backward_data(  # noqa: SLF001
-                chosen, of_rows, -1, torch.float32
-            )
-            of_logits[rows] = here if ctx.temperature == 1.0 else here.div_(ctx.temperature)
-            del of_rows, chosen, here
+            words = targets[rows, None]
+            chosen = zeros[: len(words)].scatter_(1, words, grad[rows, None])
+            if logits.dtype == torch.float32:
+                here = of_logits[rows]
+                _softmax_gradient.out(chosen, of_rows, -1, torch.float32, out=here)
+            else:
+                here = _softmax_gradient(chosen, of_rows, -1, torch.float32)
+            if ctx.temperature != 1.0:
+                here.div_(ctx.temperature)
+            if logits.dtype != torch.float32:
+                of_logits[rows] = here
+            chosen.scatter_(1, words, 0.0)
+            del of_rows, here  # before the next turn
         return of_logits, None, None, None, None
 
 
