@@ -28,7 +28,8 @@ from pipeline.engine.state import (
     trained_fragments,
     weights_fragments,
 )
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, JobFailed
+from pipeline.faults import fault_point
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
 from pipeline.settings.plain import plain, portable, with_defaults
@@ -125,7 +126,9 @@ class Checkpoints:
         """
         patience = PATIENCE_SECONDS
         try:
+            fault_point("steps.begin")
             with StopSignals(self._announce) as signals:
+                self._look_together(signals)
                 first = self.done + 1
                 for step in range(first, self.run.total_steps + 1):
                     if enough():
@@ -139,7 +142,7 @@ class Checkpoints:
                 self._writer.wait()
             # From here on a signal ends the process at once, and the state is there; one that came
             # since the last look is obeyed.
-            self._save_or_leave(signals, due=False)
+            self._look_together(signals)
             patience = None
         finally:
             self._writer.close(patience)
@@ -186,6 +189,20 @@ class Checkpoints:
             self._kept = self.done
         if stops:
             self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
+
+    def _look_together(self, signals: StopSignals) -> None:
+        """Where the loop begins and ends, which processes do a moment apart: leave if told to.
+
+        The same signal ends at once those that are not in the loop yet, or no longer; others that
+        wait for them here have received it as well.
+        """
+        try:
+            self._save_or_leave(signals, due=False)
+        except RuntimeError:
+            if signals.received is None:
+                raise
+            interrupted = signals.received in INTERRUPTS
+            raise JobFailed(EXIT_INTERRUPTED if interrupted else EXIT_REQUEUE) from None
 
     def _leave(self, code: int) -> None:
         self._writer.wait()

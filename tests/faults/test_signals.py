@@ -133,6 +133,23 @@ def test_ctrl_c_ends_a_process_that_waits_for_others_to_come(start: Path, tmp_pa
         assert "Traceback" not in job.said()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_failure(
+    number: signal.Signals, start: Path, tmp_path: Path
+) -> None:
+    with Forked(job_of(start, tmp_path), fault="steps.begin:1:1:hang") as job:
+        wait_for(lambda: "steps.begin hangs\n" in job.said(), job)
+        time.sleep(0.5)  # the first process comes to its loop
+        job.signal(number)
+        codes = job.wait(10)
+
+        # Before the loop SIGTERM ends a process as any program, and a launcher then all others.
+        usual = {exit_code(number)} | ({-signal.SIGTERM} if number == signal.SIGTERM else set())
+        assert set(codes) <= usual
+        assert "Traceback" not in job.said()
+        assert "rank" not in job.said()
+
+
 def test_ctrl_c_before_the_first_step_leaves_at_once(start: Path, tmp_path: Path) -> None:
     with Forked(job_of(start, tmp_path), fault="engine.forward:*:1:hang") as job:
         wait_for(lambda: job.said().count("engine.forward hangs\n") == 2, job)
