@@ -26,6 +26,8 @@ def main(argv: Sequence[str]) -> None:
     _require_free(config.out)
     rows = sums(config)
     parts = {"test": rows[: config.held_out], "train": rows[config.held_out :]}
+    if config.model is not None:
+        _write_model(config.model, seed=config.seed)
     write_output(
         {config.out / f"{name}.jsonl": json_lines(part) for name, part in parts.items()},
         option="--out",
@@ -34,6 +36,19 @@ def main(argv: Sequence[str]) -> None:
         f"{len(parts['train']):,} sums to train on and {len(parts['test']):,} held out in"
         f" {config.out}; train.py --data-path {config.out} --reward math learns them"
     )
+
+
+def _write_model(directory: Path, *, seed: int) -> None:
+    """A base model narrow enough to learn sums in about a minute on two CPU cores."""
+    from pipeline.models.embedded import build_model, build_tokenizer  # loads torch
+
+    require(
+        not directory.exists(), f"{directory} is there already; remove it or choose another --model"
+    )
+    tokenizer = build_tokenizer()
+    model = build_model(vocab_size=len(tokenizer), seed=seed, hidden_size=64, num_layers=3)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _require_free(directory: Path) -> None:

@@ -66,16 +66,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(*, vocab_size: int, seed: int) -> LlamaForCausalLM:
+def build_model(
+    *, vocab_size: int, seed: int, hidden_size: int = 128, num_layers: int = 4
+) -> LlamaForCausalLM:
     """The embedded Llama with random fp32 weights, a million for the tokenizer's vocabulary.
 
-    The weights depend on `seed` alone, and the global random state is left as it was.
+    The weights depend on `seed` and the sizes alone, and the global random state is left as it was.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 43 // 16,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT,

@@ -10,6 +10,7 @@ from pipeline.config import DataConfig, RowColumns
 from pipeline.data.arithmetic import ArithmeticConfig, main, sums
 from pipeline.data.stages import load_examples
 from pipeline.errors import ConfigError
+from pipeline.models.load import load_for_inference
 
 
 def test_every_sum_of_two_digits_is_there_once_with_its_answer() -> None:
@@ -81,3 +82,18 @@ def test_right_demonstrations_may_call_the_calculator_and_answer_with_what_it_re
         assert f"{made['arguments']['a']}+{made['arguments']['b']}=" == row["prompt"]
         assert result["content"] == f"<tool_response>{row['answer']}</tool_response>"
         assert answer["content"] == row["answer"]
+
+
+def test_a_base_model_for_sums_is_written_and_never_replaced(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+
+    main(["--out", str(tmp_path / "sums"), "--model", str(base), "--rows", "60", "--held-out", "9"])
+
+    model, tokenizer = load_for_inference(base)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 230_592
+    assert len(tokenizer("57+26=", add_special_tokens=False)["input_ids"]) == 6
+    before = {path: path.read_bytes() for path in base.iterdir()}
+    with pytest.raises(ConfigError, match="choose another --model"):
+        main(["--out", str(tmp_path / "more"), "--model", str(base)])
+    assert {path: path.read_bytes() for path in base.iterdir()} == before
+    assert not (tmp_path / "more").exists()
