@@ -1,12 +1,16 @@
 """What a step moves between processes, in which order, and how much is gathered at once."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from pipeline.config import ZeroConfig
+from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
+from pipeline.parallel.mesh import current_mesh
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
 
@@ -88,6 +92,25 @@ def test_prefetch_changes_neither_the_number_of_gathers_nor_their_units(
 
     assert gathers[:4] == forward
     assert gathers[4:] == forward[:0:-1]
+
+
+def sums_in_a_row() -> list[float]:
+    """Sums of numbers that change from one to the next, each rank the late one in turn."""
+    comm = make_collectives(torch.device("cpu"), ZeroConfig(), current_mesh().data, name="model")
+    sums = []
+    for number in range(400):
+        if number % 2 == rank():
+            time.sleep(5e-4)  # the other waits; this one reads first, and writes the next at once
+        values = torch.tensor([number * 10.0 + rank()], dtype=torch.float64)
+        comm.all_reduce(values)
+        sums.append(values.item())
+    return sums
+
+
+def test_a_sum_is_that_of_its_own_numbers_however_far_ahead_a_rank_is() -> None:
+    expected = [number * 20.0 + 1 for number in range(400)]
+
+    assert run_ranks(sums_in_a_row) == [expected, expected]
 
 
 def test_the_tree_adds_neighbours_first() -> None:

@@ -142,17 +142,20 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     assert seconds < 3
 
 
-def widowed() -> tuple[str, float]:
-    """Rank 1 is killed."""
+def left_alone_by(killed: int) -> tuple[str, float]:
+    """One rank is killed."""
     engine = engine_of(3)
-    if rank() == 1:
+    if rank() == killed:
         os.kill(os.getpid(), signal.SIGKILL)
     return said_by_first_pass(engine)
 
 
-def test_the_end_of_a_rank_is_noticed_at_once() -> None:
-    ended = run_ranks(widowed, may_die=(1,))
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_end_of_a_rank_is_noticed_at_once(killed: int) -> None:
+    ended = run_ranks(left_alone_by, killed, may_die=(killed,))
 
-    sentence, seconds = ended[0]
-    assert sentence.startswith("rank 1 ended while rank 0 waited for it at all_gather of root")
+    left = 1 - killed
+    sentence, seconds = ended[left]
+    expected = f"rank {killed} ended while rank {left} waited for it at all_gather of root"
+    assert sentence.startswith(expected)
     assert seconds < 5
