@@ -32,10 +32,9 @@ class Timing:
 
 
 @functools.cache
-def block_seconds(width: int, weights: int, tokens: int, length: int, how: Timing) -> float:
-    """Of a block with so many weights, on `tokens` in sequences of `length`."""
+def block_seconds(width: int, inner: int, tokens: int, length: int, how: Timing) -> float:
+    """Of a block whose gated layer is `inner` wide, on `tokens` in sequences of `length`."""
     dtype = torch.bfloat16 if how.narrow else torch.float32
-    inner = max(8, (weights - 4 * width**2) // (3 * width))
     heads = max(1, width // HEAD_WIDTH)
     generator = torch.Generator().manual_seed(0)
 

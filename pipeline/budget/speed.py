@@ -138,7 +138,9 @@ class CpuSpeed:
         weights = in_blocks // max(1, work.flops.layers) * width**2 // work.hidden**2
         how = Timing(self.threads, trains=trains, narrow=work.narrow)
         row = min(2 ** round(math.log2(max(1.0, length))), count)
-        block = block_seconds(width, weights, count, row, how)
+        # A model that scores has the blocks of one that writes, and is not timed again.
+        inner = max(8, (weights - 4 * width**2) // (3 * width))
+        block = block_seconds(width, inner, count, row, how)
         seconds = work.flops.layers * block * (work.hidden / width) ** 2
         if work.vocabulary:
             rows = min(work.vocabulary, 4096)

@@ -221,6 +221,8 @@ CHATTER = (
 # fmt: on
 _PLURALS = {"sheep": "sheep", "wolf": "wolves"}
 _DETERMINERS = ("a", "a", "a", "the", "the", "my", "this", "that", "our", "an old", "your", "his")
+_I = re.compile(r"\bi\b")
+_NEXT_SENTENCE = re.compile(r"[.!] [a-z]")
 _TIMES = {
     "2": ("two times", "twice", "2 times"),
     "3": ("three times", "3 times"),
@@ -320,8 +322,8 @@ def _dressed(text: str, random: Random, *, noisy: bool) -> str:
     if style < 0.3:
         text = text.lower()
     else:
-        text = re.sub(r"\bi\b", "I", text[0].upper() + text[1:])
-        text = re.sub(r"([.!] )([a-z])", lambda found: found[1] + found[2].upper(), text)
+        text = _I.sub("I", text[0].upper() + text[1:])
+        text = _NEXT_SENTENCE.sub(lambda found: found[0].upper(), text)
     return text + (ending if random.random() < 0.7 else random.choice(("", "", ".", "?", "!")))
 
 
