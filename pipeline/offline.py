@@ -15,6 +15,7 @@ from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Example
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.lengths import Fit, check_lengths
+from pipeline.data.pairs import EncodedPair, PairBatch, collate_pairs
 from pipeline.data.stages import StageData
 from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
@@ -154,3 +155,16 @@ def local_parts(
         process=data.rank,
         at_least=math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None,
     )
+
+
+def pair_batches(
+    pairs: Sequence[EncodedPair], config: StepConfig, *, deterministic: bool
+) -> list[PairBatch]:
+    """This process's micro-batches of the pairs, as `local_parts` cuts them."""
+    parts = local_parts(
+        [pair.num_tokens for pair in pairs],
+        config,
+        max_tokens=2 * config.micro_batch_size * config.data.max_length,
+        deterministic=deterministic,
+    )
+    return [collate_pairs([pairs[row] for row in part], spare=pairs[0]) for part in parts]

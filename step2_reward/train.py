@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from pipeline.cli import run_main
+from pipeline.data.pairs import EncodedPair
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
@@ -30,7 +31,7 @@ from pipeline.run import Run
 from pipeline.run_step import run_step
 from step2_reward.losses import pairwise_loss
 from step2_reward.normalization import measure_scores, write_normalization
-from step2_reward.pairs import EncodedPair, check_pairs, cut, encode
+from step2_reward.pairs import check_pairs, cut, encode
 
 METHOD = (
     "Trained on pairs of responses, one of which was preferred (Bradley-Terry; Ouyang et al. 2022);"

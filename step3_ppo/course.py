@@ -5,7 +5,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from evaluation.answering import Chat
+from evaluation.answers import (
+    Answer,
+    Answers,
+    mean_length,
+    mean_score,
+    source_means,
+    stop_rate,
+    summarize,
+    win_rate,
+)
+from evaluation.base_model import answers_of_base
 from evaluation.in_training import TaskEvaluations
+from evaluation.verification import conclude
 from pipeline.checkpoints import Checkpoints
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
@@ -15,20 +27,11 @@ from pipeline.models.card import Card
 from pipeline.models.load import model_path
 from pipeline.origin import training_at
 from pipeline.run import Run
-from step3_ppo.comparison import Answers, answer_all, answers_of_base, summarize
+from step3_ppo.comparison import answer_all
 from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import (
-    Answer,
-    HeldOut,
-    mean_length,
-    mean_score,
-    source_means,
-    stop_rate,
-    win_rate,
-)
+from step3_ppo.evaluate import HeldOut
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
-from step3_ppo.verification import conclude
 
 logger = logging.getLogger(__name__)
 

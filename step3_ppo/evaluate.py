@@ -1,18 +1,17 @@
 """How models answer held-out prompts: texts, scores, win rate, KL, the judge's rate."""
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from inference.generation import Response, generate
-from pipeline.data.embedded import verify
+from evaluation.answering import Chat
+from evaluation.answers import Answer, mean
+from evaluation.held_out import HeldOutPrompts
+from inference.generation import Response
 from pipeline.models.chat import decode_response
 from pipeline.parallel.device import local_device
-from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episode_statistics import parts_of
 from step3_ppo.episodes import EpisodeResponse, play, transcript
@@ -29,24 +28,6 @@ SHOWN = 2
 """Prompts whose answers are printed during training."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A model's answer to a held-out prompt."""
-
-    text: str
-    """Of an episode all its turns."""
-    score: float | None
-    """As `ResponseRewards.score` has it: a reward model's score, else the reward; None where it is
-    not known."""
-    length: int
-    """Tokens, the end-of-turn token included."""
-    stopped: bool
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """What each source gave, by the name of its metric."""
-    opening: Sequence[Mapping[str, str]] = ()
-    """Of an episode: what its environment began with, as messages of role and content."""
-
-
 def opening_of(response: Response) -> list[Mapping[str, str]]:
     """What an episode began with; empty for any other response."""
     if not isinstance(response, EpisodeResponse):
@@ -54,25 +35,27 @@ def opening_of(response: Response) -> list[Mapping[str, str]]:
     return [{"role": each.role, "content": each.content} for each in response.opening]
 
 
-class HeldOut:
+class HeldOut(HeldOutPrompts):
     """Prompts that no step trained on; every process answers its share."""
 
     def __init__(self, models: Models, prompts: Sequence[Prompt], config: PPOConfig) -> None:
+        super().__init__(
+            prompts,
+            Chat(models.tokenizer, models.chat),
+            models.hybrid_engine.generating,
+            seed=config.seed,
+            temperature=config.temperature,
+            max_new_tokens=config.max_new_tokens,
+            batch_size=config.generation_batch_size,
+        )
         self.models = models
-        self.prompts = list(prompts)
         self.config = config
-        # Every process takes equally many; the last ones go round to the first prompts again.
-        data = self.data = current_mesh().data
-        share = math.ceil(len(self.prompts) / data.size)
-        self.rows = [
-            (data.rank + number * data.size) % len(self.prompts) for number in range(share)
-        ]
 
-    def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
-        """Responses of a model in evaluation mode to this process's prompts; 0 decodes greedily."""
-        prompts = [self.prompts[row] for row in self.rows]
-        seed = self.config.seed + 1
-        return self._respond(model, prompts, temperature=temperature, seed=seed, keys=self.rows)
+    def on(self, prompts: Sequence[Prompt]) -> "HeldOut":
+        """Other prompts, answered and judged in the same way."""
+        if self.models.reward is not None and self.models.reward.text is not None:
+            self.models.reward.text.know(prompts)
+        return HeldOut(self.models, prompts, self.config)
 
     def _respond(
         self,
@@ -87,16 +70,7 @@ class HeldOut:
         models, config = self.models, self.config
         environments = models.sources.environments
         if environments is None:
-            return generate(
-                model,
-                [prompt.input_ids for prompt in prompts],
-                max_new_tokens=config.max_new_tokens,
-                temperature=temperature,
-                stop_ids=models.chat.stop_ids,
-                seed=seed,
-                keys=keys,
-                batch_size=config.generation_batch_size,
-            )
+            return super()._respond(model, prompts, temperature=temperature, seed=seed, keys=keys)
         return [
             *play(
                 model,
@@ -134,9 +108,7 @@ class HeldOut:
             )
             for place, response in enumerate(responses)
         ]
-        everyones = self.data.gather_objects(dict(zip(self.rows, mine, strict=True)))
-        merged = {row: answer for answers in everyones for row, answer in answers.items()}
-        return [merged[row] for row in range(len(self.prompts))]
+        return self.merged(mine)
 
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
@@ -144,22 +116,11 @@ class HeldOut:
             self.models, self._inputs(), responses, self.config, learns=False
         )
         # The last processes go round to the first prompts, which count once.
-        size, num_prompts = self.data.size, len(self.prompts)
-        own = [self.data.rank + place * size < num_prompts for place in range(len(responses))]
+        own = self.counted
         mask = experience.mask & torch.tensor(own, device=experience.mask.device)[:, None]
         log_ratio = (experience.logprobs - experience.ref_logprobs)[mask]
         total, count = self.data.sums([log_ratio.double().sum().item(), sum(own)])
         return total / count
-
-    def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:
-        """Whether each answer is correct and polite; None where the prompt is not of that task."""
-        verdicts = [
-            verify(prompt.messages[-1].content, answer.text)
-            if len(prompt.messages) == 1 and not answer.opening
-            else None
-            for prompt, answer in zip(self.prompts, answers, strict=True)
-        ]
-        return [None if verdict is None else verdict.both for verdict in verdicts]
 
     def by_prompt(self, answers: Sequence[Answer]) -> dict[str, list[float | None]]:
         """What tells best how good each answer is, under its name; None where it is not known.
@@ -176,15 +137,12 @@ class HeldOut:
     @property
     def is_verifiable(self) -> bool:
         """Every prompt is one of the embedded task's, and its answer is one turn."""
-        return self.config.environment is None and all(
-            len(prompt.messages) == 1 and verify(prompt.messages[0].content, "") is not None
-            for prompt in self.prompts
-        )
+        return self.config.environment is None and super().is_verifiable
 
     def print_samples(self, iteration: int) -> None:
         """Log the actor's greedy answers to the first prompts."""
         shown = self.prompts[:SHOWN]
-        with self.models.hybrid_engine.generating() as actor:
+        with self.generating() as actor:
             responses = self._respond(
                 actor, shown, temperature=0.0, seed=self.config.seed, keys=range(len(shown))
             )
@@ -229,58 +187,3 @@ class HeldOut:
         stopped = torch.tensor([answer.stopped for answer in answers])
         reward = reward_of(score, stopped, self.models, self.config)
         return reward.double().mean().item() - self.config.kl_weight * kl
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
-    return sum(values) / len(values) if values else math.nan
-
-
-def scored_pairs(new: Sequence[Answer], old: Sequence[Answer]) -> list[tuple[float, float]]:
-    """The scores of both, on the prompts on which both are known."""
-    return [
-        (a.score, b.score)
-        for a, b in zip(new, old, strict=True)
-        if a.score is not None and b.score is not None
-    ]
-
-
-def win_rate(new: Sequence[Answer], old: Sequence[Answer]) -> float:
-    """Share of prompts on which the new answer scores higher; ties count half."""
-    return mean([(a > b) + 0.5 * (a == b) for a, b in scored_pairs(new, old)])
-
-
-def comparison(new: Sequence[Answer], old: Sequence[Answer]) -> dict[str, int | float]:
-    """The win rate and what its uncertainty follows from: prompts, wins and losses."""
-    pairs = scored_pairs(new, old)
-    return {
-        "win_rate": win_rate(new, old),
-        "prompts": len(pairs),
-        "wins": sum(a > b for a, b in pairs),
-        "losses": sum(a < b for a, b in pairs),
-    }
-
-
-def mean_score(answers: Sequence[Answer]) -> float:
-    """Mean score of the answers whose score is known."""
-    return mean([answer.score for answer in answers if answer.score is not None])
-
-
-def source_means(answers: Sequence[Answer]) -> dict[str, float]:
-    """Mean of what each source gave, by the name of its metric; of those that gave anything."""
-    names = dict.fromkeys(name for answer in answers for name in answer.rewards)
-    values = {
-        name: [value for each in answers if (value := each.rewards.get(name)) is not None]
-        for name in names
-    }
-    return {name: mean(known) for name, known in values.items() if known}
-
-
-def mean_length(answers: Sequence[Answer]) -> float:
-    """Mean length in tokens."""
-    return sum(answer.length for answer in answers) / len(answers)
-
-
-def stop_rate(answers: Sequence[Answer]) -> float:
-    """Share of answers that ended by themselves."""
-    return sum(answer.stopped for answer in answers) / len(answers)

@@ -1,13 +1,13 @@
 """The prompts of step 3."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from evaluation.held_out import Prompt
 from pipeline.data.batches import RowStream
 from pipeline.data.chat_format import ChatFormat
-from pipeline.data.examples import Example, Message
+from pipeline.data.examples import Example
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.step_rows import load_step_rows
@@ -16,18 +16,6 @@ from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A dialogue that waits for its answer."""
-
-    messages: tuple[Message, ...]
-    input_ids: list[int]
-    """With the format's opening of the assistant's turn."""
-
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Columns of its row that rewards read."""
 
 
 @dataclass(frozen=True)

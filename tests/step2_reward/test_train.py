@@ -17,6 +17,7 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.data.examples import Encoded, Example, Message
+from pipeline.data.pairs import EncodedPair, collate_pairs
 from pipeline.data.stages import load_examples
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
@@ -25,7 +26,7 @@ from pipeline.models.load import load_classifier
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.normalization import mean_and_std
-from step2_reward.pairs import EncodedPair, collate_pairs, cut, encode
+from step2_reward.pairs import cut, encode
 from step2_reward.train import evaluate, train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.answers import Answer
+from evaluation.base_model import answers_of_base
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
-from step3_ppo.comparison import answers_of_base
-from step3_ppo.evaluate import Answer, HeldOut
+from step3_ppo.evaluate import HeldOut
 from step3_ppo.prompts import Prompt
 from tests.distributed import rank, run_ranks
 from tests.families import tiny_config

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from evaluation.answers import Answer, Answers, summarize
 from inference.generation import Response
 from pipeline.data.examples import Message
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from step3_ppo.comparison import Answers, summarize
 from step3_ppo.config import PPOConfig
-from step3_ppo.evaluate import Answer, HeldOut
+from step3_ppo.evaluate import HeldOut
 from step3_ppo.models import Models, has_moments
 from step3_ppo.prompts import Prompt
 from step3_ppo.scoring import counted_scores, measured_moments, raw_scores, reward_of

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
+from evaluation.verification import TRIES, conclude
 from pipeline.data.embedded import held_out_questions
 from pipeline.data.embedded_talk import TALK
 from pipeline.data.examples import Message
 from step3_ppo.evaluate import HeldOut
 from step3_ppo.prompts import Prompt
-from step3_ppo.verification import TRIES, conclude
 from tests.step3_ppo.toy import toy_config, toy_models
 
 

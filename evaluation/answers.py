@@ -1,0 +1,126 @@
+"""Answers to held-out prompts, and the figures of two models that follow from them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to a held-out prompt."""
+
+    text: str
+    """Of an episode all its turns."""
+    score: float | None
+    """As `ResponseRewards.score` has it: a reward model's score, else the reward; None where it is
+    not known."""
+    length: int
+    """Tokens, the end-of-turn token included."""
+    stopped: bool
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """What each source gave, by the name of its metric."""
+    opening: Sequence[Mapping[str, str]] = ()
+    """Of an episode: what its environment began with, as messages of role and content."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Two sets of answers of one model to the held-out prompts."""
+
+    greedy: list[Answer]
+    sampled: list[Answer]
+    kl: float
+    """Nats per sampled response to the reference."""
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> "Answers":
+        """From what `dataclasses.asdict` makes of it."""
+        return cls(
+            greedy=[Answer(**answer) for answer in plain["greedy"]],
+            sampled=[Answer(**answer) for answer in plain["sampled"]],
+            kl=plain["kl"],
+        )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def scored_pairs(new: Sequence[Answer], old: Sequence[Answer]) -> list[tuple[float, float]]:
+    """The scores of both, on the prompts on which both are known."""
+    return [
+        (a.score, b.score)
+        for a, b in zip(new, old, strict=True)
+        if a.score is not None and b.score is not None
+    ]
+
+
+def win_rate(new: Sequence[Answer], old: Sequence[Answer]) -> float:
+    """Share of prompts on which the new answer scores higher; ties count half."""
+    return mean([(a > b) + 0.5 * (a == b) for a, b in scored_pairs(new, old)])
+
+
+def comparison(new: Sequence[Answer], old: Sequence[Answer]) -> dict[str, int | float]:
+    """The win rate and what its uncertainty follows from: prompts, wins and losses."""
+    pairs = scored_pairs(new, old)
+    return {
+        "win_rate": win_rate(new, old),
+        "prompts": len(pairs),
+        "wins": sum(a > b for a, b in pairs),
+        "losses": sum(a < b for a, b in pairs),
+    }
+
+
+def mean_score(answers: Sequence[Answer]) -> float:
+    """Mean score of the answers whose score is known."""
+    return mean([answer.score for answer in answers if answer.score is not None])
+
+
+def source_means(answers: Sequence[Answer]) -> dict[str, float]:
+    """Mean of what each source gave, by the name of its metric; of those that gave anything."""
+    names = dict.fromkeys(name for answer in answers for name in answer.rewards)
+    values = {
+        name: [value for each in answers if (value := each.rewards.get(name)) is not None]
+        for name in names
+    }
+    return {name: mean(known) for name, known in values.items() if known}
+
+
+def mean_length(answers: Sequence[Answer]) -> float:
+    """Mean length in tokens."""
+    return sum(answer.length for answer in answers) / len(answers)
+
+
+def stop_rate(answers: Sequence[Answer]) -> float:
+    """Share of answers that ended by themselves."""
+    return sum(answer.stopped for answer in answers) / len(answers)
+
+
+def summarize(before: Answers, after: Answers, *, name: str = "score") -> dict[str, int | float]:
+    """The `eval` object of step 3: greedy answers, except for the KL.
+
+    Args:
+        before: those of step 1's model.
+        after: those of the exported one.
+        name: what scores are called: `reward` where sources give them.
+    """
+    return {
+        f"{name}_before": mean_score(before.greedy),
+        f"{name}_after": mean_score(after.greedy),
+        "kl": after.kl,
+        **comparison(after.greedy, before.greedy),
+        "length_before": mean_length(before.greedy),
+        "length_after": mean_length(after.greedy),
+        "stop_rate": stop_rate(after.greedy),
+        f"sampled_{name}_before": mean_score(before.sampled),
+        f"sampled_{name}_after": mean_score(after.sampled),
+        "sampled_stop_rate": stop_rate(after.sampled),
+        **_by_source(before.greedy, "before"),
+        **_by_source(after.greedy, "after"),
+    }
+
+
+def _by_source(answers: Sequence[Answer], when: str) -> dict[str, float]:
+    return {f"{name}_{when}": value for name, value in source_means(answers).items()}

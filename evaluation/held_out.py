@@ -1,0 +1,133 @@
+"""Held-out prompts, answered by a model that trains: every process answers its share."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import nn
+
+from evaluation.answering import Chat
+from evaluation.answers import Answer
+from evaluation.in_training import Generating
+from inference.generation import Response, generate
+from pipeline.data.embedded import verify
+from pipeline.data.examples import Message
+from pipeline.parallel.mesh import current_mesh
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A dialogue that waits for its answer."""
+
+    messages: tuple[Message, ...]
+    input_ids: list[int]
+    """With the format's opening of the assistant's turn."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of its row that rewards read."""
+
+
+class HeldOutPrompts(ABC):
+    """Prompts that no step trained on.
+
+    Args:
+        prompts: all of them, on every process.
+        chat: how the model's dialogues become tokens, and its tokens text.
+        generating: gives the model that trains, as it is, to generate with.
+        seed: of the sampled responses.
+        temperature: of sampled responses.
+        max_new_tokens: of a response.
+        batch_size: prompts that a process answers at once.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        chat: Chat,
+        generating: Generating,
+        *,
+        seed: int,
+        temperature: float,
+        max_new_tokens: int,
+        batch_size: int,
+    ) -> None:
+        self.prompts = list(prompts)
+        self.chat = chat
+        self.generating = generating
+        self.seed = seed
+        self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
+        self.batch_size = batch_size
+        # Every process takes equally many; the last ones go round to the first prompts again.
+        data = self.data = current_mesh().data
+        share = math.ceil(len(self.prompts) / data.size)
+        self.rows = [
+            (data.rank + number * data.size) % len(self.prompts) for number in range(share)
+        ]
+
+    @abstractmethod
+    def on(self, prompts: Sequence[Prompt]) -> Self:
+        """Other prompts, answered and judged in the same way."""
+
+    @abstractmethod
+    def answers(self, responses: Sequence[Response]) -> list[Answer]:
+        """Text and score of the responses of all processes, in the order of the prompts."""
+
+    def respond(self, model: nn.Module, *, temperature: float) -> list[Response]:
+        """Responses of a model in evaluation mode to this process's prompts; 0 decodes greedily."""
+        prompts = [self.prompts[row] for row in self.rows]
+        return self._respond(
+            model, prompts, temperature=temperature, seed=self.seed + 1, keys=self.rows
+        )
+
+    def _respond(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Prompt],
+        *,
+        temperature: float,
+        seed: int,
+        keys: Sequence[int],
+    ) -> list[Response]:
+        return generate(
+            model,
+            [prompt.input_ids for prompt in prompts],
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            stop_ids=self.chat.format.stop_ids,
+            seed=seed,
+            keys=keys,
+            batch_size=self.batch_size,
+        )
+
+    def merged(self, mine: Sequence[Answer]) -> list[Answer]:
+        """The answers of all processes, in the order of the prompts; `mine` to this one's."""
+        everyones = self.data.gather_objects(dict(zip(self.rows, mine, strict=True)))
+        merged = {row: answer for answers in everyones for row, answer in answers.items()}
+        return [merged[row] for row in range(len(self.prompts))]
+
+    @property
+    def counted(self) -> list[bool]:
+        """Of this process's prompts, those that no other process answers too."""
+        size, rank = self.data.size, self.data.rank
+        return [rank + place * size < len(self.prompts) for place in range(len(self.rows))]
+
+    def verdicts(self, answers: Sequence[Answer]) -> list[bool | None]:
+        """Whether each answer is correct and polite; None where the prompt is not of that task."""
+        verdicts = [
+            verify(prompt.messages[-1].content, answer.text)
+            if len(prompt.messages) == 1 and not answer.opening
+            else None
+            for prompt, answer in zip(self.prompts, answers, strict=True)
+        ]
+        return [None if verdict is None else verdict.both for verdict in verdicts]
+
+    @property
+    def is_verifiable(self) -> bool:
+        """Every prompt is one of the embedded task's."""
+        return all(
+            len(prompt.messages) == 1 and verify(prompt.messages[0].content, "") is not None
+            for prompt in self.prompts
+        )

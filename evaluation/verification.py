@@ -1,0 +1,158 @@
+"""What the embedded task's judge says at the end of a run: of answers, and of trivial policies.
+
+Also the answers that the report shows, with that judge's verdicts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation.answers import Answer
+from evaluation.held_out import HeldOutPrompts, Prompt
+from inference.chat.command import CHAT_TEMPERATURE
+from pipeline.data.embedded import verify
+from pipeline.data.embedded_policies import trivial_rates
+from pipeline.data.embedded_talk import TALK
+from pipeline.data.examples import Message
+from pipeline.parallel.mesh import current_mesh
+
+NUM_SAMPLES = 12
+"""Held-out prompts whose answers the report shows."""
+
+TRIES = 5
+"""Answers to each prompt that was written by hand."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """The actor's answers to the prompts that were written by hand, sampled as chat.py samples."""
+
+    held_out: HeldOutPrompts
+    """Each prompt `TRIES` times."""
+
+    answers: list[Answer]
+
+    @property
+    def rate(self) -> float:
+        """Share of the answers that are correct and polite."""
+        verdicts = self.held_out.verdicts(self.answers)
+        return sum(verdict is True for verdict in verdicts) / len(verdicts)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Each prompt with its first answer, as JSON."""
+        pairs = zip(self.held_out.prompts, self.answers, strict=True)
+        rows = [
+            {"prompt": prompt.messages[-1].content} | describe(prompt.messages[-1].content, answer)
+            for prompt, answer in pairs
+        ]
+        return rows[::TRIES]
+
+
+def talk(held_out: HeldOutPrompts) -> Talk | None:
+    """Let the actor answer the prompts written by hand; None on data other than the task."""
+    if not held_out.is_verifiable:
+        return None
+    prompts = [
+        Prompt(messages, held_out.chat.format.encode_prompt(messages), {"answer": written.answer})
+        for written in TALK
+        for messages in [(Message("user", written.text),)]
+        for _ in range(TRIES)
+    ]
+    by_hand = held_out.on(prompts)
+    with held_out.generating() as actor:
+        responses = by_hand.respond(actor, temperature=CHAT_TEMPERATURE)
+    return Talk(by_hand, by_hand.answers(responses))
+
+
+def conclude(
+    held_out: HeldOutPrompts, sampled: Mapping[str, list[Answer]], samples: Path
+) -> dict[str, object]:
+    """Write the report's samples to the file `samples`; return the judge's part of `eval`.
+
+    Returns:
+        What `verification` gives, `judge_trivial`, the rates of policies that understand nothing,
+        and `judge_talk`, the actor's rate on prompts written by hand. Empty on any other data.
+    """
+    conversation = talk(held_out)
+    if current_mesh().is_main:
+        write_samples(held_out, sampled, samples, talk=conversation.rows() if conversation else ())
+    if conversation is None:
+        return {}
+    return {
+        **verification(held_out, sampled),
+        "judge_trivial": trivial_rates(),
+        "judge_talk": conversation.rate,
+    }
+
+
+def verification(
+    held_out: HeldOutPrompts, sampled: Mapping[str, list[Answer]]
+) -> dict[str, object]:
+    """What the embedded task's judge says of the models; empty on any other data.
+
+    Args:
+        held_out: the prompts.
+        sampled: answers to them by model, those of step 3 the last.
+
+    Returns:
+        `judge`: the share of right answers by model; `judge_counts`: the number of prompts, and on
+        how many of them step 3 alone (gained) or step 1 alone (lost) is right.
+    """
+    verdicts = {name: held_out.verdicts(answers) for name, answers in sampled.items()}
+    known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
+    if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
+        return {}
+    pairs = list(zip(known[list(known)[-1]], known["step1_sft"], strict=True))
+    return {
+        "judge": {name: sum(each) / len(each) for name, each in known.items()},
+        "judge_counts": {
+            "prompts": len(pairs),
+            "gained": sum(new and not old for new, old in pairs),
+            "lost": sum(old and not new for new, old in pairs),
+        },
+    }
+
+
+def write_samples(
+    held_out: HeldOutPrompts,
+    sampled: Mapping[str, list[Answer]],
+    path: Path,
+    *,
+    talk: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Write the first answers of each model, side by side, for the report; and those of a talk."""
+    rows = [
+        {
+            "prompt": _prompt(prompt, [answers[row] for answers in sampled.values()]),
+            "answers": {
+                name: describe(prompt.messages[-1].content, answers[row])
+                for name, answers in sampled.items()
+            },
+        }
+        for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
+    ]
+    document = {"models": list(sampled), "rows": rows, "talk": list(talk)}
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _prompt(prompt: Prompt, answers: Sequence[Answer]) -> Sequence[Mapping[str, str]]:
+    """What was answered, as JSON: the prompt, or what its environment began with."""
+    given = next((answer.opening for answer in answers if answer.opening), None)
+    own = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    return own if given is None else given
+
+
+def describe(question: str, answer: Answer) -> dict[str, Any]:
+    """An answer as JSON, with the judge's verdict where the question is of the embedded task."""
+    described: dict[str, Any] = {
+        "text": answer.text,
+        "score": answer.score,
+        "stopped": answer.stopped,
+    }
+    described |= {"rewards": dict(answer.rewards)} if answer.rewards else {}
+    verdict = verify(question, answer.text)
+    if verdict is not None:
+        described |= {"correct": verdict.correct, "polite": verdict.polite}
+    return described
