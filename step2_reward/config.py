@@ -1,25 +1,32 @@
 """Settings of step 2."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.config import (
     FrozenModelConfig,
     Generation,
     ModelUse,
     OptimConfig,
+    RowColumns,
     StepConfig,
     TrainedModelConfig,
     Workload,
 )
 from pipeline.errors import require
+from step2_reward.label_config import LabelSettings
+
+if TYPE_CHECKING:
+    from pipeline.data.examples import Example
 
 GENERATED_AT_ONCE = 64
 """Responses of step 1's model, as `inference.generation` generates them by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(StepConfig):
+class RewardConfig(LabelSettings, StepConfig):
     """Step 2: the reward model."""
 
     output_dir: Path = Path("output/step2_reward")
@@ -45,8 +52,24 @@ class RewardConfig(StepConfig):
     """Longest response when measuring the score's mean and standard deviation, in tokens; as in
     step 3, since answers that have not ended by then don't count."""
 
+    best_by: Literal["accuracy", "loss"] = "accuracy"
+    """What the best weights are best by, on held-out rows: accuracy (pairs in the right order, or
+    rows in the right class), or loss."""
+
+    patience: int | None = None
+    """Stop after this many evaluations that are no better; null never stops early."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_labels()
+        require(
+            self.patience is None or self.patience > 0,
+            f"patience must be above 0 or null, got {self.patience}",
+        )
+        require(
+            self.patience is None or self.eval_every != 0,
+            "patience counts evaluations: eval_every must not be 0",
+        )
         require(self.center_coef >= 0, f"center_coef must not be below 0, got {self.center_coef}")
         require(
             self.normalization_prompts > 1,
@@ -54,8 +77,27 @@ class RewardConfig(StepConfig):
         )
         require(self.max_new_tokens > 0, f"max_new_tokens must be above 0: {self.max_new_tokens}")
 
+    @property
+    def row_columns(self) -> RowColumns:
+        """Labels and ties, unless plain pairs alone are learned from."""
+        return RowColumns(labels=self.labels != "pairs")
+
+    def choose_rows(
+        self, train: "Sequence[Example]", held_out: "Sequence[Example]"
+    ) -> "tuple[list[Example], list[Example]]":
+        """The rows of the kind of label that the settings, or the rows' columns, choose."""
+        from step2_reward.label_rows import rows_of_kind
+
+        return rows_of_kind(self, train, held_out)
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Dialogues of a row, at most; two where only the rows show their labels."""
+        known = {"classes": 1, "ordinal": 1, "scalar": 1, "rankings": self.max_ranked}
+        return known.get(self.labels, 2)
+
     def workload(self, world: int) -> Workload:
-        """A scorer learns from pairs; then step 1's model generates what sets the score's unit."""
+        """A scorer learns from rows; then step 1's model generates what sets the score's unit."""
         return Workload(
             world=world,
             models=(
@@ -65,7 +107,7 @@ class RewardConfig(StepConfig):
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
-            sequences_per_row=2,
+            sequences_per_row=self.sequences_per_row,
             length=self.data.max_length,
             targets=self.data.max_length - 1,
             generation=Generation(

@@ -109,8 +109,8 @@ def describe_pairs(
     scorer: "Scorer", chat: "ChatFormat", examples: "Sequence[Example]", config: RewardConfig
 ) -> list[str]:
     """Accuracy and mean scores over the pairs."""
+    from step2_reward.pair_objective import evaluate
     from step2_reward.pairs import encode
-    from step2_reward.train import evaluate
 
     figures = evaluate(scorer, encode(examples, chat, config), config)
     return [

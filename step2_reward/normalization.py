@@ -3,9 +3,10 @@
 import logging
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
+from step2_reward.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +44,18 @@ def measure_scores(
     chat: ChatFormat,
     examples: Sequence[Example],
     config: RewardConfig,
+    objective: Objective[Any, Any],
 ) -> Moments:
     """Mean and standard deviation of the score over responses that step 1's model samples.
 
     With them step 3 shifts and scales scores to mean 0, variance 1 where PPO starts (Ziegler et al.
     2019, section 2.1). A response without its end is none that the reward model was trained to
-    score, and doesn't count. Without a step-1 model, and where hardly any of its responses ended,
-    the data's own are scored.
+    score, and doesn't count. Without a step-1 model, where hardly any of its responses ended, and
+    where the rows label prompts, the data's own are scored.
     """
     sequences: list[Encoded] = []
     stop_rate = None
-    if config.actor.path is not None:
+    if config.actor.path is not None and any(example.chosen for example in examples):
         sequences, generated = responses_of_actor(examples, chat, config)
         ended, generated = current_mesh().data.sums([len(sequences), generated])
         stop_rate = ended / generated
@@ -66,7 +69,8 @@ def measure_scores(
             )
             sequences = []
     if not current_mesh().data.sum(len(sequences)):
-        sequences = responses_of_data(examples[: config.normalization_prompts], chat, config)
+        own = examples[: config.normalization_prompts]
+        sequences = responses_of_data(own, chat, config, objective)
     mean, std = mean_and_std(scores_of(scorer, chat, sequences, config))
     return Moments(mean, std, stop_rate)
 
@@ -85,13 +89,13 @@ def scores_of(
     return scores
 
 
-def write_normalization(model: nn.Module, directory: Path, *, mean: float, std: float) -> None:
-    """Add mean and standard deviation to the exported model's config.json."""
-    settings = base_model(model).config
-    settings.update({"score_mean": mean, "score_std": std})
+def write_settings(model: nn.Module, directory: Path, settings: Mapping[str, object]) -> None:
+    """Add settings, such as the mean of the scores, to the exported model's config.json."""
+    config = base_model(model).config
+    config.update(dict(settings))
     if current_mesh().is_main:
         with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as staging:
-            settings.save_pretrained(staging)
+            config.save_pretrained(staging)
             move_in(Path(staging), directory)
 
 
@@ -134,11 +138,11 @@ def responses_of_actor(
 
 
 def responses_of_data(
-    examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
+    examples: Sequence[Example],
+    chat: ChatFormat,
+    config: RewardConfig,
+    objective: Objective[Any, Any],
 ) -> list[Encoded]:
-    """Both responses of this process's share of pairs."""
-    return [
-        chat.encode(example.prompt, response).tail(config.data.max_length)
-        for example in current_mesh().data.share(examples)
-        for response in (example.chosen, example.rejected)
-    ]
+    """The dialogues of this process's share of rows."""
+    rows = objective.encode(current_mesh().data.share(examples), chat, config)
+    return [sequence for row in rows for sequence in objective.sequences(row)]

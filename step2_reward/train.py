@@ -1,4 +1,4 @@
-"""Step 2: a reward model from pairs of responses.
+"""Step 2: a reward model from pairs of responses, or from labels.
 
 python -m step2_reward.train --config configs/reward/opt-350m.yaml --actor.path DIR
 torchrun --nproc_per_node 2 -m step2_reward.train --config configs/reward/opt-350m.yaml
@@ -11,32 +11,45 @@ if __name__ == "__main__":
     before_imports(RewardConfig)
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pipeline.cli import run_main
-from pipeline.data.pairs import EncodedPair
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.engine import Engine
-from pipeline.models.card import Card
 from pipeline.models.chat import require_same_chat
-from pipeline.models.forward import Scorer
+from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.load import load_tokenizer
-from pipeline.models.trained import evaluating, trained_classifier, within_context
+from pipeline.models.trained import trained_classifier, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
-from step2_reward.losses import pairwise_loss
-from step2_reward.normalization import measure_scores, write_normalization
-from step2_reward.pairs import check_pairs, cut, encode
+from step2_reward.finish import finish
+from step2_reward.label_objectives import objective_of
+from step2_reward.label_rows import resolve
+from step2_reward.objective import Objective
 
-METHOD = (
-    "Trained on pairs of responses, one of which was preferred (Bradley-Terry; Ouyang et al. 2022);"
-    " its one label is the score of a dialogue."
-)
+
+@dataclass(frozen=True)
+class RewardTraining:
+    """A reward model that learns."""
+
+    training: Training[RewardConfig, Any]
+    objective: Objective[Any, Any]
+
+    @property
+    def scorer(self) -> Scorer:
+        """The model in its engine."""
+        return cast("Scorer", self.training.engine.model)
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the held-out rows."""
+        training = self.training
+        return self.objective.evaluate(self.scorer, training.held_out, training.config)
 
 
 def train(config: RewardConfig) -> Path:
@@ -45,36 +58,44 @@ def train(config: RewardConfig) -> Path:
     seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
     rows = load_rows(config, config.model, step=2)
     if config.actor.path is not None:
-        actor = load_tokenizer(config.actor)
-        require_same_chat(rows.tokenizer, actor, "the reward model", config.actor)
+        require_same_chat(
+            rows.tokenizer, load_tokenizer(config.actor), "the reward model", config.actor
+        )
     with Run(config, name="step2_reward", total_steps=rows.total_steps, mesh=mesh) as run:
         reward = load_model(config, rows, run)
-        engine, held_out, best, config = reward.engine, reward.held_out, reward.best, reward.config
-        scorer = cast("Scorer", engine.model)
-        before = reward.checkpoints.once("before", lambda: evaluate(scorer, held_out, config))
+        training, best = reward.training, reward.training.best
+        before = training.checkpoints.once("before", reward.evaluate)
         check_start(config.model.path, before)
-        if reward.checkpoints.done == 0:
+        if training.checkpoints.done == 0:
             run.evaluated(0, before)
 
-        with keeping_best(run, best, reward.export, model=config.model):
-            for step in reward.checkpoints.steps():
-                batch = encode(rows.next_examples(), rows.chat, config)
-                learn(engine, batch, run, step=step, config=config)
-                if reward.evaluates_after(step):
-                    figures = evaluate(scorer, held_out, config)
-                    best.update(badness(figures), step=step)
+        def enough() -> bool:
+            return best.worse_in_a_row == config.patience
+
+        with keeping_best(run, best, training.export, model=config.model):
+            for step in training.checkpoints.steps(enough=enough):
+                learn(reward, run, step=step)
+                if training.evaluates_after(step):
+                    figures = reward.evaluate()
+                    best.update(badness(figures, config.best_by), step=step)
                     run.evaluated(step, figures)
-                    check_finite(f"of held-out pairs after step {step}", figures)
-        finish(reward, scorer, run, before=before)
+                    check_finite(f"of held-out rows after step {step}", figures)
+        finish(training, reward.objective, run, before=before)
     return config.output_dir
 
 
-def load_model(config: RewardConfig, rows: Rows, run: Run) -> Training[RewardConfig, EncodedPair]:
+def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     """The reward model in its engine, with the state of an earlier run where this one goes on."""
+    labels = resolve(config, rows.data.train, rows.data.eval)
+    objective: Objective[Any, Any] = objective_of(labels, config)
     model = trained_classifier(
-        config.model, rows.tokenizer, device=local_device(), seed=config.seed
+        config.model,
+        rows.tokenizer,
+        device=local_device(),
+        seed=config.seed,
+        num_labels=labels.num_labels,
     )
-    scorer = Scorer(model, kernels=config.model.kernels)
+    scorer = Scorer(model, kernels=config.model.kernels, cutpoints=objective.cutpoints())
     engine = Engine(
         scorer,
         config.model,
@@ -83,103 +104,44 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> Training[RewardCon
         group=run.mesh.data,
     )
     config = within_context(config, model)
-    check_pairs(rows.data, rows.chat, config)
-    held_out = encode(rows.data.eval, rows.chat, config)
-    return set_up(config, model, engine, rows, held_out, run)
+    objective.check(rows.data, rows.chat, config)
+    held_out = objective.encode(rows.data.eval, rows.chat, config)
+    return RewardTraining(set_up(config, model, engine, rows, held_out, run), objective)
 
 
-def learn(
-    engine: Engine, pairs: Sequence[EncodedPair], run: Run, *, step: int, config: RewardConfig
-) -> None:
-    """Take one optimizer step on the pairs, and log it."""
-    totals = [0.0, 0.0]
-    for batch in cut(pairs, config):
-        scores = engine(batch.tokens)[batch.tokens.last_tokens]
-        chosen, rejected = batch.split(scores)
-        loss = pairwise_loss(
-            chosen,
-            rejected,
-            margin=batch.margin if config.margin else None,
-            center_coef=config.center_coef,
-        )
-        engine.backward(loss / len(pairs))
-        totals[0] += loss.item()
-        totals[1] += (chosen > rejected).sum().item()
+def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
+    """Take one optimizer step on the next rows, and log it."""
+    engine, config = reward.training.engine, reward.training.config
+    batch = reward.training.rows
+    rows = reward.objective.encode(batch.next_examples(), batch.chat, config)
+    totals, has_right = [0.0, 0.0], False
+    for part in reward.objective.cut(rows, config):
+        outputs: LabelOutputs = engine(part.tokens, labels=True)
+        loss, right = reward.objective.loss(outputs.at(part.tokens.last_tokens), part)
+        engine.backward(loss / len(rows))
+        has_right = right is not None
+        totals = [totals[0] + loss.item(), totals[1] + (right or 0.0)]
     result = engine.step()
     loss_sum, num_right = run.mesh.data.sums(totals)
     run.log(
         step,
-        tokens=sum(pair.num_tokens for pair in pairs),
-        loss=loss_sum / len(pairs),
-        accuracy=num_right / len(pairs),
+        tokens=sum(row.num_tokens for row in rows),
+        loss=loss_sum / len(rows),
+        **({"accuracy": num_right / len(rows)} if has_right else {}),
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
     )
 
 
-def badness(figures: Mapping[str, float]) -> float:
-    """What the best weights have least of: pairs in the wrong order; among equals, loss.
+def badness(figures: Mapping[str, float], best_by: str = "accuracy") -> float:
+    """What the best weights have least of: rows that are wrong, among equals loss; or loss.
 
-    The loss is a tie-breaker: it is too small here to outweigh half a pair of a million.
+    As a tie-breaker the loss is too small to outweigh half a row of a million.
     """
+    if best_by == "loss":
+        return figures["loss"]
     return 1 - figures["accuracy"] + 1e-9 * min(figures["loss"], 100.0)
-
-
-def evaluate(
-    scorer: Scorer, pairs: Sequence[EncodedPair], config: RewardConfig
-) -> dict[str, float]:
-    """Loss, accuracy (ties count half) and mean scores over held-out pairs, of all processes."""
-    totals = [0.0, 0.0, 0.0, 0.0]
-    with evaluating(scorer):
-        for batch in cut(pairs, config):
-            chosen, rejected = batch.split(scorer.final_scores(batch.tokens))
-            right = (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
-            totals[0] += right.item()
-            totals[1] += chosen.sum().item()
-            totals[2] += rejected.sum().item()
-            totals[3] += pairwise_loss(chosen, rejected).item()
-    accuracy, mean_chosen, mean_rejected, loss = (
-        total / max(1, len(pairs)) for total in current_mesh().data.sums(totals)
-    )
-    return {
-        "loss": loss,
-        "accuracy": accuracy,
-        "mean_chosen": mean_chosen,
-        "mean_rejected": mean_rejected,
-    }
-
-
-def finish(
-    reward: Training[RewardConfig, EncodedPair],
-    scorer: Scorer,
-    run: Run,
-    *,
-    before: Mapping[str, float],
-) -> None:
-    """Export the best weights with the moments of their scores, and write the result."""
-    best, config = reward.best, reward.config
-    best.restore()
-    after = evaluate(scorer, reward.held_out, config)
-    reward.export()
-    moments = measure_scores(scorer, reward.rows.chat, reward.rows.data.train, config)
-    write_normalization(reward.model, config.output_dir, mean=moments.mean, std=moments.std)
-    run.finish(
-        eval={
-            "accuracy_before": before["accuracy"],
-            "accuracy_after": after["accuracy"],
-            "mean_chosen": after["mean_chosen"],
-            "mean_rejected": after["mean_rejected"],
-            "mean_chosen_before": before["mean_chosen"],
-            "mean_rejected_before": before["mean_rejected"],
-            "pairs": len(reward.held_out),
-            "best_step": best.step if config.keep_best else best.last_step,
-            "score_mean": moments.mean,
-            "score_std": moments.std,
-            "score_stop_rate": moments.stop_rate,
-        },
-        models={".": Card("Reward model", METHOD, config.model.path or "", ("reward-model",))},
-    )
 
 
 def main(argv: Sequence[str]) -> None:

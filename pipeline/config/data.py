@@ -1,6 +1,7 @@
 """Settings of the rows: where they lie, which step reads them, how they become tokens."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -24,6 +25,9 @@ class RowColumns:
 
     all: bool = False
     """Whether every column is kept."""
+
+    labels: bool = False
+    """Whether `label` is what the step learns, of responses and prompts, and ties are read."""
 
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a row's columns that have a value."""
@@ -79,7 +83,15 @@ class DataConfig:
     """Prompt + response, in tokens (max_seq_len). What is longer loses its end in step 1, and its
     beginning in step 2, whose score is read at the end; step 3 has lengths of its own."""
 
+    history: str = "all"
+    """Of the turns before a response: all, user (what users wrote alone), or last:N (the last N
+    user turns, and what stands between). System messages stay."""
+
     def __post_init__(self) -> None:
+        require(
+            re.fullmatch(r"all|user|last:[1-9]\d*", self.history) is not None,
+            f"data.history must be all, user or last:N with N above 0, got {self.history}",
+        )
         require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
         require(
             0 < self.eval_fraction < 1,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.config.data import DataConfig, RowColumns
 from pipeline.config.model import FrozenModelConfig
@@ -146,6 +146,14 @@ class StepConfig(ABC):
     def row_columns(self) -> RowColumns:
         """Columns of the rows that the step reads beside the dialogue."""
         return RowColumns()
+
+    def choose_rows(self, train: Any, held_out: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        """Those of the step's examples, to train and to evaluate, of the kind it learns from.
+
+        Raises:
+            DataError: there are none, or they can't be learned from.
+        """
+        return train, held_out
 
     def check_task_rows(self) -> None:  # noqa: B027  # steps that ask none have none to read
         """Read the rows of the tasks that the step's model is asked, where it is asked any.

@@ -38,6 +38,19 @@ class Example:
     margin: float | None = None
     """By how much `chosen` is better, in units of score, where the data says so."""
 
+    tie: bool = False
+    """Whether `chosen` and `rejected` are as good as each other: their order means nothing."""
+
+    responses: tuple[tuple[Message, ...], ...] = ()
+    """All responses of a ranked list, of which `chosen` is the best and `rejected` the worst."""
+
+    ranks: tuple[float, ...] = ()
+    """The rank of each of `responses`, 1 for the best; equal ranks are ties."""
+
+    label: bool | int | float | str | None = field(default=None, compare=False)
+    """What the row says of the dialogue that ends in `chosen`, or of the prompt where it is empty:
+    a class, a grade, a number. Read for steps that learn from it alone."""
+
     origin: str = ""
     """Where the row came from, for error messages: `rows.jsonl line 17`."""
 
@@ -78,6 +91,9 @@ class Encoded:
         """The first `max_length` tokens."""
         return Encoded(self.input_ids[:max_length], self.trained[:max_length])
 
-    def tail(self, max_length: int) -> "Encoded":
-        """The last `max_length` tokens."""
+    def tail(self, max_length: int, *, keep_first: bool = False) -> "Encoded":
+        """The last `max_length` tokens; with `keep_first` the first one and the last others."""
+        if keep_first and len(self) > max_length:
+            end = self.tail(max_length - 1)
+            return Encoded(self.input_ids[:1] + end.input_ids, self.trained[:1] + end.trained)
         return Encoded(self.input_ids[-max_length:], self.trained[-max_length:])

@@ -18,5 +18,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
                 if not message.trained:
                     digest.update(b"\xfd" * 8)
             digest.update(b"\xff" * 8)  # no text is as long
+        if (example.label, example.tie, example.ranks) != (None, False, ()):
+            learned = (example.label, example.tie, example.ranks, example.responses)
+            digest.update(repr(learned).encode())
         digest.update(b"\xfe" * 8)
     return digest.hexdigest()[:16]

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from pipeline.config import RowColumns
 from pipeline.data.dialogues import Turns, common_prompt, last_response
 from pipeline.data.examples import Example, Message
+from pipeline.data.labels import best_first, label_of, ranks_of, tie_of, winner_of
 from pipeline.data.sources import Row
 from pipeline.data.turns import (
+    ALL_TIED,
     BAD_LABEL,
     EMPTY_RESPONSE,
     NO_ANSWER,
@@ -74,7 +76,8 @@ def read_row(
     if shape is None:
         raise DataError(_unknown_shape(row, columns))
     try:
-        example = _example(shape, columns, row.origin, reading)
+        labels = kept is not None and kept.labels
+        example = _example(shape, columns, row.origin, reading, labels=labels)
         return replace(example, extra=kept.of(row.columns)) if kept else example
     except LeftOut as reason:
         reading.left_out[str(reason)] += 1
@@ -86,16 +89,23 @@ def read_row(
             reading.used.update(kept.needed & row.columns.keys())
 
 
-def _example(shape: Shape, columns: Columns, origin: str, reading: Reading) -> Example:
-    """The example of a row of this shape, as its weight and its label have it."""
+def _example(
+    shape: Shape, columns: Columns, origin: str, reading: Reading, *, labels: bool
+) -> Example:
+    """The example of a row of this shape, as its weight and its label have it.
+
+    With `labels` the label is what is learned of the response, and takes it from nobody.
+    """
     row = Row(columns, origin)
     if "weight" in row.columns and _weight(row) == 0:
         raise LeftOut(ZERO_WEIGHT)
     example = replace(shape.read(row), margin=_margin(row), origin=row.origin)
-    for messages in (example.chosen, example.rejected):
+    for messages in (example.chosen, example.rejected, *example.responses):
         if any(turn.role == "assistant" and not turn.content.strip() for turn in messages):
             raise LeftOut(EMPTY_RESPONSE)
     example = replace(example, prompt=tuple(map(_unlearned_where_empty, example.prompt)))
+    if labels:
+        return example if example.rejected else replace(example, label=label_of(row))
     if not example.prompt or not example.chosen or example.rejected:
         return example
     if _is_labelled_bad(columns, row.origin):
@@ -147,8 +157,9 @@ def _preference(row: Row) -> Example:
         parts = common_prompt(chosen, rejected)
         if parts is None:
             raise LeftOut(NO_ANSWER)
-        return Example(with_system(row, parts[0]), parts[1], parts[2])
-    return _answered(_prompt_beside(row), response(row, "chosen"), response(row, "rejected"))
+        return Example(with_system(row, parts[0]), parts[1], parts[2], tie=tie_of(row))
+    example = _answered(_prompt_beside(row), response(row, "chosen"), response(row, "rejected"))
+    return replace(example, tie=tie_of(row))
 
 
 def _prompt_beside(row: Row) -> Turns:
@@ -175,6 +186,33 @@ def _answered(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
     if any({each[0].role, each[-1].role} != {"assistant"} for each in responses):
         raise LeftOut(NO_ANSWER)
     return Example(question, chosen, rejected)
+
+
+def _ranking(row: Row) -> Example:
+    """A list of responses with their ranks or scores."""
+    ranks = ranks_of(row)
+    responses = tuple(
+        response(Row({"responses": each}, row.origin), "responses")
+        for each in row.columns["responses"]
+    )
+    order = best_first(ranks)
+    best, worst = order[0], order[-1]
+    if ranks[best] == ranks[worst]:
+        raise LeftOut(ALL_TIED)
+    example = _answered(_prompt_beside(row), responses[best], responses[worst])
+    return replace(
+        example,
+        responses=tuple(responses[place] for place in order),
+        ranks=tuple(ranks[place] for place in order),
+    )
+
+
+def _comparison(row: Row) -> Example:
+    """Two responses and which of them won, or that neither did."""
+    winner = winner_of(row)
+    first, second = response(row, "response_a"), response(row, "response_b")
+    chosen, rejected = (second, first) if winner == "b" else (first, second)
+    return replace(_answered(_prompt_beside(row), chosen, rejected), tie=winner == "tie")
 
 
 def _messages(row: Row) -> Example:
@@ -294,7 +332,13 @@ _ALPACA = ("input", "context", "history", "system")
 _BESIDE = ("prompt", "conversations", "messages", "instruction", *_ALPACA)
 
 SHAPES = (
-    Shape(("chosen", "rejected"), _preference, _BESIDE),
+    Shape(("chosen", "rejected"), _preference, (*_BESIDE, "tie")),
+    *(
+        Shape(("responses", ranks, dialogue), _ranking, ("system",))
+        for ranks in ("ranks", "scores")
+        for dialogue in ("prompt", "messages")
+    ),
+    Shape(("response_a", "response_b", "winner", "prompt"), _comparison, ("system",)),
     Shape(("messages",), _messages, ("system", "kto_tag")),
     Shape(("conversations",), _conversations, ("system", "kto_tag")),
     Shape(("instruction", "output"), _alpaca, (*_ALPACA, "kto_tag")),

@@ -7,10 +7,11 @@ way their rows were chosen, is kept apart as well (`prompt_record`).
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pipeline.config import EMBEDDED, DataConfig, RowColumns
+from pipeline.config import EMBEDDED, DataConfig, RowColumns, StepConfig
 from pipeline.data.examples import Example
+from pipeline.data.history import with_history
 from pipeline.data.parts import assign_steps, held_out_prompts
 from pipeline.data.prompt_hash import draw, prompt_hash
 from pipeline.data.prompt_record import PromptRecord, as_hashes, contained
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _NEEDS = {
     1: "a response (chosen, response, output, messages, ...)",
-    2: "a chosen and a rejected response",
+    2: "a chosen and a rejected response, a label, or ranked responses",
     3: "a prompt",
 }
 
@@ -89,7 +90,27 @@ def load_examples(
         data = _read_and_share(config, wanted, earlier, reader or RowReader(), step=step)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
-    return data
+    return replace(
+        data,
+        train=_with_history(data.train, config.history),
+        eval=_with_history(data.eval, config.history),
+    )
+
+
+def of_one_kind(data: StageData, config: StepConfig) -> StageData:
+    """The rows of the kind that the step's settings choose, of those that it has a use for.
+
+    Raises:
+        DataError: there are none.
+    """
+    train, held_out = config.choose_rows(data.train, data.eval)
+    return replace(data, train=train, eval=held_out)
+
+
+def _with_history(examples: list[Example], history: str) -> list[Example]:
+    if history == "all":
+        return examples
+    return [replace(each, prompt=with_history(each.prompt, history)) for each in examples]
 
 
 def _read_and_share(
@@ -113,8 +134,9 @@ def _read_and_share(
         notes,
     )
     held_out, train = _apart(held_out, train, earlier, notes)
-    mine = _share(train, config, step, notes)
-    evaluated = _eval_rows(held_out, config, step, notes)
+    labels = wanted.kept.labels
+    mine = _share(train, config, step, notes, labels=labels)
+    evaluated = _eval_rows(held_out, config, step, notes, labels=labels)
     _note_repeated([row.prompt for row in mine], earlier, notes)
     return StageData(
         [row.example for row in mine],
@@ -278,20 +300,24 @@ def _note_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[st
         )
 
 
-def _usable(example: Example, step: int) -> bool:
+def _usable(example: Example, step: int, *, labels: bool = False) -> bool:
+    """Whether a step has a use for the row; with `labels` step 2 learns from labels and ties."""
     if step == 1:
-        return bool(example.chosen)
+        return bool(example.chosen) and not example.tie
     if step == 2:
-        return bool(example.chosen and example.rejected)
+        is_pair = bool(example.chosen and example.rejected) and (labels or not example.tie)
+        return is_pair or (labels and example.label is not None)
     return bool(example.prompt)
 
 
-def _share(rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str]) -> list[_Row]:
+def _share(
+    rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str], *, labels: bool
+) -> list[_Row]:
     """The rows of `step`: of other prompts than the other steps', in proportion to `config.split`.
 
     A prompt goes to one of the steps that can use a row of it, with all its rows.
     """
-    usable = [row for row in rows if _usable(row.example, step)]
+    usable = [row for row in rows if _usable(row.example, step, labels=labels)]
     if not usable:
         first = rows[0].example
         raise DataError(
@@ -306,7 +332,7 @@ def _share(rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str]
         )
     steps: dict[int, set[int]] = {}
     for row in rows:
-        of_row = {number for number in (1, 2, 3) if _usable(row.example, number)}
+        of_row = {number for number in (1, 2, 3) if _usable(row.example, number, labels=labels)}
         steps.setdefault(row.prompt, set()).update(of_row)
     owners = assign_steps(steps, split=config.split, seed=config.seed)
     mine = [row for row in usable if owners[row.prompt] == step]
@@ -331,9 +357,9 @@ def _unique_prompts(rows: Sequence[_Row], notes: list[str]) -> list[_Row]:
 
 
 def _eval_rows(
-    held_out: Sequence[_Row], config: DataConfig, step: int, notes: list[str]
+    held_out: Sequence[_Row], config: DataConfig, step: int, notes: list[str], *, labels: bool
 ) -> list[_Row]:
-    usable = [row for row in held_out if _usable(row.example, step)]
+    usable = [row for row in held_out if _usable(row.example, step, labels=labels)]
     if not usable:
         raise DataError(
             f"none of the {_rows(len(held_out))} for evaluation has what step {step} needs,"

@@ -2,7 +2,7 @@
 
 from pipeline.config import StepConfig
 from pipeline.data.prompt_record import PromptRecord, earlier_prompts
-from pipeline.data.stages import StageData, load_examples
+from pipeline.data.stages import StageData, load_examples, of_one_kind
 from pipeline.parallel.mesh import current_mesh
 
 
@@ -15,9 +15,10 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
     # The main process looks for the records: on other machines the directories may be incomplete.
     mesh = current_mesh()
     found = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
-    return load_examples(
+    data = load_examples(
         config.data, step=step, seed=config.seed, earlier=found, kept=config.row_columns
     )
+    return of_one_kind(data, config)
 
 
 def record_prompts(prompts: PromptRecord, config: StepConfig) -> None:

@@ -32,6 +32,7 @@ _TOOL_KEYS = ("tool_calls", "function_call")
 NO_ANSWER = "in which no assistant answers a user"
 EMPTY_RESPONSE = "with an empty response"
 TOOL_CALLS = "with tool calls, which no step trains on"
+ALL_TIED = "whose ranked responses are all as good as each other"
 ZERO_WEIGHT = "of weight 0"
 MIXED_WEIGHTS = "with neighbouring assistant turns of different weight"
 BAD_LABEL = "whose label says that the response is bad"

@@ -107,7 +107,7 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
     lr = None
     if ".lora_" in name:
         lr = config.lora_lr
-    elif "score" in name.split("."):
+    elif {"score", "classifier"} & {*name.split(".")}:
         lr = config.head_lr
     return ParamSettings(
         param.dtype,

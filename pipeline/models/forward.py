@@ -22,10 +22,15 @@ from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs.definition import logprobs_of
 from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
 from pipeline.models.attention import RAGGED, Ragged
+from pipeline.models.class_values import expected_value
+from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.padding import unpad
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
+
+SCORE_HEAD = "score"
+"""Where classifiers that read token by token have their head."""
 
 Backbone = Callable[..., tuple[Tensor, ...]]
 """A model without its head: the first output is the hidden states, (B, T, d)."""
@@ -155,35 +160,83 @@ class Policy(nn.Module):
         return run_padded(batch, ragged, lambda inputs: self.model(**inputs).logits)[before]
 
 
+@dataclass(frozen=True)
+class LabelOutputs:
+    """What a classifier computes of a batch."""
+
+    logits: Float[Tensor, "N C"]
+    """An output for each label at every token, fp32."""
+
+    cutpoints: Float[Tensor, " cuts"] | None
+    """The learned thresholds of a score, where it has some."""
+
+    def at(self, tokens: Int[Tensor, " B"]) -> "LabelOutputs":
+        """Those of the given tokens alone."""
+        return LabelOutputs(self.logits[tokens], self.cutpoints)
+
+
 class Scorer(nn.Module):
-    """A sequence classifier with one label, asked for a score at every token.
+    """A sequence classifier, asked for a score at every token.
 
     As a reward model its score of a response is the one at the last token; as a critic, the score
-    at a token is the value of the state after it. The head multiplies and adds in fp32; its weight
-    has the model's number format, as what it multiplies has, and its master in training is fp32.
+    at a token is the value of the state after it. Of several labels the score is their expected
+    value. The head multiplies and adds in fp32; its weight has the model's number format, as what
+    it multiplies has, and its master in training is fp32. A model that reads a sequence as a whole,
+    such as BERT, has the same score at all tokens of it.
     """
 
-    def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:
+    def __init__(
+        self, model: nn.Module, *, kernels: Kernels = "auto", cutpoints: Cutpoints | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.kernels: Kernels = kernels
+        self.cutpoints = cutpoints
 
-    def forward(self, batch: TokenBatch) -> Float[Tensor, " N"]:
-        """Score at every token, fp32."""
+    def forward(
+        self, batch: TokenBatch, *, labels: bool = False
+    ) -> Float[Tensor, " N"] | LabelOutputs:
+        """Score at every token, fp32; with `labels` what the score is made of.
+
+        Raises:
+            ModelError: a score is asked for, and the model's labels have no values.
+        """
         classifier = base_model(self.model)
         require_context(classifier, batch)
-        backbone = cast("Backbone", classifier.base_model)
-        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
-        if is_ragged(classifier):
-            hidden = backbone(**ragged_inputs(batch, ragged))[0][0]
-        else:
-            hidden = run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])
-        head = score_head(classifier)
-        return F.linear(hidden.float(), head.weight.float()).squeeze(-1)
+        logits = self._logits(classifier, batch)
+        if labels:
+            return LabelOutputs(logits, None if self.cutpoints is None else self.cutpoints())
+        return expected_value(logits, classifier)
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
         """Score at the last real token of each sequence."""
         return self(batch)[batch.last_tokens]
+
+    def final_outputs(self, batch: TokenBatch) -> LabelOutputs:
+        """Outputs at the last real token of each sequence."""
+        return self(batch, labels=True).at(batch.last_tokens)
+
+    def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
+        backbone = cast("Backbone", classifier.base_model)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        if reads_whole(classifier):
+            return run_padded(batch, ragged, lambda inputs: whole_logits(classifier, inputs))
+        if is_ragged(classifier):
+            hidden = backbone(**ragged_inputs(batch, ragged))[0][0]
+        else:
+            hidden = run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])
+        return F.linear(hidden.float(), score_head(classifier).weight.float())
+
+
+def whole_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Float[Tensor, "B T C"]:
+    """The outputs of an encoder, the same at each token of a sequence."""
+    logits: Tensor = classifier(**inputs).logits.float()
+    return logits[:, None].expand(-1, inputs["input_ids"].shape[1], -1)
+
+
+def reads_whole(classifier: PreTrainedModel) -> bool:
+    """Whether a classifier reads a sequence as a whole, as encoders do, and not token by token."""
+    return not hasattr(classifier, SCORE_HEAD)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

@@ -80,6 +80,9 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
         "tokenizer",
         lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code),
     )
+    if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
+        # Encoders such as BERT: [CLS] text [SEP].
+        tokenizer.bos_token, tokenizer.eos_token = tokenizer.cls_token, tokenizer.sep_token
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {path} has no end-of-sequence token; set eos_token in its"
@@ -115,13 +118,26 @@ def load_causal_lm(
 
 
 def load_classifier(
-    config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
+    config: FrozenModelConfig,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    defer: bool = False,
+    num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier with one label, in evaluation mode, without dropout.
+    """A sequence classifier in evaluation mode, without dropout.
 
-    A head that the directory doesn't hold is drawn from N(0, 1 / sqrt(d + 1)), d the hidden size
-    (Stiennon et al. 2020, appendix B). With `defer` the other weights stay in their files, for an
-    engine that shards them to read.
+    A head that the directory doesn't hold, or holds for another number of labels, is drawn from
+    N(0, 1 / sqrt(d + 1)), d the hidden size (Stiennon et al. 2020, appendix B). With `defer` the
+    other weights stay in their files, for an engine that shards them to read.
+
+    Args:
+        config: where the model is.
+        device: where its weights go.
+        seed: of a head that is drawn.
+        defer: whether weights stay in their files.
+        num_labels: outputs of the head; None takes those of a classifier, and one for a language
+            model.
     """
     path = model_path(config)
     if path == EMBEDDED:
@@ -130,13 +146,54 @@ def load_classifier(
             f" run `{TRAIN} --step 1` first"
         )
     settings = _without_dropout(path, config)
-    settings.num_labels = 1
+    own = int(settings.num_labels or 1) if is_classifier(settings) else 1
+    wanted = own if num_labels is None else num_labels
+    is_redrawn = is_classifier(settings) and wanted != own
+    settings.num_labels = wanted
+    if is_redrawn:
+        for name in OF_SCORES:
+            settings.__dict__.pop(name, None)
     auto = AutoModelForSequenceClassification
-    model, missing = _build(auto, config, settings, device, defer=defer)
-    _require_weights(path, missing - {"score.weight", "score.bias"})
-    if "score.weight" in missing:
-        initialize_head(cast("nn.Linear", model.score), seed=seed)
+    model, missing = _build(auto, config, settings, device, defer=defer and not is_redrawn)
+    drawn = {name for name in missing if HEAD.match(name)}
+    _require_weights(path, missing - drawn)
+    _draw(model, drawn, seed=seed)
+    require_known_head(model, path)
     return _prepared(model, path, device)
+
+
+OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
+"""What step 2 writes into config.json of the scores of a head."""
+
+HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
+"""Parameters of a classifier that a language model has not."""
+
+
+def is_classifier(settings: PreTrainedConfig) -> bool:
+    """Whether the settings are those of a sequence classifier."""
+    kinds = getattr(settings, "architectures", None) or ()
+    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
+
+
+def require_known_head(model: PreTrainedModel, path: str) -> None:
+    """Refuse a classifier whose head can't be run.
+
+    Raises:
+        ModelError: its family has neither of the two usual kinds.
+    """
+    if not hasattr(model, "score") and not hasattr(model, "classifier"):
+        raise ModelError(
+            f"{path}: classifiers of its family ({model.config.model_type}) have a head of their"
+            " own kind; start from another model"
+        )
+
+
+def _draw(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
+    """Draw the layers whose weights are missing."""
+    for name in sorted(names):
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight":
+            initialize_head(cast("nn.Linear", model.get_submodule(layer)), seed=seed)
 
 
 def initialize_head(head: nn.Linear, *, seed: int) -> None:
@@ -254,8 +311,10 @@ def _build(
             ignore_mismatched_sizes=True,  # reported below, in one sentence
         ),
     )
-    _require_sizes(path, info["mismatched_keys"])
-    return model, set(info["missing_keys"])
+    mismatched = info["mismatched_keys"]
+    heads = {name for name, *_ in mismatched if HEAD.match(name)}
+    _require_sizes(path, [each for each in mismatched if each[0] not in heads])
+    return model, set(info["missing_keys"]) | heads
 
 
 def _prepared(model: PreTrainedModel, path: str, device: torch.device) -> PreTrainedModel:

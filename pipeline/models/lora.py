@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.config import LoraConfig
 from pipeline.errors import ConfigError
 
-SCORE_HEAD = "score"
+HEADS = ("score", "classifier", "pre_classifier", "pooler")
+"""What classifiers have above their backbone; those of encoders have one of the later ones too."""
 
 Task = Literal["causal", "classifier"]
 """What a model answers with: the next token, or a score."""
@@ -35,7 +36,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it only
         lora_dropout=config.dropout,
         target_modules="all-linear" if everything else list(config.targets),
-        modules_to_save=[SCORE_HEAD] if task == "classifier" else None,
+        modules_to_save=_heads(model) if task == "classifier" else None,
         # GPT-2's layers store their weights transposed.
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
@@ -56,6 +57,11 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     # A set, whose order in the exported file would be another in each process.
     adapter.target_modules = sorted(adapter.target_modules or [])
     return peft_model  # pyright: ignore[reportReturnType]
+
+
+def _heads(model: PreTrainedModel) -> list[str]:
+    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return [name for name in HEADS if name in present]
 
 
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:

@@ -52,12 +52,15 @@ def trained_classifier(
     *,
     device: torch.device,
     seed: int,
+    num_labels: int = 1,
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them.
 
     At ZeRO stage 3 its weights stay in their files until the engine reads its pieces of them.
     """
-    model = load_classifier(config, device=device, seed=seed, defer=_is_sharded(config))
+    model = load_classifier(
+        config, device=device, seed=seed, defer=_is_sharded(config), num_labels=num_labels
+    )
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, StepConfig
 from pipeline.data.examples import Example
-from pipeline.data.stages import StageData, load_examples
+from pipeline.data.stages import StageData, load_examples, of_one_kind
 from pipeline.errors import DataError
 from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.stage import Stage
@@ -90,7 +90,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     first, *_ = [
         load_examples(data, step=step, seed=config.seed, kept=kept) for data, step, kept in wanted
     ]
-    return Preview(first, "", time.thread_time() - began)
+    return Preview(of_one_kind(first, config), "", time.thread_time() - began)
 
 
 def check_task_rows(config: StepConfig, *, downloads: bool) -> None:
@@ -170,5 +170,8 @@ def _require_short_prompt(
 
 def _lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
     """Tokens of each sequence of a row."""
-    responses = [row.chosen, row.rejected][:sequences]
-    return [len(chat.encode(row.prompt, response)) for response in responses]
+    responses = row.responses or [row.chosen, row.rejected][: 2 if row.rejected else 1]
+    return [
+        len(chat.encode(row.prompt, response) if response else chat.encode_prompt(row.prompt))
+        for response in responses[:sequences]
+    ]

@@ -1,56 +1,182 @@
-"""The pairwise loss, by hand."""
+"""The losses of labels: neutral settings, probabilities, gradients, by hand and by enumeration."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from step2_reward.losses import pairwise_loss
+from step2_reward.losses.classes import balanced_weights, cross_entropy
+from step2_reward.losses.ordinal import ordinal_log_probabilities, ordinal_loss
+from step2_reward.losses.pairs import pairwise_loss, tie_log_probabilities, tie_loss
+from step2_reward.losses.rankings import plackett_luce_loss
+from step2_reward.losses.scalar import binary_cross_entropy, squared_error
 
-CHOSEN = torch.tensor([1.0, 0.0, 3.0])
-REJECTED = torch.tensor([0.0, 0.0, 5.0])
+GENERATOR = torch.Generator().manual_seed(0)
+CHOSEN, REJECTED = torch.randn(2, 50, generator=GENERATOR) * 3
+LOGITS = torch.randn(50, 4, generator=GENERATOR)
+CLASSES = torch.randint(0, 4, (50,), generator=GENERATOR)
+NO_TIES = torch.zeros(50, dtype=torch.bool)
 
 
 def softplus(x: float) -> float:
     return math.log(1 + math.exp(x))
 
 
-def test_the_loss_is_the_negative_log_likelihood_that_chosen_wins() -> None:
-    loss = pairwise_loss(CHOSEN, REJECTED)
-
-    assert loss.item() == pytest.approx(softplus(-1) + math.log(2) + softplus(2))
-
-
-def test_equal_scores_cost_the_logarithm_of_2() -> None:
-    assert pairwise_loss(torch.zeros(1), torch.zeros(1)).item() == pytest.approx(math.log(2))
+def two(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists of two, the first the better."""
+    return torch.stack([first, second], dim=1), torch.tensor([[1.0, 2.0]]).expand(len(first), 2)
 
 
-def test_a_margin_is_subtracted_from_the_difference() -> None:
-    loss = pairwise_loss(CHOSEN, REJECTED, margin=torch.tensor([1.0, 0.5, 0.0]))
-
-    assert loss.item() == pytest.approx(math.log(2) + softplus(0.5) + softplus(2))
-
-
-def test_centering_penalizes_the_squared_sum_of_the_scores() -> None:
+def test_at_its_neutral_setting_each_loss_of_pairs_is_bradley_terry_to_the_bit() -> None:
     plain = pairwise_loss(CHOSEN, REJECTED)
+    nothing = torch.zeros(50)
+    neutral = {
+        "margin 0": pairwise_loss(CHOSEN, REJECTED, margin=nothing),
+        "focal gamma 0": pairwise_loss(CHOSEN, REJECTED, focal_gamma=0.0),
+        "kappa 0": tie_loss(CHOSEN, REJECTED, NO_TIES, torch.tensor(0.0)),
+        "lists of 2": plackett_luce_loss(*two(CHOSEN, REJECTED)),
+        "2 ordered classes": ordinal_loss(
+            CHOSEN, torch.ones(50, dtype=torch.int64), torch.zeros(1)
+        ),
+        "binary cross entropy": binary_cross_entropy(CHOSEN, torch.ones(50)),
+    }
+    against_0 = pairwise_loss(CHOSEN, nothing)
 
-    centered = pairwise_loss(CHOSEN, REJECTED, center_coef=0.1)
+    for name, loss in neutral.items():
+        expected = against_0 if name in ("2 ordered classes", "binary cross entropy") else plain
+        assert torch.equal(loss, expected), name
 
-    assert centered.item() - plain.item() == pytest.approx(0.1 * (1 + 0 + 64), rel=1e-5)
+
+def test_at_its_neutral_setting_each_loss_of_classes_is_cross_entropy_to_the_bit() -> None:
+    plain = cross_entropy(LOGITS, CLASSES)
+
+    assert plain.item() == pytest.approx(
+        F.cross_entropy(LOGITS, CLASSES, reduction="sum").item(), rel=1e-6
+    )
+    assert torch.equal(cross_entropy(LOGITS, CLASSES, focal_gamma=0.0), plain)
+    assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=torch.ones(4)), plain)
+    weights = torch.tensor(balanced_weights([5, 90, 900, 1], beta=0.0))
+    assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=weights), plain)
 
 
-def test_the_gradient_is_the_probability_of_being_wrong() -> None:
-    chosen = torch.tensor([2.0], requires_grad=True)
+def test_focal_loss_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3)]])  # p = 1/4, 3/4
+    weights = torch.tensor([2.0, 1.0])
 
-    pairwise_loss(chosen, torch.zeros(1)).backward()
+    easy = cross_entropy(logits, torch.tensor([1]), weights=weights, focal_gamma=2.0)
+    hard = cross_entropy(logits, torch.tensor([0]), weights=weights, focal_gamma=2.0)
 
+    assert easy.item() == pytest.approx(0.25**2 * math.log(4 / 3), rel=1e-6)
+    assert hard.item() == pytest.approx(2 * 0.75**2 * math.log(4), rel=1e-6)
+    pair = pairwise_loss(torch.tensor([math.log(3)]), torch.zeros(1), focal_gamma=2.0)
+    assert pair.item() == pytest.approx(0.25**2 * math.log(4 / 3), rel=1e-6)
+
+
+def test_class_balanced_weights_by_hand() -> None:
+    assert balanced_weights([1, 3], beta=0.5) == pytest.approx([14 / 11, 8 / 11])
+    # Towards 1 they are the inverse of the counts, and their mean stays 1.
+    assert balanced_weights([10, 30], beta=1 - 1e-9) == pytest.approx([1.5, 0.5], rel=1e-6)
+    assert balanced_weights([0, 30], beta=0.9)[0] == balanced_weights([1, 30], beta=0.9)[0]
+
+
+@pytest.mark.parametrize("kappa", [1e-4, 0.3, 2.0])
+def test_a_win_a_tie_and_a_loss_have_probabilities_that_sum_to_1(kappa: float) -> None:
+    difference = (CHOSEN - REJECTED).double()
+    cut = torch.tensor(kappa, dtype=torch.float64)
+
+    probabilities = tie_log_probabilities(difference, cut).exp()
+
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(50).double())
+    # Equal scores tie with probability tanh(kappa / 2).
+    even = tie_log_probabilities(torch.zeros(1).double(), cut).exp()[0, 1]
+    assert even.item() == pytest.approx(math.tanh(kappa / 2))
+
+
+def test_the_loss_of_a_tie_is_its_log_probability_and_pulls_the_scores_together() -> None:
+    chosen = torch.tensor([1.5], requires_grad=True)
+    kappa = torch.tensor(0.4)
+
+    loss = tie_loss(chosen, torch.zeros(1), torch.tensor([True]), kappa)
+    loss.backward()
+
+    expected = -math.log(math.expm1(0.8)) + softplus(-1.1) + softplus(1.9)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert chosen.grad is not None
-    assert chosen.grad.item() == pytest.approx(-1 / (1 + math.exp(2)))
+    assert chosen.grad.item() > 0
 
 
-def test_very_wrong_scores_cost_their_difference_and_not_infinity() -> None:
-    assert pairwise_loss(torch.tensor([-500.0]), torch.tensor([500.0])).item() == 1000.0
+def test_probabilities_of_ordered_classes_sum_to_1_and_are_differences_of_sigmoids() -> None:
+    cutpoints = torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64)
+    scores = CHOSEN.double()
+
+    probabilities = ordinal_log_probabilities(scores, cutpoints).exp()
+
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(50).double())
+    at_most = torch.sigmoid(cutpoints - scores[:, None])
+    ends = torch.zeros(50, 1).double(), torch.ones(50, 1).double()
+    expected = torch.cat([at_most, ends[1]], dim=1) - torch.cat([ends[0], at_most], dim=1)
+    torch.testing.assert_close(probabilities, expected)
+    loss = ordinal_loss(scores, CLASSES, cutpoints)
+    assert loss.item() == pytest.approx(
+        -expected.gather(1, CLASSES[:, None]).log().sum().item(), rel=1e-6
+    )
 
 
-def test_no_pairs_cost_nothing() -> None:
-    assert pairwise_loss(torch.empty(0), torch.empty(0), margin=torch.empty(0)).item() == 0.0
+def test_far_beyond_the_cutpoints_the_loss_stays_finite() -> None:
+    loss = ordinal_loss(torch.tensor([300.0]), torch.tensor([1]), torch.tensor([-1.0, 1.0, 2.0]))
+
+    assert 290 < loss.item() < 310
+
+
+def test_losses_of_numbers_by_hand() -> None:
+    assert squared_error(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 3.0])).item() == 0.5
+    half = binary_cross_entropy(torch.tensor([2.0]), torch.tensor([0.5]))
+    assert half.item() == pytest.approx(0.5 * softplus(-2) + 0.5 * softplus(2), rel=1e-6)
+
+
+def test_the_gradient_of_plackett_luce_is_that_of_the_enumerated_likelihood() -> None:
+    """Every order of four responses by its own product of softmaxes, in double precision."""
+    scores = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for order in permutations(range(4)):
+        ranks = torch.empty(1, 4, dtype=torch.float64)
+        for place, response in enumerate(order):
+            ranks[0, response] = place + 1
+        left = scores[list(order)]
+        likelihood = torch.stack(
+            [torch.softmax(left[place:], dim=0)[0] for place in range(4)]
+        ).prod()
+        total = total + likelihood
+        (expected,) = torch.autograd.grad(-likelihood.log(), scores, retain_graph=True)
+        loss = plackett_luce_loss(scores[None], ranks)
+        (found,) = torch.autograd.grad(loss, scores)
+        assert loss.item() == pytest.approx(-likelihood.log().item())
+        torch.testing.assert_close(found, expected)
+    assert total.item() == pytest.approx(1)
+
+
+def test_shorter_lists_and_equal_ranks() -> None:
+    inf = math.inf
+    scores = torch.tensor([[1.0, 0.0, 7.0], [1.0, 0.0, 2.0]], requires_grad=True)
+    ranks = torch.tensor([[1.0, 2.0, inf], [1.0, 1.0, 2.0]])
+
+    loss = plackett_luce_loss(scores, ranks)
+    loss.backward()
+
+    every = math.log(math.e + 1 + math.e**2)
+    assert loss.item() == pytest.approx(softplus(-1) + 2 * every - 1, rel=1e-6)
+    assert scores.grad is not None
+    assert scores.grad[0, 2] == 0
+    assert scores.grad.isfinite().all()
+
+
+def test_no_rows_cost_nothing() -> None:
+    none, no_classes = torch.empty(0), torch.empty(0, dtype=torch.int64)
+
+    assert cross_entropy(torch.empty(0, 3), no_classes).item() == 0
+    assert ordinal_loss(none, no_classes, torch.tensor([0.0, 1.0])).item() == 0
+    assert plackett_luce_loss(torch.empty(0, 3), torch.empty(0, 3)).item() == 0
+    assert tie_loss(none, none, torch.empty(0, dtype=torch.bool), torch.tensor(0.1)).item() == 0

@@ -16,7 +16,9 @@ from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from step2_reward.config import RewardConfig
+from step2_reward.label_rows import Labels
 from step2_reward.normalization import mean_and_std, measure_scores, scores_of
+from step2_reward.pair_objective import PairObjective
 from step2_reward.train import train
 from step3_ppo.config import PPOConfig
 from tests.families import tiny_causal_lm
@@ -24,6 +26,7 @@ from tests.step2_reward.test_train import small_task
 
 CPU = torch.device("cpu")
 END = 2
+PAIRS = PairObjective(Labels("pairs", "bradley_terry"), RewardConfig())
 
 
 def task(directory: Path, *, ends: bool) -> RewardConfig:
@@ -69,7 +72,7 @@ def test_answers_without_an_end_do_not_enter_the_moments(tmp_path: Path) -> None
     _, chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=2, seed=config.seed).train
 
-    moments = measure_scores(scorer(config), chat, examples, config)
+    moments = measure_scores(scorer(config), chat, examples, config, PAIRS)
 
     ended, every = scored(config, stopped=True), scored(config, stopped=False)
     assert 2 <= len(ended) < len(every) == 15  # of forty rows step 2 trains on fifteen
@@ -86,9 +89,9 @@ def test_where_no_answer_ends_the_datas_own_are_scored_and_it_says_so(
     _, chat = load_chat(config.model, DataConfig())
     examples = load_examples(config.data, step=2, seed=config.seed).train
 
-    moments = measure_scores(scorer(config), chat, examples, config)
+    moments = measure_scores(scorer(config), chat, examples, config, PAIRS)
 
-    of_data = measure_scores(scorer(config), chat, examples, own)
+    of_data = measure_scores(scorer(config), chat, examples, own, PAIRS)
     assert (moments.mean, moments.std) == (of_data.mean, of_data.std)
     assert (moments.stop_rate, of_data.stop_rate) == (0.0, None)
     assert "only 0 of 15 responses of step 1's model ended within max_new_tokens 4" in caplog.text

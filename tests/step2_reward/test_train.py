@@ -26,8 +26,9 @@ from pipeline.models.load import load_classifier
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.normalization import mean_and_std
+from step2_reward.pair_objective import evaluate
 from step2_reward.pairs import cut, encode
-from step2_reward.train import evaluate, train
+from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
 

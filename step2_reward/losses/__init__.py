@@ -1,0 +1,1 @@
+"""The losses of step 2, a file for each kind of label."""

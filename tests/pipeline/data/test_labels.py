@@ -1,0 +1,163 @@
+"""Labels, ties, winners and ranks of rows, and how much of a dialogue's history is read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import DataConfig, RowColumns
+from pipeline.data.examples import Encoded, Example, Message
+from pipeline.data.fingerprint import fingerprint
+from pipeline.data.history import with_history
+from pipeline.data.shapes import read_row
+from pipeline.data.sources import Row
+from pipeline.data.stages import load_examples
+from pipeline.errors import ConfigError, DataError
+
+LABELS = RowColumns(labels=True)
+SYSTEM, A, B, C = Message("system", "S"), *(Message("user", text) for text in "ABC")
+ONE, TWO = Message("assistant", "1"), Message("assistant", "2")
+
+
+def read(*, kept: RowColumns = LABELS, **columns: Any) -> Example:
+    example = read_row(Row(columns, "rows.csv line 7"), {}, kept=kept)
+    assert example is not None
+    return example
+
+
+def said(turns: tuple[Message, ...]) -> str:
+    return "".join(turn.content for turn in turns)
+
+
+def test_a_label_is_a_class_a_number_or_true_or_false_as_csv_files_have_it() -> None:
+    for written, value in (
+        ("spam", "spam"),
+        (" 3 ", 3),
+        ("3.0", 3),
+        ("2.5", 2.5),
+        ("True", True),
+        (False, False),
+        (0, 0),
+    ):
+        found = read(prompt="Q", label=written).label
+        assert (type(found), found) == (type(value), value)
+    assert read(prompt="Q").label is None
+    assert read(text="plain", label="essay").label == "essay"
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
+    labelled = read(messages=turns, label=0)
+    assert (said(labelled.prompt), said(labelled.chosen), labelled.label) == ("Q", "R", 0)
+
+
+def test_steps_that_do_not_learn_labels_read_them_as_before() -> None:
+    assert read(kept=RowColumns(), prompt="Q", response="bad", label=False).chosen == ()
+    assert read(kept=RowColumns(), prompt="Q", response="good", label="essay").label is None
+    assert said(read(prompt="Q", response="bad", label=False).chosen) == "bad"
+
+
+def test_a_winner_may_be_either_response_or_none() -> None:
+    row = {"prompt": "Q", "response_a": "x", "response_b": "y"}
+    first, second, neither = (read(**row, winner=who) for who in ("model_a", "b", "tie"))
+
+    assert (said(first.chosen), said(first.rejected), first.tie) == ("x", "y", False)
+    assert (said(second.chosen), said(second.rejected), second.tie) == ("y", "x", False)
+    assert neither.tie
+    assert read(prompt="Q", chosen="x", rejected="y", tie="true").tie
+    assert not read(prompt="Q", chosen="x", rejected="y", tie=0).tie
+
+
+def test_ranked_responses_come_best_first_and_their_ends_are_a_pair() -> None:
+    by_score = read(prompt="Q", responses=["x", "y", "z", "w"], scores=[1, 5, 3, 3])
+    by_rank = read(prompt="Q", responses=["x", "y", "z"], ranks=[3, 1, 2])
+
+    assert [said(each) for each in by_score.responses] == ["y", "z", "w", "x"]
+    assert by_score.ranks == (1, 2, 2, 4)
+    assert (said(by_score.chosen), said(by_score.rejected)) == ("y", "x")
+    assert [said(each) for each in by_rank.responses] == ["y", "z", "x"]
+    equal = Row({"prompt": "Q", "responses": ["x", "y"], "ranks": [1, 1]}, "")
+    assert read_row(equal, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"label": ["a"]}, "label must be the name of a class or a number, got list"),
+        ({"label": float("inf")}, "label must be finite"),
+        ({"chosen": "x", "rejected": "y", "tie": "maybe"}, "tie must be true or false"),
+        ({"response_a": "x", "response_b": "y", "winner": "c"}, "winner must be a, b or tie"),
+        ({"responses": ["x", "y"], "ranks": [1]}, "ranks must be a list of 2 numbers"),
+        ({"responses": ["x"], "ranks": [1]}, "responses must be a list of two or more"),
+    ],
+)
+def test_a_wrong_label_is_named_with_its_row(columns: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError, match=rf"rows\.csv line 7: {sentence}"):
+        read(prompt="Q", **columns)
+
+
+def test_ties_are_no_pairs_for_steps_that_do_not_learn_them(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{n}", "chosen": "x", "rejected": "y", "tie": n % 2 == 0} for n in range(120)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=(str(file),), split=(0, 1, 0))
+
+    plain = load_examples(config, step=2, seed=0)
+    labelled = load_examples(config, step=2, seed=0, kept=LABELS)
+
+    assert not any(row.tie for row in plain.train)
+    assert any(row.tie for row in labelled.train)
+    assert len(plain.train) < len(labelled.train)
+
+
+def test_labels_and_ranks_are_a_part_of_what_tells_rows_apart() -> None:
+    row = Example((A,), (ONE,), label=0)
+    others = [replace(row, label=None), replace(row, label=1), replace(row, tie=True)]
+
+    assert len({fingerprint([each]) for each in (row, *others)}) == 4
+
+
+def test_history_is_all_of_it_the_users_turns_or_the_last_ones() -> None:
+    prompt = (SYSTEM, A, ONE, B, TWO, C)
+
+    assert with_history(prompt, "all") == prompt
+    assert with_history(prompt, "user") == (SYSTEM, Message("user", "A\n\nB\n\nC"))
+    assert with_history(prompt, "last:1") == (SYSTEM, C)
+    assert with_history(prompt, "last:2") == (SYSTEM, B, TWO, C)
+    assert with_history(prompt, "last:9") == prompt
+    assert with_history((), "user") == ()
+    with pytest.raises(ConfigError, match="history must be all, user or last:N"):
+        DataConfig(history="last:0")
+
+
+def test_history_moves_no_row_to_another_part(tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"first {n}"},
+                {"role": "assistant", "content": "1"},
+                {"role": "user", "content": "more"},
+                {"role": "assistant", "content": "2"},
+            ],
+            "label": n % 2,
+        }
+        for n in range(30)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=(str(file),))
+
+    whole = load_examples(config, step=2, seed=0, kept=LABELS)
+    window = load_examples(replace(config, history="last:1"), step=2, seed=0, kept=LABELS)
+
+    assert [said(row.prompt) for row in window.train] == ["more"] * len(whole.train)
+    assert [row.origin for row in window.train] == [row.origin for row in whole.train]
+
+
+def test_a_text_that_is_cut_may_keep_its_first_token() -> None:
+    row = Encoded.untrained([1, 2, 3, 4])
+
+    assert row.tail(2, keep_first=True).input_ids == [1, 4]
+    assert row.tail(4, keep_first=True).input_ids == [1, 2, 3, 4]
+    assert row.tail(2).input_ids == [3, 4]

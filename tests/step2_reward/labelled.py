@@ -1,0 +1,76 @@
+"""Rows of every kind of label, of which the polite one is better, and a tiny model."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
+from pipeline.models.embedded import build_tokenizer
+from step2_reward.config import RewardConfig
+from tests.families import tiny_causal_lm
+
+POLITE, CURT, RUDE = "Sure! It is {}.", "It is {}.", "Go away. It is {}."
+
+
+def rows_of(kind: str, *, count: int = 48) -> list[dict[str, Any]]:
+    """Rows with labels of that kind."""
+    return [_row(kind, number) for number in range(count)]
+
+
+def _row(kind: str, number: int) -> dict[str, Any]:
+    summand, grade = divmod(number, 3)  # each prompt with every grade, which it can't give away
+    prompt = f"Add {summand} and 1."
+    polite, curt, rude = (text.format(summand + 1) for text in (POLITE, CURT, RUDE))
+    response = (rude, curt, polite)[grade]
+    if kind == "ties" and grade == 0:
+        return {"prompt": prompt, "chosen": rude, "rejected": rude + "!", "tie": True}
+    if kind in ("pairs", "ties"):
+        return {"prompt": prompt, "chosen": polite, "rejected": rude}
+    if kind == "rankings":
+        responses = [curt, polite, rude] if number % 2 else [rude, polite]
+        scores = [2.0, 5.0, 1.0] if number % 2 else [0.0, 1.0]
+        return {"prompt": prompt, "responses": responses, "scores": scores}
+    labels = {
+        "classes": ("rude", "curt", "polite")[grade],
+        "ordinal": grade,
+        "scalar": 10.5 + 20 * grade,
+    }
+    return {"prompt": prompt, "response": response, "label": labels[kind]}
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def save_base(directory: Path) -> Path:
+    """A tiny random Llama with the embedded tokenizer."""
+    tokenizer = build_tokenizer()
+    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def task(directory: Path, data: Path, base: Path, **changes: Any) -> RewardConfig:
+    """All rows of `data` for step 2."""
+    optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)
+    settings: dict[str, Any] = {
+        "output_dir": directory / "out",
+        "model": TrainedModelConfig(path=str(base), optim=optim),
+        "data": DataConfig(path=(str(data),), max_length=64, split=(0, 1, 0), eval_fraction=0.25),
+        "max_steps": 12,
+        "batch_size": 16,
+        "micro_batch_size": 16,
+        "normalization_prompts": 4,
+        "max_new_tokens": 4,
+    }
+    return RewardConfig(**{**settings, **changes})

@@ -1,0 +1,188 @@
+"""Every kind of label: learned from its rows, exported for plain `transformers`, cut alike."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded, Message
+from pipeline.data.resolve_format import resolve_format
+from pipeline.errors import ConfigError, DataError
+from pipeline.models.reward_model import load_scorer
+from pipeline.parallel.mesh import current_mesh
+from step2_reward.config import RewardConfig
+from step2_reward.train import train
+from tests.distributed import run_ranks
+from tests.step2_reward.labelled import rows_of, save_base, task, write_csv, write_jsonl
+
+KINDS = ("ties", "classes", "ordinal", "scalar", "rankings")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+def figures(config: RewardConfig) -> dict[str, Any]:
+    return json.loads((config.output_dir / "result.json").read_text())["eval"]
+
+
+def logged(config: RewardConfig, name: str) -> list[float]:
+    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [record[name] for line in lines if name in (record := json.loads(line))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns_from_rows_of_each_kind_and_exports_a_plain_classifier(
+    tmp_path: Path, base: Path, kind: str
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    chosen = {"labels": "ordinal"} if kind == "ordinal" else {}  # the others follow from the rows
+    values = {"class_list": ("rude", "curt", "polite"), "class_values": (0.0, 1.0, 4.0)}
+    steps = {"max_steps": 30 if kind == "ordinal" else 15}
+    config = task(tmp_path, data, base, **chosen, **steps, **(values if kind == "classes" else {}))
+
+    train(config)
+
+    found = figures(config)
+    assert found["labels"] == kind
+    assert found["accuracy_after"] >= (0.99 if kind != "ties" else 0.9)
+    losses = logged(config, "loss")
+    assert losses[-1] < 0.5 * losses[0]
+    model = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
+    assert model.config.num_labels == (3 if kind == "classes" else 1)
+    assert model.config.label_kind == kind
+    if kind == "classes":
+        assert model.config.id2label == {0: "rude", 1: "curt", 2: "polite"}
+    if kind in ("ties", "ordinal"):
+        cutpoints = model.config.cutpoints
+        assert cutpoints == sorted(cutpoints)
+        assert len(cutpoints) == (1 if kind == "ties" else 2)
+
+
+def test_the_score_of_classes_is_their_expected_value_by_plain_transformers(
+    tmp_path: Path, base: Path
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("classes"))
+    values = (0.0, 1.0, 4.0)
+    config = task(tmp_path, data, base, class_list=("rude", "curt", "polite"), class_values=values)
+    train(config)
+    exported = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
+    tokenizer = AutoTokenizer.from_pretrained(config.output_dir)
+    prompt, response = (Message("user", "Add 1 and 1."),), (Message("assistant", "Sure! It is 2."),)
+    ids = torch.tensor([resolve_format(tokenizer, "auto").encode(prompt, response).input_ids])
+    exported.config.pad_token_id = None
+
+    scorer, _ = load_scorer(str(config.output_dir))
+    with torch.no_grad():
+        score = scorer.final_scores(collate([Encoded.untrained(ids[0].tolist())]))
+        expected = exported(ids).logits[0].softmax(dim=0) @ torch.tensor(values)
+
+    assert score.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert score.item() > 3
+
+
+def test_rows_come_from_csv_with_a_map_of_columns_and_may_be_prompts_alone(
+    tmp_path: Path, base: Path
+) -> None:
+    rows = [{"question": row["response"], "category": row["label"]} for row in rows_of("classes")]
+    data = write_csv(tmp_path / "rows.csv", rows)
+    config = task(tmp_path, data, base)
+    fields = {"prompt": "question", "label": "category"}
+    config = replace(config, data=replace(config.data, fields=fields))
+
+    train(config)
+
+    assert figures(config)["accuracy_after"] == 1.0
+    assert "score_mean" not in figures(config)  # named classes without values give no score
+
+
+def labels_alike(config: RewardConfig) -> list[float]:
+    train(config)
+    current_mesh().world.barrier()  # the first process writes what both read
+    names = ("loss", "eval_loss", "eval_accuracy")
+    return [number for name in names for number in logged(config, name)]
+
+
+@pytest.mark.parametrize("kind", ["rankings", pytest.param("ordinal", marks=pytest.mark.grid)])
+def test_two_processes_and_stage_3_train_as_one_does(tmp_path: Path, base: Path, kind: str) -> None:
+    """Five rows a step in parts of two: never equally many for both."""
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    config = task(tmp_path, data, base, labels=kind, batch_size=5, max_steps=3)
+    alone = labels_alike(replace(config, output_dir=tmp_path / "alone"))
+    config = replace(
+        config,
+        micro_batch_size=2,
+        output_dir=tmp_path / "together",
+        model=replace(config.model, zero_stage=3),
+    )
+
+    first, second = run_ranks(labels_alike, config)
+
+    assert first == second == pytest.approx(alone, rel=1e-3, abs=1e-5)
+
+
+def test_an_interrupted_run_goes_on_with_its_cutpoints_to_the_bit(
+    tmp_path: Path, base: Path
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("ordinal"))
+    config = task(tmp_path, data, base, labels="ordinal", max_steps=4, save_every=2)
+    train(config)
+    whole = json.loads((config.output_dir / "config.json").read_text())["cutpoints"]
+
+    for left in (config.output_dir / "checkpoints").glob("step_*4"):
+        left.rename(tmp_path / left.name)
+    (config.output_dir / "result.json").unlink()
+    train(replace(config, resume=True))
+
+    assert json.loads((config.output_dir / "config.json").read_text())["cutpoints"] == whole
+
+
+def test_patience_ends_a_run_that_no_longer_improves_and_loss_may_choose_the_best(
+    tmp_path: Path, base: Path
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("pairs"))
+    config = task(tmp_path, data, base, max_steps=60, eval_every=2, patience=2, best_by="loss")
+    optim = replace(config.model.optim, lr=0.1)  # too high: the loss soon jumps about
+    config = replace(config, model=replace(config.model, optim=optim))
+
+    train(config)
+
+    losses = logged(config, "eval_loss")[1:]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 3 < 30
+    assert figures(config)["best_step"] == 2 * (best + 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "sentence"),
+    [
+        ("classes", {"class_list": ("rude", "polite")}, "label curt is none of the classes"),
+        ("pairs", {"labels": "classes"}, "has a label"),
+        ("pairs", {"labels": "ties"}, "no training row is a tie"),
+        ("classes", {"labels": "scalar"}, "label must be a number for scalar, got"),
+        ("scalar", {"loss": "bce"}, "learns numbers from 0 to 1; choose mse"),
+        ("ordinal", {"class_values": (0.0, 1.0)}, "class_values has 2 numbers, and there are 3"),
+        ("pairs", {"loss": "mse"}, "reward.loss mse does not learn from pairs"),
+    ],
+)
+def test_labels_that_can_not_be_learned_are_refused_in_a_sentence(
+    tmp_path: Path, base: Path, rows: str, changes: dict[str, Any], sentence: str
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of(rows))
+
+    with pytest.raises((DataError, ConfigError), match=sentence):
+        train(task(tmp_path, data, base, **changes))
+
+
+def test_rows_of_one_class_are_refused(tmp_path: Path, base: Path) -> None:
+    rows = [{"prompt": f"{n}", "response": "yes", "label": True} for n in range(20)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    with pytest.raises(DataError, match="training rows are of the class true; a classifier needs"):
+        train(task(tmp_path, data, base))
