@@ -4,6 +4,7 @@
 # make test-faults   the faults that take long: kills at random instants, lost machines, every pair of layouts
 # make test-grid     the kernels for GPUs: all cases, planted faults, every architecture; every
 #                    family of models of transformers; every stage, family and format
+# make test-serve    the server under hundreds of clients that leave, and 20,000 fuzzed requests
 #
 # PYTHON chooses the interpreter: make demo PYTHON=python3.12
 # TORCH chooses the build of torch, as pip takes it. The default is what your package index gives,
@@ -15,12 +16,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OUTPUT ?= output
 
-.PHONY: demo test test-faults test-grid check
+.PHONY: demo test test-faults test-grid test-serve check
 
 demo:
-	$(call install,.venv,.)
+	$(call install,.venv,.[serve])
 	.venv/bin/python train.py --output-dir $(OUTPUT) --resume
 	@echo "The report is in $(OUTPUT)/report.html"
+	@echo "Chat, compare and rate: .venv/bin/python -m inference.serve --run $(OUTPUT)"
 
 test:
 	$(call install,.test-venv,.[dev])
@@ -35,6 +37,11 @@ test-grid: export PYTHONDONTWRITEBYTECODE =
 test-grid:
 	$(call install,.test-venv,.[dev])
 	.test-venv/bin/python -m pytest -m grid
+
+test-serve: export PYTHONDONTWRITEBYTECODE =
+test-serve:
+	$(call install,.test-venv,.[dev])
+	.test-venv/bin/python -m pytest -m serve
 
 # Bytecode is kept, whatever the environment says: the tests start hundreds of processes. Two workers,
 # because most tests use one core and some use two.

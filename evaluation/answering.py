@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.contract import Question
+from inference.engine.requests import sample_key
 from inference.engine.sampling import sampler_of
-from inference.files.responses import sample_key
 from inference.generation import generate_each
 from inference.settings import Sampling
 from pipeline.data.chat_format import ChatFormat

@@ -3,8 +3,8 @@
 A checkout has `pipeline/`, `inference/`, `step1_sft/`, `train.py`, ... at its top, and they import
 each other by these names. In an environment shared with other software such names would collide, so
 a wheel puts them all below this package, and nothing but `rlhf_pipeline` is importable there.
-`rlhf` and `rlhf-chat` run them; `python -m rlhf_pipeline MODULE` runs any other of their modules;
-a program that uses the engine calls `rlhf_pipeline.add_to_path()` first.
+`rlhf`, `rlhf-chat` and `rlhf-serve` run them; `python -m rlhf_pipeline MODULE` runs any other of
+their modules; a program that uses the engine calls `rlhf_pipeline.add_to_path()` first.
 """
 
 import sys

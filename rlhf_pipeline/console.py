@@ -1,4 +1,7 @@
-"""The commands of an installed package: `rlhf` is `train.py`, `rlhf-chat` is `chat.py`."""
+"""The commands of an installed package.
+
+`rlhf` is `train.py`, `rlhf-chat` is `chat.py`, `rlhf-serve` is `python -m inference.serve`.
+"""
 
 import rlhf_pipeline
 
@@ -16,6 +19,15 @@ def chat() -> None:
     """`rlhf-chat`: talk to a model, with the options of `chat.py`."""
     rlhf_pipeline.add_to_path()
     from inference.chat.command import main
+    from pipeline.cli import run_main
+
+    run_main(main)
+
+
+def serve() -> None:
+    """`rlhf-serve`: serve models, with the options of `python -m inference.serve`."""
+    rlhf_pipeline.add_to_path()
+    from inference.serve.command import main
     from pipeline.cli import run_main
 
     run_main(main)

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "guarantees.md"
 NAMED = re.compile(r"`(tests/[\w/]+\.py)?::(test_\w+)`")
-MARK = re.compile(r"mark\.(faults|grid)")
+MARK = re.compile(r"mark\.(faults|grid|serve)")
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def tiers_of(file: str) -> dict[str, set[str]]:
         whole: set[str] = set()
         some: set[str] = set()
         for decorator in map(ast.unparse, node.decorator_list):
-            if mark := re.fullmatch(r"pytest\.mark\.(faults|grid)", decorator):
+            if mark := re.fullmatch(r"pytest\.mark\.(faults|grid|serve)", decorator):
                 whole.add(mark[1])
                 continue
             cases = [text for name, text in tables.items() if re.search(rf"\b{name}\b", decorator)]
@@ -46,7 +46,7 @@ def promises() -> Iterator[tuple[int, list[tuple[str, str]], set[str]]]:
         for file, name in NAMED.findall(line):
             tests.append((file or tests[-1][0], name))
         tier = line.rstrip(" |").rsplit(" | ", 1)[1]
-        yield number, tests, set(re.findall(r"\b(test|faults|grid)\b(?=:|;|$)", tier))
+        yield number, tests, set(re.findall(r"\b(test|faults|grid|serve)\b(?=:|;|$)", tier))
 
 
 def test_every_promise_names_tests_that_exist_and_their_tiers() -> None:

@@ -47,7 +47,7 @@ INFERENCE_FLOORS = (
     {"settings", "streaming", "tp_group"},
     {"engine"},
     {"weights", "generation"},
-    {"self_test", "files", "chat"},
+    {"self_test", "files", "chat", "serve"},
 )
 """The same of `inference`."""
 
@@ -157,7 +157,7 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
     "module",
     [
         *("train", "step1_sft.config", "step2_reward.config", "step3_ppo.config"),
-        *("rewards.sources", "evaluation.config"),
+        *("rewards.sources", "evaluation.config", "inference.serve.config"),
     ],
 )
 def test_settings_and_train_import_nothing_heavy(module: str) -> None:

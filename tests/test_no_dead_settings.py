@@ -8,6 +8,7 @@ from pathlib import Path
 import evaluation.config
 import evaluation.settings
 import evaluation.winrate_config
+import inference.serve.config
 import inference.settings
 import pipeline.config
 import pipeline.launch.deployment
@@ -28,6 +29,7 @@ CONFIG_MODULES = (
     evaluation.config,
     evaluation.settings,
     evaluation.winrate_config,
+    inference.serve.config,
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from inference.engine.exchange import SharedTickets
 from inference.engine.padded import PaddedRows
-from inference.engine.requests import Ended, Event, Reason, Request, Ticket, Token
+from inference.engine.reported import reported
+from inference.engine.requests import Ended, Event, Reason, Reported, Request, Ticket, Token
 from inference.engine.sampling import Sampler
 from inference.engine.slots import Slots
 from inference.engine.waiting import Waiting
@@ -149,8 +150,10 @@ class OpenBatch:
             return
         if logits is None:
             return
-        for ticket, choice in zip(tickets, choose_tokens(tickets, logits), strict=True):
-            yield from self._record(ticket, choice)
+        choices = choose_tokens(tickets, logits)
+        wanted = reports(tickets, logits, choices)
+        for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
+            yield from self._record(ticket, choice, wanted.get(row))
         self._rows.free([ticket for ticket in tickets if ticket.ended])
 
     def _take_changes(self) -> Iterator[Event]:
@@ -199,7 +202,7 @@ class OpenBatch:
             self._reading, self._passes = [], iter(())
         return tickets, logits
 
-    def _record(self, ticket: Ticket, choice: Choice) -> Iterator[Event]:
+    def _record(self, ticket: Ticket, choice: Choice, report: Reported | None) -> Iterator[Event]:
         """Append a chosen token to its response."""
         if isinstance(choice, Exception):
             if ticket.ended:
@@ -215,7 +218,7 @@ class OpenBatch:
         response.ids.append(ticket.newest)
         response.logprobs.append(logprob)
         response.stopped = ticket.newest in ticket.sampler.stop_ids
-        yield Token(ticket, ticket.newest, logprob)
+        yield Token(ticket, ticket.newest, logprob, report)
         if response.stopped:
             yield self._end(ticket, "stop")
         elif len(response.ids) == ticket.request.max_new_tokens:
@@ -248,6 +251,7 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
             [ticket.key for ticket in tickets],
             [ticket.request.drawn + len(ticket.response.ids) for ticket in tickets],
             [ticket.tokens for ticket in tickets] if sampler.needs_history else (),
+            [ticket.response.ids for ticket in tickets] if sampler.counts_tokens else (),
         )
     except Exception as error:  # noqa: BLE001  # whatever it is, it may be one row's alone
         if len(tickets) == 1:
@@ -257,6 +261,22 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
         return list(zip(tokens, logprobs, strict=True))
     rows = zip(tickets, logits.split(1), strict=True)
     return [_choose_alike([ticket], row)[0] for ticket, row in rows]
+
+
+def reports(
+    tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
+) -> dict[int, Reported]:
+    """By row, what the policy says of the token, where its request wants it."""
+    chosen = {
+        row: (choice[0], ticket.request.num_top)
+        for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))
+        if ticket.request.num_top is not None and not isinstance(choice, Exception)
+    }
+    if not chosen:
+        return {}
+    tokens = [token for token, _ in chosen.values()]
+    counts = [count or 0 for _, count in chosen.values()]
+    return dict(zip(chosen, reported(logits[[*chosen]], tokens, counts), strict=True))
 
 
 def let_go(error: Exception) -> None:

@@ -61,6 +61,14 @@ class Request:
     """Tokens that were sampled by this key before, in an earlier turn of the same dialogue: this
     turn draws the random numbers after theirs."""
 
+    num_top: int | None = None
+    """Has each token come with `Reported`, and in it so many of the likeliest tokens."""
+
+
+def sample_key(row: int, sample: int) -> int:
+    """What chooses a sample beside the seed; the first sample is the same however many follow."""
+    return sample << 40 | row
+
 
 class Ticket:
     """A request that was submitted, with its response so far.
@@ -83,12 +91,22 @@ class Ticket:
         return [*self.request.prompt, *self.response.ids]
 
 
+class Reported(NamedTuple):
+    """What the policy says of a token, at temperature 1, before anything is altered; in nats."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens with their log-probabilities, the likeliest first."""
+
+
 class Token(NamedTuple):
     """A response has one more token."""
 
     ticket: Ticket
     id: int
     logprob: float
+    reported: Reported | None = None
+    """Where the request has `num_top`."""
 
 
 class Ended(NamedTuple):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
+from inference.engine.penalties import biased, counted, penalized
 from inference.settings import Sampling
 from pipeline.kernels.sampling import dispatch as sampling
 from pipeline.kernels.sampling.definition import Draw
@@ -68,6 +69,13 @@ class Sampler:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the response has already."""
+    frequency_penalty: float = 0.0
+    """Taken off it as often as the response has the token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+
     min_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
     """Tokens that end a response, which can't have them before it has `min_new_tokens`."""
@@ -76,6 +84,11 @@ class Sampler:
     def needs_history(self) -> bool:
         """Whether the choice depends on which tokens came before."""
         return self.repetition_penalty != 1.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the choice depends on which tokens the response has."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def forbids_early_ends(self) -> bool:
@@ -92,6 +105,8 @@ class Sampler:
         """What changes logits before a token is chosen, in a clause; None if nothing does."""
         if self.needs_history:
             return "a repetition penalty changes the logits"
+        if self.counts_tokens or self.logit_bias:
+            return "a penalty or a bias changes the logits"
         return "a minimum length changes the logits" if self.forbids_early_ends else None
 
     def __call__(
@@ -100,6 +115,7 @@ class Sampler:
         keys: Sequence[int],
         positions: int | Sequence[int],
         histories: Sequence[Sequence[int]] = (),
+        responses: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], list[float]]:
         """Tokens, and their log-probabilities under the whole policy at this temperature.
 
@@ -108,6 +124,7 @@ class Sampler:
             keys: number of each sequence; with the seed and the position it gives the sample.
             positions: how many tokens each response has so far.
             histories: all tokens of each sequence, where `needs_history`.
+            responses: the sampled tokens of each sequence, where `counts_tokens`.
 
         Raises:
             KernelError: kernels are required, and there is none for these.
@@ -117,7 +134,7 @@ class Sampler:
         logits = logits.float()
         scale = self.temperature or 1.0
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
-        scores = self._allowed(logits, positions, histories)
+        scores = self._allowed(logits, positions, histories, responses)
         if self.temperature == 0:
             tokens = likeliest_tokens(scores)
         elif (drawn := self._by_cpu_kernel(logprobs, keys, positions)) is not None:
@@ -162,10 +179,17 @@ class Sampler:
         logits: Float[Tensor, "B V"],
         positions: int | Sequence[int],
         histories: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
     ) -> Float[Tensor, "B V"]:
-        """The logits with repetitions penalized and early ends forbidden."""
+        """The logits with repetitions penalized, biases added and early ends forbidden."""
         if self.needs_history:
             logits = penalized(logits, histories, self.repetition_penalty)
+        if self.counts_tokens:
+            logits = counted(
+                logits, responses, presence=self.presence_penalty, frequency=self.frequency_penalty
+            )
+        if self.logit_bias:
+            logits = biased(logits, self.logit_bias)
         if self.forbids_early_ends:
             early = torch.as_tensor(positions, device=logits.device) < self.min_new_tokens
             ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
@@ -202,20 +226,6 @@ def without_seed(sampler: Sampler, key: int) -> tuple[Sampler, int]:
     with np.errstate(over="ignore"):
         word = int((_mixed_seed(sampler.seed) ^ _mixed_seed(0))[0])
     return replace(sampler, seed=0, stop_ids=tuple(sampler.stop_ids)), key ^ word
-
-
-def penalized(
-    logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
-) -> Float[Tensor, "B V"]:
-    """Lower the logits of tokens that a sequence has already (Keskar et al. 2019, 4.1).
-
-    Those above 0 are divided by `penalty`, those below are multiplied.
-    """
-    rows = [row for row, history in enumerate(histories) for _ in history]
-    tokens = [token for history in histories for token in history]
-    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    seen[rows, tokens] = True
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def likeliest(probabilities: Float[Tensor, "B V"], top_k: int) -> Float[Tensor, "B V"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.engine.requests import sample_key
 from inference.engine.sampling import sampler_of
 from inference.files.prompts import Prompt
 from inference.generation import Response, generate_each
@@ -208,11 +209,6 @@ def as_line(prompt: Prompt, answers: Sequence[TextResponse]) -> bytes:
         "stop": [answer.stop for answer in answers],
     }
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-
-
-def sample_key(row: int, sample: int) -> int:
-    """What chooses a sample beside the seed; the first sample is the same however many follow."""
-    return sample << 40 | row
 
 
 def keep_whole_lines(path: Path) -> int:

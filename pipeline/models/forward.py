@@ -119,10 +119,14 @@ class Policy(nn.Module):
         A target may be the place behind the last token. By whole logits: for evaluation, of batches
         as small as memory needs.
         """
-        require_context(base_model(self.model), batch)
-        logits = self._logits(batch).float()
+        logits = self.logits(batch).float()
         logprobs = F.log_softmax(logits, dim=-1).gather(1, ids[:, None]).squeeze(1)
         return logprobs, logits.argmax(dim=-1) == ids
+
+    def logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
+        """The logits in the places of `batch.targets`; of batches as small as memory needs."""
+        require_context(base_model(self.model), batch)
+        return self._logits(batch)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
         """The matrix that makes the logits, where there may be too many and it alone makes them.

@@ -40,6 +40,7 @@ SAMPLERS = (
     Sampler(temperature=0.7, seed=5, top_k=7, top_p=0.9),
     Sampler(temperature=1.3, seed=5, min_p=0.05, repetition_penalty=1.5),
     Sampler(temperature=1.0, seed=9, min_new_tokens=6, stop_ids=tuple(range(50))),
+    replace(WARM, presence_penalty=0.5, frequency_penalty=0.2, logit_bias=((7, 1.5), (9, -2.0))),
 )
 
 
@@ -420,3 +421,30 @@ def test_a_later_turn_draws_the_numbers_after_those_of_the_turns_before(
 
     assert [*first.ids, *second.ids] == whole.ids
     assert other.ids != second.ids
+
+
+def test_what_the_policy_says_is_reported_at_temperature_1_with_the_likeliest_tokens(
+    llama: PreTrainedModel,
+) -> None:
+    """Whatever the sampler does to the logits, and beside rows that report nothing."""
+    batch = opened(llama)
+    biased = Sampler(temperature=0.3, seed=1, logit_bias=((7, 100.0),))
+    ticket = batch.submit(Request(PROMPTS[0], biased, key=0, max_new_tokens=3, num_top=4))
+    other = batch.submit(asked(1))
+
+    events = [each for each in finish(batch) if isinstance(each, Token)]
+
+    found = [each.reported for each in events if each.ticket is ticket]
+    assert ticket.response.ids == [7, 7, 7]
+    assert all(each.reported is None for each in events if each.ticket is other)
+    whole = torch.tensor([[*PROMPTS[0], 7, 7, 7]])
+    plain = tiny_causal_lm("llama").eval()
+    with torch.no_grad():
+        logprobs = plain(input_ids=whole).logits[0].log_softmax(-1)[len(PROMPTS[0]) - 1 : -1]
+    for report, row in zip(found, logprobs, strict=True):
+        assert report is not None
+        assert report.logprob == pytest.approx(row[7].item(), abs=1e-4)
+        assert [token for token, _ in report.top] == row.topk(4).indices.tolist()
+        assert [value for _, value in report.top] == pytest.approx(
+            row.topk(4).values.tolist(), abs=1e-4
+        )

@@ -162,6 +162,26 @@ def test_greedy_choices_are_penalized_and_not_early_ends() -> None:
     assert tokens == [0, 1]
 
 
+def test_tokens_of_the_response_alone_are_penalized_as_often_as_they_are_there() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, -1.0]]).expand(2, -1)
+    sampler = Sampler(temperature=0.0, seed=0, presence_penalty=0.5, frequency_penalty=0.4)
+
+    # 3 - 0.5 - 2 * 0.4 = 1.7, below 2; once it is 2.1.
+    tokens, _ = sampler(logits, [0, 1], [2, 1], (), [[0, 0], [0]])
+
+    assert tokens == [1, 0]
+
+
+def test_a_bias_is_added_to_logits_and_log_probabilities_stay_the_policys() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, -1.0]])
+    sampler = Sampler(temperature=0.0, seed=0, logit_bias=((3, 5.0), (0, -2.0)))
+
+    tokens, logprobs = sampler(logits, [0], [0])
+
+    assert tokens == [3]
+    assert logprobs == pytest.approx([logits.log_softmax(-1)[0, 3].item()])
+
+
 def test_settings_become_a_sampler() -> None:
     sampling = Sampling(temperature=0.5, top_k=3, min_p=0.1, min_new_tokens=2, seed=7)
 

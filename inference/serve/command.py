@@ -1,0 +1,62 @@
+"""The command `python -m inference.serve`: from options to a server that answers."""
+
+import importlib.util
+from collections.abc import Sequence
+from contextlib import closing
+
+from inference.serve.config import ServeConfig, read_keys
+from pipeline.cli import remark, say
+from pipeline.command import read_command
+from pipeline.errors import ConfigError
+
+NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Load the models, then answer requests until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: a wrong setting, no model at a path, no room for it, or a port that is taken.
+    """
+    from inference.serve.models import gather_paths, paths_to_serve, reward_of_run
+
+    config = read_command(
+        ServeConfig,
+        argv,
+        usage=(
+            "inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
+            "inference.serve --run OUT [--SETTING VALUE ...]",
+        ),
+        about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
+        " docs/serving.md.",
+        gather=gather_paths,
+    )
+    require_packages()
+    keys = read_keys(config)
+    places = paths_to_serve(config)
+    reward = config.reward or (reward_of_run(config.run) if config.run else None)
+
+    from inference.serve.loading import load
+    from inference.serve.server import listen, serve
+    from pipeline.run import configure_logging
+
+    configure_logging(is_main=True)
+    with closing(listen(config)) as listener:  # before the models, which take long
+        state = load(config, places, reward, keys)
+        host, port = listener.getsockname()[:2]
+        scheme = "https" if config.tls_cert else "http"
+        name = f"[{host}]" if ":" in host else host
+        if not config.is_local and not keys:
+            remark("there is no key: whoever reaches this port uses the models")
+        what = "page and API" if config.page else "API"
+        say(f"{scheme}://{name}:{port} : {what} (OpenAI's clients: {scheme}://{name}:{port}/v1)")
+        serve(state, listener)
+
+
+def require_packages() -> None:
+    """Raise ConfigError where a package of the extra `serve` is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f'the package {missing[0]} is missing: pip install "rlhf-pipeline[serve]"'
+        )

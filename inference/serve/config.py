@@ -1,0 +1,177 @@
+"""Settings of `python -m inference.serve`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import Precision
+from pipeline.errors import ConfigError, require
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Addresses that this machine alone reaches."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """What is served, where, and within which limits."""
+
+    path: tuple[str, ...] = ()
+    """Models: a directory or Hub name each, with a name of its own as sft=OUT/step1_sft."""
+
+    run: Path | None = None
+    """A run's output directory: base, step 1 and step 3, those that are there."""
+
+    reward: str | None = None
+    """Reward model, as OUT/step2_reward, for /v1/score; --run finds its own."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; others than this machine's own need a key."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes any that is free."""
+
+    precision: Precision = "auto"
+    """Number format of the weights: auto (bf16 on a GPU that has it, else fp32), fp32, bf16,
+    fp16."""
+
+    slots: int | None = None
+    """Sequences that run at once, of each model; null takes as many as fit, at most 32."""
+
+    context: int | None = None
+    """Longest sequence, prompt and response, in tokens; null takes the model's, at most 8,192."""
+
+    cache_gib: float | None = None
+    """Memory for keys and values of all models; null takes half of what the weights leave free."""
+
+    queue: int = 256
+    """Requests that wait for a slot; further ones are refused with 429."""
+
+    queue_seconds: float = 60.0
+    """Longest wait for a slot."""
+
+    request_seconds: float = 600.0
+    """Longest time of a request."""
+
+    idle_seconds: float = 30.0
+    """How long a client may leave its stream unread, or a request unfinished."""
+
+    drain_seconds: float = 20.0
+    """After SIGTERM: how long running requests may take to end."""
+
+    max_body_mib: float = 2.0
+    """Largest body of a request."""
+
+    max_tokens_default: int = 512
+    """Longest response where a request names no length, in tokens."""
+
+    max_n: int = 16
+    """Most responses to one prompt."""
+
+    api_key: tuple[str, ...] = ()
+    """Keys, one of which each request must have; RLHF_API_KEY gives one too. Better in a file: a
+    command line can be read by others."""
+
+    api_key_file: Path | None = None
+    """File of keys, one a line, as KEY or NAME KEY; names stand in the log."""
+
+    insecure_no_key: bool = False
+    """Listen on other addresses without a key: whoever reaches the port uses the models."""
+
+    cors: tuple[str, ...] = ()
+    """Origins of other pages that may use the API, as https://example.org."""
+
+    page: bool = True
+    """Serve the page to chat, compare, rate and watch."""
+
+    metrics: bool = True
+    """Serve /metrics for Prometheus."""
+
+    log_requests: bool = True
+    """A log line for each request, with client, path, status and seconds, without texts."""
+
+    tls_cert: Path | None = None
+    """Certificate, to serve https."""
+
+    tls_key: Path | None = None
+    """Its private key."""
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.path or self.run),
+            "--path is missing: give a model directory, or --run OUT for the models of a run",
+        )
+        require(0 <= self.port < 65536, f"port must lie in [0, 65535]: {self.port}")
+        for name in ("slots", "context", "cache_gib"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be above 0: {value}")
+        for name in (
+            *("queue", "queue_seconds", "request_seconds", "idle_seconds", "max_body_mib"),
+            *("max_tokens_default", "max_n"),
+        ):
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be above 0: {value}")
+        require(self.drain_seconds >= 0, f"drain_seconds must be 0 or above: {self.drain_seconds}")
+        require(
+            (self.tls_cert is None) == (self.tls_key is None),
+            "tls_cert and tls_key belong together; give both",
+        )
+        for origin in self.cors:
+            require(
+                origin.startswith(("http://", "https://")) and origin.count("/") == 2,
+                f"cors takes origins, as https://example.org, got {origin}",
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone reaches the server."""
+        return self.host in LOOPBACK
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of a request's body."""
+        return int(self.max_body_mib * MIB)
+
+
+def read_keys(config: ServeConfig) -> dict[str, str]:
+    """The keys, by the name that the log has for each; none where everybody is let in.
+
+    Raises:
+        ConfigError: the file can't be read or has none, a key is too short, or the server would
+            be open to others without one.
+    """
+    given = [*config.api_key, *filter(None, [os.environ.get("RLHF_API_KEY")])]
+    keys = {f"key {number}": key for number, key in enumerate(given, start=1)}
+    if config.api_key_file is not None:
+        keys |= _keys_in(config.api_key_file)
+    for name, key in keys.items():
+        require(len(key) >= 8, f"--api-key: {name} is shorter than 8 characters; take a longer one")
+        require(
+            key.isascii() and key.isprintable() and " " not in key,
+            f"--api-key: {name} has characters that no header takes; use letters and digits",
+        )
+    if not config.is_local and not keys and not config.insecure_no_key:
+        raise ConfigError(
+            f"--host {config.host} lets other machines in; give --api-key-file FILE, or"
+            " --insecure-no-key to let everybody use the models"
+        )
+    return keys
+
+
+def _keys_in(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--api-key-file {path} can't be read: {reason}") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        words: Sequence[str] = line.split()
+        if not words or line.lstrip().startswith("#"):
+            continue
+        require(len(words) <= 2, f"--api-key-file {path} line {number} must be KEY or NAME KEY")
+        keys[words[0] if len(words) == 2 else f"{path.name} line {number}"] = words[-1]
+    require(bool(keys), f"--api-key-file {path} has no keys; write one a line")
+    return keys

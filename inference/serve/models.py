@@ -1,0 +1,114 @@
+"""Which models are served, by which names."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.serve.config import ServeConfig
+from pipeline.errors import ConfigError, DataError, ModelError, require
+from pipeline.report.read import read_results
+from pipeline.report.results import StepResult
+from pipeline.settings.plain import Option
+
+NAME = re.compile(r"[\w.:-]{1,64}")
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class ModelPath:
+    """A model that is to be served."""
+
+    name: str
+    path: str
+
+    seed: int = 0
+    """That an embedded base model is drawn from."""
+
+    format_of: str | None = None
+    """Model whose chat template one without its own takes."""
+
+
+def gather_paths(options: Sequence[Option]) -> list[Option]:
+    """The options with all words of one that may be given more than once as one list."""
+    gathered = ("path", "api_key", "cors")
+    found: list[Option] = [option for option in options if option[0] not in gathered]
+    for name in gathered:
+        words = [word for each, several in options if each == name for word in several]
+        if words:
+            found.append((name, [json.dumps(words)]))
+    return found
+
+
+def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
+    """The models of `--path` and `--run`, each with a name of its own.
+
+    Raises:
+        ConfigError: two have the same name.
+        ModelError: the run has no model yet.
+    """
+    found = [] if config.run is None else models_of_run(config.run)
+    found += [_named(word) for word in config.path]
+    names = [each.name for each in found]
+    for name in names:
+        require(
+            names.count(name) == 1,
+            f"--path: two models are called {name}; name them, as sft=OUT/step1_sft",
+        )
+    return found
+
+
+def _named(word: str) -> ModelPath:
+    name, equals, path = word.partition("=")
+    if equals and NAME.fullmatch(name) and path:
+        return ModelPath(name, path)
+    directory = Path(word).expanduser()
+    own = directory.name or directory.resolve().name
+    if own in ("actor", "ema") and directory.parent.name:
+        own = directory.parent.name if own == "actor" else f"{directory.parent.name}-{own}"
+    own = re.sub(r"[^\w.:-]", "-", own)[:64] or "model"
+    return ModelPath(own, word)
+
+
+def models_of_run(out: Path) -> list[ModelPath]:
+    """The models of a run that answer: base, step 1, and step 3 of each method.
+
+    Raises:
+        ModelError: there is none.
+    """
+    steps = _steps(out)
+    found: list[ModelPath] = []
+    for name, step in steps.items():
+        if not found and step.finished and step.has("perplexity_after"):
+            found += _base(step, str(out / name))
+        for directory in (out / name, out / name / "actor"):
+            talks = step.has("perplexity_after") or directory.name == "actor"
+            if step.finished and talks and (directory / "config.json").is_file():
+                found.append(ModelPath(name, str(directory)))
+    if not [each for each in found if each.name != BASE]:
+        raise ModelError(f"--run {out} has no model to talk to yet; finish its steps with --resume")
+    return found
+
+
+def reward_of_run(out: Path) -> str | None:
+    """The reward model of a run, where it has one."""
+    for name, step in _steps(out).items():
+        if step.finished and step.has("accuracy_after") and (out / name / "config.json").is_file():
+            return str(out / name)
+    return None
+
+
+def _steps(out: Path) -> Mapping[str, StepResult]:
+    try:
+        return read_results(out).steps
+    except DataError as error:
+        raise ConfigError(f"--run {error}") from None
+
+
+def _base(step: StepResult, directory: str) -> list[ModelPath]:
+    """What step 1 began from; nothing where its settings don't say."""
+    path, seed = step.settings.get("model.path"), step.settings.get("seed")
+    if not isinstance(path, str):
+        return []
+    return [ModelPath(BASE, path, seed if isinstance(seed, int) else 0, directory)]

@@ -1,0 +1,145 @@
+"""`POST /v1/chat/completions`."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inference.serve.answers import RowSoFar, chat_logprobs, head, new_id, usage
+from inference.serve.body import read_json
+from inference.serve.errors import json_response
+from inference.serve.generation import Job, Piece, Wanted
+from inference.serve.sampling import seed_of, wanted_of
+from inference.serve.schema import ChatRequest, read_request
+from inference.serve.served import ServedModel
+from inference.serve.state import State, client_of, state_of
+from inference.serve.stream import DONE, SIGN_OF_LIFE, EventStream, event, until_gone
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request that was read."""
+
+    state: State
+    request: ChatRequest
+    served: ServedModel
+    wanted: Wanted
+    seed: int
+    client: str
+    name: str
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.wanted.prompt)
+
+    def rows(self) -> list[RowSoFar]:
+        """One for each response."""
+        begins = not self.wanted.continues
+        return [RowSoFar(self.served, begins) for _ in self.wanted.keys]
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What each object begins with."""
+        return {**head(self.served, kind, self.name), "seed": self.seed}
+
+
+async def chat_completions(request: Request) -> Response:
+    """Responses to a dialogue, at once or as they come."""
+    state = state_of(request)
+    config = state.config
+    body = await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
+    fields, ignored = read_request(ChatRequest, body)
+    chat = _read(state, fields, client_of(request))
+    headers = {"x-ignored-fields": ignored} if ignored else {}
+    if not fields.stream:
+        content = await until_gone(request.receive, _whole(chat))
+        return json_response(content, headers=headers)
+    events = _events(chat)
+    await anext(events)  # so that a refusal has a status of its own
+    return EventStream(events, headers)
+
+
+def _read(state: State, fields: ChatRequest, client: str) -> Chat:
+    served = state.model(fields.model)
+    continues = bool(fields.continue_final_message)
+    messages = [each.message for each in fields.messages]
+    prompt = served.encode_chat(messages, continues=continues)
+    seed = seed_of(fields)
+    given = fields.max_completion_tokens
+    (wanted,) = wanted_of(
+        fields,
+        served,
+        [prompt],
+        state.config,
+        seed=seed,
+        max_tokens=fields.max_tokens if given is None else given,
+        num_top=fields.num_top,
+        continues=continues,
+    )
+    return Chat(state, fields, served, wanted, seed, client, new_id("chatcmpl"))
+
+
+async def _whole(chat: Chat) -> dict[str, Any]:
+    with chat.state.broker.open([chat.wanted], chat.client, streams=False) as job:
+        found = {piece.row: piece async for piece in _pieces(chat, job)}
+    rows = chat.rows()
+    choices = [_choice(chat, rows[number], found[number]) for number in sorted(found)]
+    count = sum(len(piece.ids) for piece in found.values())
+    return {
+        **chat.head("chat.completion"),
+        "choices": choices,
+        "usage": usage(chat.num_prompt, count),
+    }
+
+
+async def _pieces(chat: Chat, job: Job) -> AsyncIterator[Piece]:
+    async for pieces in chat.state.broker.pieces(job):
+        for piece in pieces:
+            yield piece
+
+
+def _choice(chat: Chat, row: RowSoFar, piece: Piece) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": piece.row,
+        "message": {"role": "assistant", "content": piece.text, "refusal": None},
+        "logprobs": chat_logprobs(row, piece) if chat.request.logprobs else None,
+        "finish_reason": piece.finish,
+    }
+    return choice | _token_ids(chat, piece)
+
+
+def _token_ids(chat: Chat, piece: Piece) -> dict[str, Any]:
+    return {"token_ids": piece.ids} if chat.request.return_token_ids else {}
+
+
+async def _events(chat: Chat) -> AsyncGenerator[bytes]:
+    """The events of a stream, after one of no bytes that says that the request was let in."""
+    rows = chat.rows()
+    count = 0
+    with_usage = {"usage": None} if chat.request.wants_usage else {}
+    first = chat.head("chat.completion.chunk")
+    with chat.state.broker.open([chat.wanted], chat.client, streams=True) as job:
+        yield b""
+        for number in range(len(rows)):
+            begin = {"role": "assistant", "content": "", "refusal": None}
+            yield event(first | with_usage | {"choices": [_delta(number, begin)]})
+        async for pieces in chat.state.broker.pieces(job):
+            parts = b"" if pieces else SIGN_OF_LIFE
+            for piece in pieces:
+                count += len(piece.ids)
+                choice = _delta(piece.row, {"content": piece.text} if piece.text else {})
+                if chat.request.logprobs:
+                    choice["logprobs"] = chat_logprobs(rows[piece.row], piece)
+                choice["finish_reason"] = piece.finish
+                choice |= _token_ids(chat, piece)
+                parts += event(first | with_usage | {"choices": [choice]})
+            yield parts
+    if chat.request.wants_usage:
+        yield event(first | {"choices": [], "usage": usage(chat.num_prompt, count)})
+    yield DONE
+
+
+def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,219 @@
+"""Requests, as OpenAI's API has them, and what is done with fields that are not served."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from inference.serve.errors import ApiError
+from pipeline.data.examples import Message, Role
+
+T = TypeVar("T", bound=BaseModel)
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(max_length=256)]
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+MAX_STOPS = 16
+SEED = 2**63
+"""Seeds lie within 64 bits, with a sign."""
+
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "response_format": ({"type": "text"},),
+    "regex": ("",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+"""Fields that are known and not served, with the values that ask for nothing."""
+
+REASONS = {
+    "chat_template": "a template is a program; the model's own is used",
+    "response_format": "responses are not guided by a schema; ask for JSON in the prompt",
+}
+
+
+class Part(BaseModel):
+    """A piece of a message; text alone is read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message of a dialogue."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+    @property
+    def message(self) -> Message:
+        """In the pipeline's form."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return Message(ROLES[self.role], text)
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides text."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(BaseModel):
+    """How responses are drawn: OpenAI's fields and, below, ours."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model: str = Field(default="", max_length=512)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    n: int | None = Field(default=None, ge=1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
+    user: str | None = None
+
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    return_token_ids: bool | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts before which a response ends."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(each for each in given if each)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with how many tokens there were."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(SamplingFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """Of how many likeliest tokens log-probabilities are wanted; None is of no token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(max_length=2**21)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1)
+
+    @property
+    def prompts(self) -> "list[str | list[int]]":
+        """One or more, each a text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [list(prompt)]  # pyright: ignore[reportReturnType]  # all are, by the schema
+        return list(prompt)  # pyright: ignore[reportReturnType]
+
+
+class TokenizeRequest(BaseModel):
+    """`POST /tokenize`: a text, or a dialogue as it is prompted with."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=4096)
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    """`POST /detokenize`."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str = ""
+    tokens: list[TokenId]
+
+
+class ScoreRequest(BaseModel):
+    """`POST /v1/score`: a dialogue that ends in the response to score."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str = ""
+    messages: list[ChatMessage] = Field(min_length=2, max_length=4096)
+
+
+def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
+    """The request, and the names of fields that count for nothing, for a header.
+
+    Raises:
+        ApiError: a field is missing, wrong, or asks for what is not served.
+    """
+    for name, harmless in WITHOUT_EFFECT.items():
+        value = body.get(name)
+        if value is None or value in harmless or name in kind.model_fields:
+            continue
+        reason = REASONS.get(name, "leave it out")
+        raise ApiError(400, f"{name} is not supported: {reason}", param=name)
+    try:
+        request = kind.model_validate(dict(body))
+    except ValidationError as error:
+        raise _refusal(error) from None
+    unknown = [name for name in body if name not in kind.model_fields]
+    ignored = [name for name in unknown if body[name] is not None and name not in WITHOUT_EFFECT]
+    return request, ", ".join(_as_word(name) for name in ignored[:16])
+
+
+def _as_word(name: str) -> str:
+    return re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII)
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, in a sentence that begins with the field's name."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    name = name.lstrip(".")[:100] or "body"
+    message = first["msg"][:1].lower() + first["msg"][1:200]
+    param = str(first["loc"][0])[:64] if first["loc"] else None
+    return ApiError(400, f"{name}: {message}", param=param)

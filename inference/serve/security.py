@@ -1,0 +1,166 @@
+"""Who is let in, and what every response says to browsers. docs/serving.md lists the promises."""
+
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inference.serve.config import LOOPBACK, ServeConfig
+from inference.serve.errors import LEFT, ApiError
+from inference.serve.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+SAFE = ("GET", "HEAD", "OPTIONS")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class Doorkeeper:
+    """Lets a request in, or answers it with what is wrong; counts and logs it.
+
+    Args:
+        app: what answers the others.
+        config: of the server.
+        keys: by name; empty where everybody is let in.
+        open_paths: that need no key: they tell nothing but that the server is alive, or are the
+            page's own files.
+        metrics: of the server.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        config: ServeConfig,
+        keys: Mapping[str, str],
+        open_paths: frozenset[str],
+        metrics: Metrics,
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._keys = keys
+        self._open = open_paths
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), LEFT
+        headers = Headers(scope=scope)
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._add_headers(message, headers.get("origin"))
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, sending, headers)
+        except Exception:  # its client has been answered
+            logger.exception("a request failed")
+        finally:
+            self._note(scope, status, began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        try:
+            self._check_host(headers)
+            allowed = self._check_origin(scope["method"], headers, scope["scheme"])
+            if allowed and scope["method"] == "OPTIONS":
+                await _preflight().__call__(scope, receive, send)
+                return
+            if scope["path"] not in self._open:
+                scope["key_name"] = self._check_key(headers)
+        except ApiError as error:
+            await error.response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        """On this machine's own addresses, no other name leads here: a page may have rebound it."""
+        if not self._config.is_local:
+            return
+        name = urlsplit(f"//{headers.get('host', '')}").hostname
+        if name not in LOOPBACK:
+            raise ApiError(403, "the Host header names another machine; use 127.0.0.1 or localhost")
+
+    def _check_origin(self, method: str, headers: Headers, scheme: str) -> bool:
+        """Whether another page that may use the API asks.
+
+        Raises:
+            ApiError: another page asks that may not.
+        """
+        origin = headers.get("origin")
+        if origin in self._config.cors:
+            return True
+        own = f"{scheme}://{headers.get('host', '')}"
+        cross = origin is not None and origin.lower() != own.lower()
+        if method not in SAFE and (cross or headers.get("sec-fetch-site") == "cross-site"):
+            raise ApiError(
+                403, "another page asks; start the server with --cors ORIGIN to let it in"
+            )
+        return False
+
+    def _check_key(self, headers: Headers) -> str | None:
+        """The name of the key that a request has; None where none is needed."""
+        if not self._keys:
+            return None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        offered = given.strip().encode() if scheme.lower() == "bearer" else b""
+        # Every key is compared, in constant time.
+        found = [
+            name for name, key in self._keys.items() if hmac.compare_digest(key.encode(), offered)
+        ]
+        if not found:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        return found[0]
+
+    def _add_headers(self, message: Message, origin: str | None) -> None:
+        headers = MutableHeaders(scope=message)
+        for name, value in HEADERS.items():
+            headers[name] = value
+        if origin in self._config.cors and origin is not None:
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Cross-Origin-Resource-Policy"] = "cross-origin"
+            headers["Vary"] = "Origin"
+
+    def _note(self, scope: Scope, status: int, began: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.request(route, status, began)
+        if not self._config.log_requests or route == "/health":
+            return
+        client = scope.get("key_name") or (scope.get("client") or ("?",))[0]
+        seconds = time.perf_counter() - began
+        logger.info("%s %s %s %d %.3f s", client, scope["method"], route, status, seconds)
+
+
+def _preflight() -> Response:
+    return Response(
+        status_code=204,
+        headers={
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": "authorization, content-type",
+            "Access-Control-Max-Age": "600",
+        },
+    )

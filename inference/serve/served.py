@@ -1,0 +1,109 @@
+"""A model that is served: its weights, its tokenizer, its batch."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from inference.engine.batch import OpenBatch
+from inference.serve.errors import ApiError
+from inference.serve.memory import Room
+from inference.serve.models import ModelPath
+from inference.serve.token_bytes import TokenBytes
+from inference.weights.hash import weights_hash
+from pipeline.config import FrozenModelConfig, Precision
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Message
+from pipeline.data.resolve_format import resolve_format
+from pipeline.errors import UserError
+from pipeline.models.load import load_causal_lm, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """All that belongs to one name."""
+
+    name: str
+    path: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    batch: OpenBatch
+    num_slots: int
+    context: int
+    """Most tokens of prompt and response."""
+    weights_hash: str
+    bytes_of: TokenBytes
+
+    def encode_chat(self, messages: Sequence[Message], *, continues: bool) -> list[int]:
+        """Token ids of a dialogue with the generation prompt, or up to its unfinished last turn.
+
+        Raises:
+            ApiError: the template can't render it, or it ends in the wrong turn.
+        """
+        if continues != (messages[-1].role == "assistant"):
+            raise ApiError(
+                400,
+                "messages must end in a user's turn, or in the assistant's with"
+                " continue_final_message true",
+                param="messages",
+            )
+        try:
+            if not continues:
+                return self.chat.encode_prompt(messages)
+            ids = self.chat.encode(messages[:-1], messages[-1:]).input_ids
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        return ids[:-1] if ids[-1] in self.chat.stop_ids else ids
+
+    def encode_text(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text as it is, after what the tokenizer begins a text with."""
+        begins = self.tokenizer.bos_token
+        special = special and not (begins and text.startswith(str(begins)))
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
+
+
+def load_served(place: ModelPath, room: Room, precision: Precision) -> ServedModel:
+    """Load a model with the batch that it generates in.
+
+    Raises:
+        ModelError: there is none, or a part of it is missing or damaged.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = FrozenModelConfig(path=place.path, precision=precision)
+    tokenizer = _tokenizer(place, config)
+    model = load_causal_lm(config, device=device, seed=place.seed)
+    model.requires_grad_(requires_grad=False)
+    return ServedModel(
+        name=place.name,
+        path=place.path,
+        model=model,
+        tokenizer=tokenizer,
+        chat=resolve_format(tokenizer, "auto"),
+        batch=OpenBatch(model, num_slots=room.slots, capacity=room.context),
+        num_slots=room.slots,
+        context=room.context,
+        weights_hash=f"{weights_hash(model):013x}",
+        bytes_of=TokenBytes(tokenizer),
+    )
+
+
+def _tokenizer(place: ModelPath, config: FrozenModelConfig) -> PreTrainedTokenizerBase:
+    """The model's own; of a base model the one that a step gave a chat template, if it is the same.
+
+    So base and trained models are given the same text.
+    """
+    own = load_tokenizer(config)
+    if place.format_of is None or own.chat_template:
+        return own
+    trained = load_tokenizer(FrozenModelConfig(path=place.format_of))
+    return trained if trained.get_vocab() == own.get_vocab() else own

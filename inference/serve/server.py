@@ -1,0 +1,167 @@
+"""The life of a server: it listens, loads, answers, drains and ends."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from inference.serve.app import build_app
+from inference.serve.broker import deliver
+from inference.serve.config import ServeConfig
+from inference.serve.state import State
+from inference.serve.worker import Worker
+from pipeline.cli import remark
+from pipeline.errors import EXIT_FAILED, ConfigError
+
+logger = logging.getLogger(__name__)
+
+HEADER_BYTES = 64 * 1024
+"""Most bytes of a request's line and headers."""
+
+KEEP_ALIVE = 5
+"""Seconds for which a connection without a request stays open."""
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """The socket that requests come to.
+
+    Raises:
+        ConfigError: the port is taken, or there is no such address here.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno in (98, 48):  # of Linux, of macOS: in use
+            raise ConfigError(
+                f"--port {config.port} of {config.host} is taken; choose another one, or --port 0"
+                " for any that is free"
+            ) from None
+        raise ConfigError(
+            f"--host {config.host} --port {config.port} can't be listened on: {error.strerror}"
+        ) from None
+    return listener
+
+
+class ImpatientProtocol(H11Protocol):
+    """Drops a client that doesn't send its headers, or doesn't read what it was sent, in time."""
+
+    seconds = 30.0
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A client has come."""
+        super().connection_made(transport)
+        self.loop.call_later(self.seconds, self._close_without_request)
+
+    def pause_writing(self) -> None:
+        """Much is unread."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It is read."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _close_without_request(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """A server that drains at SIGTERM and Ctrl-C, and ends at once at a second signal."""
+
+    def __init__(self, state: State) -> None:
+        config = state.config
+        self.state = state
+        protocol = type("Protocol", (ImpatientProtocol,), {"seconds": config.idle_seconds})
+        super().__init__(
+            uvicorn.Config(
+                build_app(state),
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=1,
+                ssl_certfile=str(config.tls_cert) if config.tls_cert else None,
+                ssl_keyfile=str(config.tls_key) if config.tls_key else None,
+            )
+        )
+        self._drain: asyncio.Task[None] | None = None
+        self._worker: Worker | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None of uvicorn's: the first signal drains, a second one ends the process."""
+        loop = asyncio.get_running_loop()
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._on_signal, number)
+        except (ValueError, RuntimeError):  # not the main thread: whoever started it stops it
+            pass
+        yield
+
+    async def run(self, listener: socket.socket) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Answer requests until a signal, or until generation fails."""
+        state = self.state
+        if state.models or state.reward is not None:
+            self._worker = Worker(
+                state.models, deliver=deliver, failed=self._fail, metrics=state.metrics
+            )
+            self._worker.start()
+            state.broker.attach(self._worker)
+        state.created = int(time.time())
+        try:
+            await self.serve([listener])
+        finally:
+            if self._worker is not None:
+                await asyncio.to_thread(self._worker.close)
+
+    def stop(self) -> None:
+        """Let nothing new in, wait for what runs, then end."""
+        self.state.broker.draining = True
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
+
+    async def _drain_and_end(self) -> None:
+        end = time.monotonic() + self.state.config.drain_seconds
+        while self.state.broker.num_open and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        if self.state.broker.num_open:
+            logger.warning("%d requests are cut off", self.state.broker.num_open)
+        self.should_exit = True
+
+    def _on_signal(self, number: int) -> None:
+        if self._drain is not None:
+            os._exit(128 + number)
+        remark("ending once the running requests have ended; again to end at once")
+        self.stop()
+
+    def _fail(self, error: BaseException) -> None:
+        self.state.broker.failure = error
+        self.should_exit = True
+
+
+def serve(state: State, listener: socket.socket) -> None:
+    """Serve until a signal; raise SystemExit(1) where generation failed."""
+    server = Server(state)
+    asyncio.run(server.run(listener))
+    if state.broker.failure is not None:
+        raise SystemExit(EXIT_FAILED)

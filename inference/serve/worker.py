@@ -1,0 +1,235 @@
+"""The generation thread: it owns the models and their batches, and does nothing but generate.
+
+Others reach it by `submit`, `cancel` and `call`, from any thread; what comes of it goes to the
+event loop, once for each step.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from inference.engine.requests import Ended, Request, Ticket, Token
+from inference.serve.fair_queue import FairQueue
+from inference.serve.generation import Job, Piece, Wanted
+from inference.serve.metrics import Metrics
+from inference.serve.row import Row
+from inference.serve.served import ServedModel
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Prompt = tuple[Job, int]
+"""A job and the number of one of its prompts."""
+
+
+@dataclass
+class Progress:
+    """How far a job is."""
+
+    left: int
+    """Responses that have not ended."""
+    tickets: set[Ticket] = field(default_factory=set)
+    """Those that have a slot, or wait for one in the batch."""
+
+
+class Worker:
+    """Runs the batches of all models, one step of each after the other.
+
+    Args:
+        models: by name.
+        deliver: called on the event loop with the pieces of a step.
+        failed: called on the event loop when the thread has died.
+        metrics: of the server.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        *,
+        deliver: Callable[[list[tuple[Job, Piece]]], None],
+        failed: Callable[[BaseException], None],
+        metrics: Metrics,
+    ) -> None:
+        self._models = models
+        self._deliver, self._failed = deliver, failed
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._submitted: deque[Job] = deque()
+        self._cancelled: deque[Job] = deque()
+        self._calls: deque[tuple[Future[object], Callable[[], object]]] = deque()
+        self._closed = False
+        self._queues: dict[str, FairQueue[Prompt]] = {name: FairQueue() for name in models}
+        self._rows: dict[Ticket, Row] = {}
+        self._jobs: dict[Job, Progress] = {}
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the step at hand; wait for it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout=30)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its pieces come by `deliver`."""
+        with self._changed:
+            self._submitted.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End what still runs of a job before its next token; a job that has ended is left so."""
+        with self._changed:
+            self._cancelled.append(job)
+            self._changed.notify()
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a function on this thread between two steps; a future cancelled before isn't run."""
+        future: Future[T] = Future()
+        with self._changed:
+            self._calls.append((future, function))  # pyright: ignore[reportArgumentType]
+            self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._turn()
+        except BaseException as error:
+            logger.exception("generation failed")
+            self._on_loop(self._failed, error)
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False once the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(self._has_work)
+            return not self._closed
+
+    def _has_work(self) -> bool:
+        queues = (self._submitted, self._cancelled, self._calls, self._rows, self._jobs)
+        return self._closed or any(queues)
+
+    def _turn(self) -> None:
+        """One step of each model."""
+        with self._changed:
+            calls, self._calls = self._calls, deque()
+        for future, function in calls:
+            run_call(future, function)
+        with self._changed:  # as late as can be: who left by now is given no further token
+            submitted, self._submitted = self._submitted, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+        for job in submitted:
+            self._jobs[job] = Progress(left=job.num_rows)
+            for number, wanted in enumerate(job.wanted):
+                self._queues[wanted.model].add(job.client, (job, number))
+        for job in cancelled:
+            self._end(job)
+        pieces: list[tuple[Job, Piece]] = []
+        for name, served in self._models.items():
+            self._admit(name, served)
+            if served.batch.busy:
+                self._step(served, pieces)
+        self._metrics.running(self._rows_of(), {n: len(q) for n, q in self._queues.items()})
+        if pieces:
+            self._on_loop(self._deliver, pieces)
+
+    def _rows_of(self) -> dict[str, int]:
+        counts = dict.fromkeys(self._models, 0)
+        for row in self._rows.values():
+            counts[row.wanted.model] += 1
+        return counts
+
+    def _admit(self, name: str, served: ServedModel) -> None:
+        """Give free slots to the prompts that wait."""
+        queue = self._queues[name]
+        running = sum(row.wanted.model == name for row in self._rows.values()) if queue else 0
+        while len(queue) and running < served.num_slots:
+            job, number = queue.take()
+            job.started = True
+            wanted = job.wanted[number]
+            first = sum(len(each.keys) for each in job.wanted[:number])
+            for row, key in enumerate(wanted.keys, start=first):
+                ticket = served.batch.submit(_request(wanted, key))
+                self._rows[ticket] = Row(job, row, wanted, served)
+                self._jobs[job].tickets.add(ticket)
+            running += len(wanted.keys)
+
+    def _end(self, job: Job) -> None:
+        """Take out what still waits or runs of a job."""
+        progress = self._jobs.pop(job, None)
+        if progress is None:
+            return
+        for number, wanted in enumerate(job.wanted):
+            self._queues[wanted.model].remove(job.client, (job, number))
+        for ticket in progress.tickets:
+            self._models[self._rows[ticket].wanted.model].batch.cancel(ticket)
+
+    def _step(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
+        now = time.perf_counter()
+        for event in served.batch.step():
+            row = self._rows[event.ticket]
+            if isinstance(event, Token):
+                self._metrics.token(row, now)
+                piece = row.token(event)
+                if row.stopped:
+                    served.batch.cancel(event.ticket)
+            else:
+                piece = self._ended(row, event)
+            if piece is not None and row.job in self._jobs:  # else nobody reads it any more
+                pieces.append((row.job, piece))
+            if isinstance(event, Ended):
+                self._count_end(row.job, event.ticket)
+
+    def _ended(self, row: Row, event: Ended) -> Piece | None:
+        del self._rows[event.ticket]
+        if event.error is not None:
+            notes = getattr(event.error, "__notes__", ())
+            logger.error("a response failed: %s", "\n".join(notes) or event.error)
+        self._metrics.ended(row, event.reason)
+        return row.ended(event)
+
+    def _count_end(self, job: Job, ticket: Ticket) -> None:
+        progress = self._jobs.get(job)
+        if progress is None:
+            return
+        progress.tickets.discard(ticket)
+        progress.left -= 1
+        if not progress.left:
+            del self._jobs[job]
+
+    def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: the server ends
+            self._closed = True
+
+
+def _request(wanted: Wanted, key: int) -> Request:
+    return Request(
+        wanted.prompt,
+        wanted.sampler,
+        key,
+        max_new_tokens=wanted.max_new_tokens,
+        num_top=wanted.num_top,
+    )
+
+
+def run_call(future: "Future[object]", function: Callable[[], object]) -> None:
+    """Compute what a future promises."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  # whoever waits for it raises it
+        future.set_exception(error)

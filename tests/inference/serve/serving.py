@@ -1,0 +1,209 @@
+"""A server in this process, on a port of its own, and raw requests to it."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from inference.serve.config import ServeConfig, read_keys
+from inference.serve.loading import load
+from inference.serve.models import ModelPath
+from inference.serve.server import Server, listen
+from inference.serve.state import State
+
+TINY = "embedded"
+"""Its weights are noise, so that it says the halves of characters too, and ends rarely."""
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    port: int
+    server: Server
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def state(self) -> State:
+        return self.server.state
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Generation stands still within the block."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            go_on.wait(60)
+
+        worker = self.server._worker
+        assert worker is not None
+        worker.call(wait)
+        begun.wait(60)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs, and every slot is free."""
+        worker = self.server._worker
+        assert worker is not None
+        left = [worker._jobs, worker._rows, self.state.broker._jobs, *worker._queues.values()]
+        busy = any(each.batch.busy for each in self.state.models.values())
+        return not busy and not any(len(each) for each in left)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    """Whether something becomes so within some time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@contextmanager
+def serving(
+    places: tuple[ModelPath, ...] = (ModelPath("tiny", TINY),),
+    reward: str | None = None,
+    send_buffer: int | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
+    """A server with these settings, until the end of the block.
+
+    `send_buffer` bounds the bytes that the system takes for a client that doesn't read.
+    """
+    names = tuple(place.path for place in places)
+    config = ServeConfig(**{"path": names, "port": 0, "slots": 4, "drain_seconds": 0, **settings})
+    state = load(config, places, reward, read_keys(config))
+    listener = listen(config)
+    if send_buffer is not None:  # connections have it from the listener
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    started: list[Running] = []
+    ready = threading.Event()
+
+    async def run() -> None:
+        server = Server(state)
+        started.append(Running(listener.getsockname()[1], server, asyncio.get_running_loop()))
+        asyncio.get_running_loop().call_soon(ready.set)
+        await server.run(listener)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    ready.wait(30)
+    (running,) = started
+    until(lambda: state.broker.is_ready and running.server.started)
+    try:
+        yield running
+    finally:
+        running.loop.call_soon_threadsafe(running.server.stop)
+        thread.join(30)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def request_bytes(
+    path: str, body: object = None, *, method: str = "POST", headers: dict[str, str] | None = None
+) -> bytes:
+    """A whole HTTP request; the connection is closed after it."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    content = b"" if body is None else content
+    fields = {
+        "Host": "127.0.0.1",
+        "Connection": "close",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(content)),
+        **(headers or {}),
+    }
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+@dataclass
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]
+
+
+def send(running: Running, data: bytes) -> Answer:
+    """The answer to a request as it stands."""
+    with running.connect() as connection:
+        connection.sendall(data)
+        return receive(connection)
+
+
+def receive(connection: socket.socket) -> Answer:
+    """All that comes until the server closes the connection."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    head, _, body = b"".join(parts).partition(b"\r\n\r\n")
+    if not head:
+        return Answer(0, {}, b"")
+    first, *fields = head.decode("latin-1").split("\r\n")
+    headers = {}
+    for field in fields:
+        name, _, value = field.partition(":")
+        headers[name.lower()] = value.strip()
+    if headers.get("transfer-encoding") == "chunked":
+        body = _joined(body)
+    return Answer(int(first.split()[1]), headers, body)
+
+
+def _joined(chunks: bytes) -> bytes:
+    parts = []
+    while chunks:
+        size, _, rest = chunks.partition(b"\r\n")
+        parts.append(rest[: int(size, 16)])
+        chunks = rest[int(size, 16) + 2 :]
+    return b"".join(parts)
+
+
+def post(running: Running, path: str, body: object, **headers: str) -> Answer:
+    """The answer to a request of JSON."""
+    return send(running, request_bytes(path, body, headers=headers))
+
+
+def get(running: Running, path: str, **headers: str) -> Answer:
+    """The answer to a request without a body."""
+    return send(running, request_bytes(path, method="GET", headers=headers))
+
+
+def chat(text: str = "What is 2 plus 2?", **fields: Any) -> dict[str, Any]:
+    """The body of a request for a response to one message."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def events(answer: Answer) -> list[dict[str, Any]]:
+    """The objects of a stream that ended as it should."""
+    *parts, last, rest = answer.body.decode().split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts if part.startswith("data: ")]

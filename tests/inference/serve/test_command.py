@@ -1,0 +1,220 @@
+"""The command: bad starts in a sentence, and a real process from its first request to SIGTERM."""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from inference.serve.command import main
+from inference.serve.config import ServeConfig
+from inference.serve.memory import plan_memory
+from inference.serve.models import ModelPath, gather_paths, models_of_run, paths_to_serve
+from pipeline.cli import run_main
+from pipeline.errors import ConfigError
+from tests.inference.serve.serving import CHAT, chat, request_bytes
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def refused(*argv: str) -> str:
+    """What a command line is answered with that ends in a sentence and exit code 2."""
+    out = io.StringIO()
+    with contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
+        run_main(main, argv)
+    assert ended.value.code == 2, out.getvalue()
+    (line,) = out.getvalue().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ((), "error: --path is missing: give a model directory, or --run OUT"),
+        (("--path", "./none"), "error: no such model"),
+        (("--path", "a=x", "--path", "a=y"), "error: --path: two models are called a; name them"),
+        (("--run", "none"), "error: --run none: no such directory"),
+        (("--path", "embedded", "--prot", "1"), "error: there is no option --prot; did you mean"),
+        (("--path", "embedded", "--port", "70000"), "error: --port must lie in [0, 65535]: 70000"),
+        (("--path", "embedded", "--slots", "0"), "error: --slots must be above 0: 0"),
+        (("--path", "embedded", "--cors", "x"), "error: --cors takes origins, as https://"),
+        (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 lets other"),
+        (("--path", "embedded", "--api-key", "a"), "error: --api-key: key 1 is shorter than 8"),
+        (("--path", "embedded", "--api-key-file", "no"), "error: --api-key-file no can't be read"),
+        (("--path", "embedded", "--tls-cert", "c"), "error: --tls-cert and tls_key belong"),
+        (
+            ("--path", "embedded", "--port", "0", "--context", "257"),
+            "error: --context is 257, and embedded reads 256 tokens; lower it",
+        ),
+        (
+            ("--path", "embedded", "--port", "0", "--cache-gib", "0.001"),
+            "error: the keys and values of embedded take",
+        ),
+        (
+            ("--path", "embedded", "--port", "0", "--reward", "embedded"),
+            "error: the embedded model is a",
+        ),
+        (("--path", "embedded", "--host", "203.0.113.7", "--insecure-no-key"), "error: --host 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_bad_start_is_a_sentence(
+    argv: Sequence[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert refused(*argv).startswith(sentence)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        line = refused("--path", "embedded", "--port", str(port))
+
+    assert line == (
+        f"error: --port {port} of 127.0.0.1 is taken; choose another one, or --port 0 for any that"
+        " is free"
+    )
+
+
+def test_models_have_the_names_that_are_given_or_those_of_their_directories() -> None:
+    options = [("path", ["a=DIR"]), ("port", ["1"]), ("path", ["OUT/step3_ppo/actor", "o/opt"])]
+    (port, (name, words)) = gather_paths([(name, list(given)) for name, given in options])
+    config = ServeConfig(path=("a=DIR", "OUT/step3_ppo/actor", "OUT/step3_ppo/ema", "o/opt-125m"))
+
+    found = paths_to_serve(config)
+
+    assert port == ("port", ["1"])
+    assert (name, words) == ("path", ['["a=DIR", "OUT/step3_ppo/actor", "o/opt"]'])
+    assert [(each.name, each.path) for each in found] == [
+        ("a", "DIR"),
+        ("step3_ppo", "OUT/step3_ppo/actor"),
+        ("step3_ppo-ema", "OUT/step3_ppo/ema"),
+        ("opt-125m", "o/opt-125m"),
+    ]
+
+
+def test_the_models_of_a_run_are_found_with_the_base_that_it_began_from(tmp_path: Path) -> None:
+    for name, figure in (("step1_sft", "perplexity_after"), ("step3_grpo", "win_rate")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+        (tmp_path / name / "result.json").write_text(f'{{"seconds": 1, "eval": {{"{figure}": 2}}}}')
+    (tmp_path / "step1_sft" / "config.json").write_text("{}")
+    (tmp_path / "step1_sft" / "config.yaml").write_text("model: {path: base/dir}\nseed: 4\n")
+    (tmp_path / "step3_grpo" / "config.yaml").write_text("method: grpo\n")
+    (tmp_path / "step3_grpo" / "actor").mkdir()
+    (tmp_path / "step3_grpo" / "actor" / "config.json").write_text("{}")
+
+    found = models_of_run(tmp_path)
+
+    sft = str(tmp_path / "step1_sft")
+    assert found == [
+        ModelPath("base", "base/dir", 4, sft),
+        ModelPath("step1_sft", sft),
+        ModelPath("step3_grpo", str(tmp_path / "step3_grpo" / "actor")),
+    ]
+
+
+def test_memory_is_shared_out_before_anything_is_loaded() -> None:
+    places = [ModelPath("a", "embedded"), ModelPath("b", "embedded")]
+    # 2 * 4 layers * 128 numbers of 4 bytes are 4 KiB a token; a slot of 256 has 32 to spare.
+    slot = 4096 * 288
+
+    rooms = plan_memory(places, None, ServeConfig(path=("x",), cache_gib=21 * slot / 2**30))
+
+    assert {name: (room.slots, room.context) for name, room in rooms.items()} == {
+        "a": (10, 256),
+        "b": (10, 256),
+    }
+    with pytest.raises(ConfigError, match="lower --slots or --context"):
+        plan_memory(places, None, ServeConfig(path=("x",), slots=11, cache_gib=21 * slot / 2**30))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else 1)
+
+    assert refused("--path", "embedded") == (
+        'error: the package uvicorn is missing: pip install "rlhf-pipeline[serve]"'
+    )
+
+
+def test_a_process_answers_until_it_is_stopped_and_lets_what_runs_end() -> None:
+    command = "inference.serve --path tiny=embedded --port 0 --slots 2"
+    with subprocess.Popen(
+        [sys.executable, "-m", *command.split()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.match(r"http://127.0.0.1:(\d+) : page and API", line)
+        assert found, line
+        with socket.create_connection(("127.0.0.1", int(found[1])), timeout=60) as connection:
+            body = chat(stream=True, max_tokens=150, min_tokens=150)
+            connection.sendall(request_bytes(CHAT, body))
+            first = connection.recv(100)
+            process.send_signal(signal.SIGTERM)
+            rest = receive_after(first, connection)
+        _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 0
+    assert "ending once the running requests have ended" in errors
+    assert rest.count(b'finish_reason":"length') == 1
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def receive_after(first: bytes, connection: socket.socket) -> bytes:
+    parts = [first]
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare, of util-linux")
+def test_nothing_goes_out(tmp_path: Path) -> None:
+    """In a network namespace with a loopback alone the server answers as elsewhere."""
+    program = tmp_path / "ask.py"
+    program.write_text(OFFLINE)
+    ended = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--net", sys.executable, str(program)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare" in ended.stderr and "Operation not permitted" in ended.stderr:
+        pytest.skip("this system allows no network namespace")
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("answered\n")
+
+
+OFFLINE = """
+import fcntl, socket, struct
+from tests.inference.serve.serving import CHAT, chat, post, serving
+
+with socket.socket() as any_socket:  # ip link set lo up
+    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))
+try:
+    socket.create_connection(("203.0.113.1", 80), timeout=1)
+except OSError:
+    pass
+else:
+    raise SystemExit("there is a network")
+with serving() as server:
+    assert post(server, CHAT, chat(max_tokens=2)).status == 200
+print("answered")
+"""

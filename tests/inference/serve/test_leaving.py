@@ -1,0 +1,195 @@
+"""Clients that leave, stop reading or wait too long: nothing of theirs stays in the server."""
+
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.inference.serve.serving import (
+    CHAT,
+    COMPLETIONS,
+    Running,
+    chat,
+    events,
+    post,
+    receive,
+    request_bytes,
+    serving,
+    until,
+)
+
+CANARY = chat("Hello", seed=5, max_tokens=6, logprobs=True)
+
+
+def leave_at_random(server: Running, seed: int) -> None:
+    """Ask, streamed or plain, read a little or nothing, and go."""
+    chance = random.Random(seed)
+    body = chat(
+        f"Number {seed}?",
+        seed=seed,
+        stream=chance.random() < 0.6,
+        n=chance.choice((1, 1, 3)),
+        max_tokens=chance.choice((1, 20, 150)),
+        stop="e",
+    )
+    data = request_bytes(CHAT, body)
+    with server.connect() as connection:
+        connection.sendall(data[: chance.randrange(len(data))] if seed % 7 == 0 else data)
+        if chance.random() < 0.7:
+            time.sleep(chance.random() * 0.2)
+        connection.settimeout(0.05)
+        for _ in range(chance.randrange(4)):
+            try:
+                connection.recv(200)
+            except OSError:
+                break
+
+
+def leave_together(server: Running, count: int) -> None:
+    threads = [
+        threading.Thread(target=leave_at_random, args=(server, number)) for number in range(count)
+    ]
+    for first in range(0, count, 24):
+        for thread in threads[first : first + 24]:
+            thread.start()
+        for thread in threads[first : first + 24]:
+            thread.join()
+
+
+def check_nothing_is_left(server: Running, count: int) -> None:
+    before = post(server, CHAT, CANARY).json["choices"]
+    num_threads = threading.active_count()
+
+    leave_together(server, count)
+
+    assert until(server.is_idle)
+    assert until(lambda: server.state.broker.num_open == 0)
+    assert until(lambda: threading.active_count() <= num_threads)
+    assert until(lambda: len(server.server.server_state.connections) == 0)
+    assert post(server, CHAT, CANARY).json["choices"] == before
+
+
+def test_of_100_clients_that_leave_at_random_instants_nothing_is_left(server: Running) -> None:
+    check_nothing_is_left(server, 100)
+
+
+@pytest.mark.serve
+@pytest.mark.timeout(600)
+def test_of_500_clients_that_leave_at_random_instants_nothing_is_left(server: Running) -> None:
+    for _ in range(3):
+        check_nothing_is_left(server, 500)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_a_client_that_left_asked_for_ends_before_the_next_step(
+    server: Running, *, streams: bool
+) -> None:
+    """Though it was to have 200 tokens, of three responses."""
+    connection = server.connect()
+    connection.sendall(
+        request_bytes(CHAT, chat(stream=streams, max_tokens=200, n=3, min_tokens=200))
+    )
+    worker = server.server._worker
+    assert worker is not None
+    assert until(lambda: len(worker._rows) == 3)
+    rows = list(worker._rows)
+
+    with server.paused():
+        connection.close()
+        assert until(lambda: server.state.broker.num_open == 0)
+        lengths = [len(ticket.response.ids) for ticket in rows]
+
+    assert until(server.is_idle)
+    assert [len(ticket.response.ids) for ticket in rows] == lengths
+
+
+def test_a_client_that_waits_too_long_for_a_slot_is_sent_away() -> None:
+    with serving(queue_seconds=0.3) as server, server.paused():
+        answer = post(server, CHAT, chat())
+
+    assert answer.status == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "no slot was free" in answer.error["message"]
+
+
+def test_a_request_that_takes_too_long_ends_in_a_timeout_or_an_event_of_one() -> None:
+    with serving(request_seconds=1.0) as server:
+        answers = []
+        for stream in (False, True):
+            connection = server.connect()
+            body = chat(stream=stream, max_tokens=200, min_tokens=200)
+            connection.sendall(request_bytes(CHAT, body))
+            worker = server.server._worker
+            assert worker is not None
+            assert until(lambda worker=worker: len(worker._rows) == 1)
+            with server.paused():
+                answers.append(receive(connection))
+            connection.close()
+            assert until(server.is_idle)
+
+    plain, streamed = answers
+    assert plain.status == 504
+    assert streamed.status == 200
+    last = streamed.body.decode().strip().split("\n\n")[-1]
+    assert '"timeout_error"' in last
+    assert b"[DONE]" not in streamed.body
+
+
+def test_clients_take_turns(server: Running) -> None:
+    """One's twelve prompts don't stand before another client's one."""
+    worker = server.server._worker
+    assert worker is not None
+    many = {"prompt": ["The sun"] * 12, "max_tokens": 40, "min_tokens": 40, "seed": 1}
+    with server.connect() as first, server.connect() as second:
+        with server.paused():
+            first.sendall(request_bytes(COMPLETIONS, many))
+            assert until(lambda: server.state.broker.num_open == 1)
+            (job,) = server.state.broker._jobs
+            second.sendall(request_bytes(COMPLETIONS, {"prompt": "It", "max_tokens": 1}))
+            assert until(lambda: server.state.broker.num_open == 2)
+            (other,) = server.state.broker._jobs - {job}
+            other.client = "another"
+        assert receive(second).status == 200
+        assert job in worker._jobs
+        assert len(receive(first).json["choices"]) == 12
+
+
+def test_a_client_that_does_not_read_is_dropped_and_stops_no_other() -> None:
+    with serving(idle_seconds=0.5, slots=2, send_buffer=4096) as server:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.connect(("127.0.0.1", server.port))
+        many = {"stream": True, "max_tokens": 200, "min_tokens": 200, "logprobs": 20}
+        connection.sendall(request_bytes(COMPLETIONS, {"prompt": "The sun", **many}))
+        assert until(lambda: server.state.broker.num_open == 1)
+
+        other = post(server, CHAT, chat(stream=True, max_tokens=3))
+
+        assert events(other)
+        assert until(lambda: server.state.broker.num_open == 0)
+        assert until(server.is_idle)
+        assert until(lambda: len(server.server.server_state.connections) == 0)
+        connection.close()
+
+
+def test_a_server_that_ends_lets_running_requests_end_and_takes_no_new_ones() -> None:
+    with serving(drain_seconds=30) as server:
+        connection = server.connect()
+        connection.sendall(request_bytes(CHAT, chat(stream=True, max_tokens=60, min_tokens=60)))
+        assert until(lambda: server.state.broker.num_open == 1)
+        with server.paused():
+            server.loop.call_soon_threadsafe(server.server.stop)
+            assert until(lambda: server.state.broker.draining)
+            refused = post(server, CHAT, chat())
+            ready = server.connect()
+            ready.sendall(request_bytes("/ready", method="GET"))
+            assert receive(ready).status == 503
+            ready.close()
+        whole = receive(connection)
+        connection.close()
+
+    assert refused.status == 503
+    assert "about to end" in refused.error["message"]
+    assert events(whole)[-1]["choices"][0]["finish_reason"] == "length"
