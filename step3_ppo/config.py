@@ -19,6 +19,7 @@ from pipeline.config import (
 )
 from pipeline.errors import require
 from pipeline.settings.plain import Option
+from step3_ppo.guard_settings import GuardSettings, check_guards, completed
 from step3_ppo.method_checks import check_method
 from step3_ppo.methods import METHODS
 from step3_ppo.needs import ESTIMATOR_NEEDS
@@ -43,7 +44,7 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(TaskSettings, StepConfig, RewardSettings):
+class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
@@ -348,6 +349,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
         check_environment(self)
         check_rewards(self)
         check_tasks(self)
+        object.__setattr__(self, "guards", completed(self.guards))
+        check_guards(self)
         for source in self.rewards:
             if source.kind == MODEL and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))
