@@ -7,17 +7,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.config import StepConfig, affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.checkpoint.going_back import Return, forget_return
+from pipeline.engine.checkpoint.healthy import healthy_up_to
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
+from pipeline.engine.parts import KeepsWeights, KnowsHealth, Stateful
 from pipeline.engine.resume import load_random_state, newest_on_all, random_fragments
 from pipeline.engine.state import (
     describe,
@@ -28,7 +30,7 @@ from pipeline.engine.state import (
     trained_fragments,
     weights_fragments,
 )
-from pipeline.errors import ConfigError, JobFailed
+from pipeline.errors import CheckpointError, ConfigError, JobFailed
 from pipeline.faults import fault_point
 from pipeline.models.consolidate import TOKENIZER, describe_model
 from pipeline.run import CHECKPOINTS, Run
@@ -43,32 +45,13 @@ PATIENCE_SECONDS = 5
 """Of a loop that is left before its end: the save under way may wait for a process that is gone."""
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """Something whose state is a few numbers, the same on every process."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as JSON has it."""
-        ...
-
-    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401
-        """Take it up."""
-        ...
-
-
-@runtime_checkable
-class KeepsWeights(Protocol):
-    """Something that keeps vectors laid out as an engine's masters, or an empty list."""
-
-    engine: Engine
-    weights: list[Tensor]
-
-
 class Checkpoints:
     """Saves a step's state while it runs, and goes on from the newest one that verifies.
 
     `engines` and `parts` are everything that a step changes as it goes. A process contributes its
-    own pieces, and its random number generators; the rest is the same on all.
+    own pieces, and its random number generators; the rest is the same on all. With `guards` the
+    run may go back: then the state is also saved before the first step, and of the healthy ones
+    those stay that the run may need.
     """
 
     def __init__(
@@ -79,6 +62,7 @@ class Checkpoints:
         parts: Mapping[str, Stateful | KeepsWeights | None],
         tokenizer: PreTrainedTokenizerBase,
         data: str,
+        guards: KnowsHealth | None = None,
     ) -> None:
         config = self.config = run.config
         self.run, self.data = run, data
@@ -91,8 +75,13 @@ class Checkpoints:
         }
         self.done = 0
         """Steps behind us."""
+        self.is_new = True
+        """Whether the run begins, and takes up no earlier state."""
         self._kept = 0
         """The step whose state was saved last, or loaded."""
+        self._guards = guards
+        self._returns = 0
+        """How often the run has gone back."""
         self._once: dict[str, Any] = {}
         self._base: str | None = None
         job, goes_on = world.gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
@@ -102,7 +91,12 @@ class Checkpoints:
             shutil.rmtree(self.root, ignore_errors=True)
         world.barrier()
         self._writer = CheckpointWriter(
-            self.root, job=job, rank=world.rank, world_size=world.size, keep_last=config.keep_last
+            self.root,
+            job=job,
+            rank=world.rank,
+            world_size=world.size,
+            keep_last=config.keep_last,
+            margin=None if guards is None else guards.window,
         )
         if run.is_main:
             tokenizer.save_pretrained(self.root / TOKENIZER)
@@ -129,15 +123,17 @@ class Checkpoints:
             fault_point("steps.begin")
             with StopSignals(self._announce) as signals:
                 self._look_together(signals)
+                if self.is_new and self._may_go_back:
+                    self.save(0)
                 first = self.done + 1
-                for step in range(first, self.run.total_steps + 1):
-                    if enough():
-                        break
+                while self.done < self.run.total_steps and not enough():
+                    step, returns = self.done + 1, self._returns
                     yield step
                     if step == first and self.config.save_every is not None:
                         self._prepare()
-                    self.done = step
-                    self._save_or_leave(signals, due=self._is_due(step))
+                    if returns == self._returns:
+                        self.done = step
+                    self._save_or_leave(signals, due=self._is_due(self.done))
                 self._save_or_leave(signals, due=self.config.save_every is not None)
                 self._writer.wait()
             # From here on a signal ends the process at once, and the state is there; one that came
@@ -156,6 +152,37 @@ class Checkpoints:
             self._writer.save_base(self._base, chain(*frozen))
         self._writer.save(step, self._fragments(), self._document(), base=self._base)
         self._saved_at = time.monotonic()
+
+    def newest_healthy(self, *, up_to: int) -> Checkpoint:
+        """The newest checkpoint up to that step that was healthy, and verifies.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        self._writer.wait()
+        found = newest_on_all(self.root, self._world, among=lambda root: healthy_up_to(root, up_to))
+        if found is None:
+            raise CheckpointError(f"{self.root} holds no healthy checkpoint up to step {up_to}")
+        return found
+
+    def go_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
+        """Take up that state of this run, but for the `parts` that are given as they shall be.
+
+        And but for what the run has logged, and the time it took. The next step is the one after
+        the checkpoint's; those that are after it are removed. A run that is killed meanwhile or
+        later goes on as if it had not been. All processes call it, within `steps`.
+        """
+        run = {**self.run.state_dict(), "step": checkpoint.step}
+        note = Return(self._returns + 1, checkpoint.step, {**parts, "run": run})
+        self._writer.go_back(checkpoint.step)
+        if self.run.is_main:
+            note.write(self.root)
+        self._world.barrier()
+        self._load(checkpoint, note)
+
+    @property
+    def _may_go_back(self) -> bool:
+        return self._guards is not None and self._guards.window is not None
 
     def _prepare(self) -> None:
         """Have the memory for copies made while training goes on."""
@@ -252,7 +279,13 @@ class Checkpoints:
             },
             "weights": [name for name, _ in self._keeping_weights()],
             "once": self._once,
+            **self._health(),
         }
+
+    def _health(self) -> dict[str, Any]:
+        if self._guards is None:
+            return {}
+        return {"healthy": self._guards.is_healthy, "returns": self._returns}
 
     def _keeping_weights(self) -> Iterator[tuple[str, KeepsWeights]]:
         for name, part in self.parts.items():
@@ -268,10 +301,18 @@ class Checkpoints:
 
     def _resume(self) -> None:
         checkpoint = newest_on_all(self.root, self._world)
+        note = self._world.gather_objects(Return.read(self.root))[0]
+        if checkpoint is not None and note is not None and note.is_behind(checkpoint.state):
+            checkpoint = newest_on_all(
+                self.root, self._world, among=lambda root: healthy_up_to(root, note.step)
+            )
         if checkpoint is not None:
             self._check(checkpoint)
-            self._load(checkpoint)
+            is_behind = note is not None and note.is_behind(checkpoint.state)
+            self._load(checkpoint, note if is_behind else None)
             return
+        if self.run.is_main:
+            forget_return(self.root)
         logger.info("%s has no checkpoint to go on from in %s", self.run.name, self.root)
         self.run.begin()
 
@@ -293,21 +334,29 @@ class Checkpoints:
                 " it back, or say --overwrite to begin again"
             )
 
-    def _load(self, checkpoint: Checkpoint) -> None:
+    def _load(self, checkpoint: Checkpoint, note: Return | None = None) -> None:
+        """Take up that state, but for what the note says; what follows the checkpoint goes then."""
         state = checkpoint.state
+        parts = state["parts"] if note is None else {**state["parts"], **note.parts}
         for name, engine in self.engines.items():
             load(engine, name, checkpoint, state["engines"][name])
         for name, part in self.parts.items():
-            if isinstance(part, Stateful):
-                part.load_state_dict(state["parts"][name])
+            if isinstance(part, Stateful) and name in parts:  # which earlier versions may lack
+                part.load_state_dict(parts[name])
             if isinstance(part, KeepsWeights) and name in state["weights"]:
                 if not part.weights:
                     groups = part.engine.groups
                     part.weights = [torch.zeros(group.masters.numel) for group in groups]
                 read_weights(part.engine, name, checkpoint, part.weights)
+            elif isinstance(part, KeepsWeights):
+                part.weights = []
         self._once = dict(state["once"])
         self._base = checkpoint.base.path.name if checkpoint.base is not None else None
         load_random_state(checkpoint, self._world)
+        self._returns = state.get("returns", 0) if note is None else note.count
+        if note is not None and self.run.is_main:
+            note.discard_what_follows(self.root, by=f"return-{note.count}")
+        self.is_new = False
         self.done = self._kept = checkpoint.step
         logger.info("%s goes on after step %d", self.run.name, self.done)
 

@@ -206,6 +206,11 @@ class Run:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
+    def note(self, step: int, name: str, details: Mapping[str, object]) -> None:
+        """Record what happened after `step` iterations, under a name, for the report alone."""
+        if self._metrics is not None:
+            self._write(step, {}, {name: details})
+
     def finish(
         self,
         *,
@@ -285,7 +290,8 @@ class Run:
         assert self._metrics is not None
         line = _finite({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
         self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._trackers.log(step, metrics)
+        if metrics:
+            self._trackers.log(step, metrics)
 
 
 def configure_logging(*, is_main: bool) -> None:

@@ -19,6 +19,7 @@ from pipeline.config import (
 )
 from pipeline.errors import require
 from pipeline.settings.plain import Option
+from step3_ppo.guard_settings import GuardSettings, check_guards, completed
 from step3_ppo.method_checks import check_method
 from step3_ppo.methods import METHODS
 from step3_ppo.needs import ESTIMATOR_NEEDS
@@ -43,7 +44,7 @@ LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(TaskSettings, StepConfig, RewardSettings):
+class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
@@ -80,7 +81,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
-    """Responses generated before each round of updates, in all."""
+    """Responses before each round of updates, in all."""
 
     group_size: int = 1
     """Responses to each prompt (num_generations, rollout.n)."""
@@ -127,7 +128,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
     et al. 2025, VAPO: 0.1)."""
 
     generation_batch_size: int = 64
-    """Prompts answered at once by one process; changes no result."""
+    """Prompts a process answers at once; changes no result."""
 
     inference_tp_size: int = 1
     """Processes that generate together by tensor parallelism; it divides their number and that of
@@ -348,6 +349,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings):
         check_environment(self)
         check_rewards(self)
         check_tasks(self)
+        object.__setattr__(self, "guards", completed(self.guards))
+        check_guards(self)
         for source in self.rewards:
             if source.kind == MODEL and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))

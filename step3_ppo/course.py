@@ -1,6 +1,7 @@
 """How the actor does on held-out prompts over a run, and which actor was the best."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -30,8 +31,10 @@ from pipeline.run import Run
 from step3_ppo.comparison import answer_all
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import HeldOut
+from step3_ppo.guards import Guards
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
+from step3_ppo.reward_sources import GOLD
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,8 @@ class Course:
     """Evaluates the actor at the start, now and then, and at the end.
 
     In between, sampled answers to the first held-out prompts, as many as a rollout has, are enough:
-    the best actor is that of the highest objective, mean reward less kl_coef times the KL.
+    the best actor is that of the highest objective, mean reward less kl_coef times the KL. Where a
+    guard acts on divergence, it is one whose gold is no lower than at the start.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Course:
         )
         self.start = 0.0
         """The objective of step 1's model."""
+        self.least_gold = -math.inf
+        """What gold must be for an actor to be the best, whatever its objective."""
 
     def begin(self, checkpoints: Checkpoints, run: Run) -> None:
         """Let step 1's model answer all held-out prompts; it is the first candidate.
@@ -102,8 +108,10 @@ class Course:
         figures = self._figures(answers, kl=self.before.kl)
         check_start(self.config.actor.path, figures)
         self.start = figures["objective"]
+        if any(guard.signal == "divergence" for guard in self.config.acting_guards):
+            self.least_gold = figures.get(GOLD, -math.inf)
         self.first = checkpoints.once("tasks", self.tasks.metrics)
-        if checkpoints.done == 0:
+        if checkpoints.is_new:
             greedy = self.before.greedy
             self.best.update(-self.start, step=0)
             greedy_score = {self._scores_are: mean_score(greedy)}
@@ -128,22 +136,23 @@ class Course:
             responses = self.watched.respond(actor, temperature=self.config.temperature)
         answers = self.watched.answers(responses)
         figures = self._figures(answers, kl=self.watched.kl(responses))
-        self.best.update(-figures["objective"], step=step)
+        is_sound = figures.get(GOLD, math.inf) >= self.least_gold
+        self.best.update(-figures["objective"], step=step, may_be_best=is_sound)
         details = {"eval_by_prompt": self.watched.by_prompt(answers)}
         run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out prompts after iteration {step}", figures)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: Run, guards: Guards) -> None:
         """Let the exported actor and the base answer all prompts; write samples and the result."""
         say_where_it_ended(self.best, self.start, self.config)
         after = answer_all(self.held_out)
         evaluation = {
             **summarize(self.before, after, name=self._scores_are),
-            "best_step": self.best.step if self.config.keep_best else self.best.last_step,
+            "best_step": self.best.step if self.config.keep_best else run.step,
         }
         exported = {"exported": self.held_out.by_prompt(after.sampled)}
-        run.evaluated(self.total_steps, evaluation, details={"eval_by_prompt": exported})
-        changed = self.best.step != self.best.last_step
+        run.evaluated(run.step, evaluation, details={"eval_by_prompt": exported})
+        changed = self.best.step != self.best.last_step or guards.stopped
         tasks = self.tasks.summary(self.first, changed=changed)
         sampled = {"step1_sft": self.before.sampled, self.config.step_name: after.sampled}
         base = answers_of_base(self.held_out, self.config.base)
@@ -158,7 +167,8 @@ class Course:
         run.finish(
             eval={**evaluation, **verification, **tasks},
             models={"actor": card},
-            samples=self.total_steps * self.config.rollout_size,
+            samples=run.step * self.config.rollout_size,
+            **({"guards": guards.acted} if guards.acted else {}),
         )
 
     def _figures(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:

@@ -15,21 +15,31 @@ class KLController:
     kl_coef = kl_coef * (1 + e * responses / horizon)
     """
 
-    coef: float
+    base: float
+    """The coefficient without `factor`."""
+
     target: float | None
     horizon: int
 
+    factor: float = 1.0
+    """Of a run that guards have taken back, beside what the target makes of the coefficient."""
+
+    @property
+    def coef(self) -> float:
+        """The weight of the penalty as it is now."""
+        return self.base * self.factor
+
     def state_dict(self) -> dict[str, float]:
-        """The coefficient that has been reached."""
-        return {"coef": self.coef}
+        """The coefficient that has been reached, without `factor`."""
+        return {"coef": self.base}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from another's coefficient."""
-        self.coef = state["coef"]
+        self.base = state["coef"]
 
     def update(self, kl: float, *, responses: int) -> None:
         """Record the mean KL of a rollout of so many responses."""
         if self.target is None:
             return
         error = min(MAX_ERROR, max(-MAX_ERROR, kl / self.target - 1))
-        self.coef *= 1 + error * responses / self.horizon
+        self.base *= 1 + error * responses / self.horizon

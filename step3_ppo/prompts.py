@@ -37,7 +37,11 @@ class PromptBatch:
         return [prompt.input_ids for prompt in self.prompts]
 
 
-@dataclass(frozen=True)
+ATTEMPT_KEYS = 2**40
+"""Keys of one attempt, more than any run needs."""
+
+
+@dataclass
 class Prompts:
     """Prompts to learn from and prompts held out."""
 
@@ -55,29 +59,35 @@ class Prompts:
     record: PromptRecord
     """Of what this step and the earlier ones train on and hold out."""
 
+    attempt: int = 0
+    """How often the run has gone back: it enters the keys, else the same responses came again."""
+
     def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
         """The stream's next prompts, one for each of these groups of a rollout; by default for all.
 
         Which process answers a prompt follows from its group, and what it samples from the number
-        of prompts that the run has taken before.
+        of prompts that the run has taken before and of the times that it has gone back.
         """
         places = range(self.stream.batch_size) if groups is None else groups
         first = self.stream.position
-        return self._batch(self.stream.take(len(places)), places, first)
+        return self._batch(self.stream.take(len(places)), places, first, attempt=self.attempt)
 
     def first_batch(self) -> PromptBatch:
         """The prompts of the first iteration, at any time; the stream stays where it is."""
         stream = self.stream
         rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
-        return self._batch(next(rows), range(stream.batch_size), 0)
+        return self._batch(next(rows), range(stream.batch_size), 0, attempt=0)
 
-    def _batch(self, rows: Sequence[int], groups: Sequence[int], first: int) -> PromptBatch:
+    def _batch(
+        self, rows: Sequence[int], groups: Sequence[int], first: int, *, attempt: int
+    ) -> PromptBatch:
         size, data = self.group_size, current_mesh().data
+        keys_before = attempt * ATTEMPT_KEYS + first * size
         own = [number for number, group in enumerate(groups) if group % data.size == data.rank]
         return PromptBatch(
             groups=[groups[number] for number in own],
             prompts=[self.train[rows[number]] for number in own for _ in range(size)],
-            keys=[(first + number) * size + sample for number in own for sample in range(size)],
+            keys=[keys_before + number * size + sample for number in own for sample in range(size)],
         )
 
 

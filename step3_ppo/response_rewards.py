@@ -19,6 +19,7 @@ from step3_ppo.models import Models
 from step3_ppo.reward_settings import ENVIRONMENT, MODEL
 from step3_ppo.reward_sources import GOLD
 from step3_ppo.scoring import counted_scores, reward_of
+from step3_ppo.standard_errors import standard_error
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ class ResponseRewards:
         """What each source gave, by the name of its metric."""
         return {metric_of(name): scored.values for name, scored in self.sources.items()}
 
-    def metrics(self) -> dict[str, float]:
-        """Means by source, the share without a reward, and the wait; over all processes."""
+    def metrics(self, *, group_size: int = 1) -> dict[str, float]:
+        """Means by source, the share without a reward, and the wait; over all processes.
+
+        Of gold its standard error too, with so many responses to each prompt.
+        """
         if not self.sources:
             return {}
         sums: dict[str, float] = {"rows": float(len(self.score)), "unknown": 0.0}
@@ -63,6 +67,9 @@ class ResponseRewards:
             for name in self.by_source()
             if totals[f"{name} count"]
         }
+        if GOLD in self.sources:
+            gold = _tensor(self.sources[GOLD].values, self.score)
+            means |= {f"{GOLD}_stderr": standard_error(gold, group_size=group_size)}
         return {
             **means,
             "reward_failures": totals["unknown"] / totals["rows"],

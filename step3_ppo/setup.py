@@ -11,14 +11,15 @@ from pipeline.data.chat_format import ChatFormat
 from pipeline.models.export import export
 from pipeline.models.trained import within_context
 from pipeline.run import Run
-from step3_ppo.alarms import Alarms, check_reward_model
 from step3_ppo.config import PPOConfig
 from step3_ppo.course import Course
 from step3_ppo.ema import Ema
+from step3_ppo.guards import Guards
 from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import Prompts
 from step3_ppo.ptx import PtxStream, open_ptx
+from step3_ppo.reward_model_check import check_reward_model
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.sampling import sampled_responses
 from step3_ppo.scoring import measured_moments
@@ -35,7 +36,7 @@ class Setup:
     kl: KLController
     ema: Ema | None
     ptx: PtxStream | None
-    alarms: Alarms
+    guards: Guards
     course: Course
     checkpoints: Checkpoints
 
@@ -71,7 +72,7 @@ def set_up(
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
     scores_ends = config.uses_reward_model and config.missing_eos_score is not None
-    alarms = Alarms(scores_ends=scores_ends)
+    guards = Guards(config.guards, scores_ends=scores_ends)
     checkpoints = Checkpoints(
         run,
         engines=models.trained,
@@ -81,17 +82,29 @@ def set_up(
             "ema": ema,
             "ptx": ptx,
             "best": course.best,
-            "alarms": alarms,
+            "guards": guards,
             "rewards": None if sources.is_empty else sources,
         },
         tokenizer=tokenizer,
         data=prompts.fingerprint,
+        guards=guards,
     )
     with models.hybrid_engine.generating() as actor:
         check_generation(actor, [row.input_ids for row in prompts.train[:2]])
     set_moments(models, prompts, config, checkpoints)
     course.begin(checkpoints, run)
-    return Setup(models, prompts, kl, ema, ptx, alarms, course, checkpoints)
+    ppo = Setup(models, prompts, kl, ema, ptx, guards, course, checkpoints)
+    slow_down(ppo)
+    return ppo
+
+
+def slow_down(ppo: Setup) -> None:
+    """After each rollback learn half as fast, twice as near the reference, from other responses."""
+    rollbacks = ppo.guards.rollbacks
+    for engine in ppo.models.trained.values():
+        engine.lr_scale = 0.5**rollbacks
+    ppo.kl.factor = 2.0**rollbacks
+    ppo.prompts.attempt = rollbacks
 
 
 def set_moments(

@@ -8,6 +8,7 @@ from step3_ppo.correction import effective_share
 from step3_ppo.groups import are_equal, group_std
 from step3_ppo.losses import explained_variance, k3
 from step3_ppo.rollout import Experience, Rollout, global_moments
+from step3_ppo.standard_errors import standard_error
 
 
 def rollout_statistics(
@@ -17,8 +18,9 @@ def rollout_statistics(
     """Scores, KL per response in nats, entropy per token, lengths, and how good the critic was.
 
     `score` is `counted_score`, what figures count, NaN where a response has none (without it, the
-    reward model's raw score), `reward_score` what was maximized; `kl` is the k1 estimate summed
-    over each response, `kl_k3` the k3 estimate; `uncounted` is the share of responses that neither
+    reward model's raw score), and `score_stderr` its mean's standard error, `reward_score` what was
+    maximized; `kl` is the k1 estimate summed over each response, `kl_k3` the k3 estimate;
+    `uncounted` is the share of responses that neither
     a baseline nor a loss has; `rollout_gap` and `rollout_gap_max` are the mean and the largest
     absolute difference between generation's and training's log-probabilities.
     """
@@ -51,6 +53,7 @@ def rollout_statistics(
     mean = totals["score"] / scored
     return {
         "score": mean,
+        "score_stderr": standard_error(score, group_size=rollout.group_size),
         "score_std": max(0.0, totals["score_squares"] / scored - mean**2) ** 0.5,
         "reward_score": totals["reward_score"] / max(1.0, totals["counted"]),
         "uncounted": 1 - totals["counted"] / responses,

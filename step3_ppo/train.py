@@ -30,6 +30,7 @@ from step3_ppo.off_policy import check_rollout_gap
 from step3_ppo.prompts import load_prompts
 from step3_ppo.response_rewards import rewards_of
 from step3_ppo.reward_sources import RewardSources
+from step3_ppo.rollback import guard
 from step3_ppo.rollout import compute_advantages, score_responses
 from step3_ppo.sampling import sample_rollout
 from step3_ppo.setup import Setup, set_up
@@ -50,12 +51,12 @@ def train(config: PPOConfig) -> Path:
     ):
         ppo = set_up(config, tokenizer, chat, prompts, run, sources)
         with keeping_best(run, ppo.course.best, ppo.export_actor, actor=config.actor):
-            for step in ppo.checkpoints.steps():
+            for step in ppo.checkpoints.steps(enough=lambda: ppo.guards.stopped):
                 metrics = iterate(ppo, config, run, step=step)
-                ppo.alarms.look(step, metrics)
                 ppo.course.look(step, run)
+                guard(ppo, run, step, metrics)
         export_models(ppo.models, ppo.ema, run, best=ppo.course.best)
-        ppo.course.end(run)
+        ppo.course.end(run, ppo.guards)
     return config.output_dir
 
 
@@ -75,7 +76,8 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
     )
-    metrics = rollout_statistics(rollout, rewards.score) | rewards.metrics() | sampled.metrics
+    metrics = rollout_statistics(rollout, rewards.score) | sampled.metrics
+    metrics |= rewards.metrics(group_size=config.group_size)
     check_finite(f"of the rollout of iteration {step}", metrics)
     check_rollout_gap(metrics["rollout_gap"], models, largest=metrics["rollout_gap_max"])
     clock.end("experience")
@@ -107,7 +109,7 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
     if ema is not None:
         with ema.applied():
             export(models.policy, models.tokenizer, run.path("ema"), weights=models.actor)
-    if best.step != best.last_step:
+    if best.step != run.step:
         best.restore()
     export(models.policy, models.tokenizer, run.path("actor"), weights=models.actor)
     if models.critic is None:

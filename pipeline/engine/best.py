@@ -26,13 +26,13 @@ class BestWeights:
         self.weights: list[Tensor] = []
         """As `engine.masters()`; empty before the first evaluation."""
 
-    def update(self, value: float, *, step: int) -> None:
+    def update(self, value: float, *, step: int, may_be_best: bool = True) -> None:
         """Keep the present weights if `value`, the lower the better, beats the best so far.
 
-        A value that is not finite never does.
+        A value that is not finite never does, nor one that speaks for nothing (`may_be_best`).
         """
         self.last, self.last_step = value, step
-        if math.isfinite(value) and value < self.value:
+        if may_be_best and math.isfinite(value) and value < self.value:
             self.value, self.step, self.worse_in_a_row = value, step, 0
             if self.keep:
                 self.weights = [master.to("cpu", copy=True) for master in self.engine.masters()]

@@ -75,6 +75,8 @@ class Engine:
         self.model = model
         self.optim: OptimConfig = config.optim
         self.total_steps = total_steps
+        self.lr_scale = 1.0
+        """What the scheduled learning rates are multiplied by; the loop's to set."""
         self.steps = 0
         """Applied so far: a skipped step leaves the schedule where it is."""
         self.max_skipped = config.zero.max_skipped_steps
@@ -141,7 +143,8 @@ class Engine:
         self.zero.reduce()
         grad_norm, worst, all_used = self._grad_norm()
         finite = grad_norm < float("inf")  # False for NaN as well
-        factor = lr_factor(self.steps, total_steps=self.total_steps, optim=self.optim)
+        scheduled = lr_factor(self.steps, total_steps=self.total_steps, optim=self.optim)
+        factor = scheduled * self.lr_scale
         if finite:
             self._update(grad_norm, factor, all_used=all_used)
             self.steps += 1

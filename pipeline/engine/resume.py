@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -91,14 +91,21 @@ class EngineCheckpoints:
         return checkpoint.state["client_state"]
 
 
-def newest_on_all(root: Path, world: Group) -> Checkpoint | None:
+def newest_on_all(
+    root: Path, world: Group, *, among: Callable[[Path], Sequence[Path]] = candidates
+) -> Checkpoint | None:
     """The newest checkpoint whose files are what was written; each process reads its share.
+
+    Args:
+        root: of the checkpoints.
+        world: the processes, which all call it.
+        among: what to try, in this order; what the first process finds counts.
 
     Raises:
         CheckpointError: there are checkpoints, and none can be used.
     """
     passed_over: list[str] = []
-    for path in world.gather_objects(candidates(root))[0]:
+    for path in world.gather_objects(among(root))[0]:
         checkpoint, problem = _opened(path, world)
         problems = [each for each in world.gather_objects(problem) if each]
         if checkpoint is not None and not problems:

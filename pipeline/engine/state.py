@@ -150,6 +150,8 @@ def _load_group(
         for name, place, elements in group.spans():
             if kind == "weights" or numbers[name] is not None:
                 checkpoint.read(f"{prefix}/{kind}/{name}", elements.start, vector[place])
+    if not (updated or moments) and group.state:
+        group.state.clear()  # it was saved before its first update
     if common is not None and (common or moments):
         state = {**moments, **_as_tensors(common)}
         settings = group.optimizer.state_dict()["param_groups"]

@@ -52,7 +52,12 @@ GROUPS = (
     ),
     Group("plan", "Before it runs", ("dry_run", "plan", "plan_for", "check")),
     Group("deployment", "Where it runs", EVERYDAY),
-    Group("data", "Data", ("data_split", "fields", "format"), brief=True),
+    Group(
+        "data",
+        "Data",
+        ("eval_path", "data_split", "data_seed", "fields", "format"),
+        brief=True,
+    ),
     Group(
         "zero",
         "ZeRO and DeepSpeed files",

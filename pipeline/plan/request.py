@@ -54,6 +54,10 @@ class Request(Deployment, Autotuning):
     environment: str | None = None
     """Class that plays the other side in step 3, FILE.py:CLASS, or one of docs/environments.md."""
 
+    guards: Literal["warn", "strict", "none"] | None = None
+    """What becomes of step 3 where a guard finds it out of order: warn, the default; strict takes
+    it back to its last healthy checkpoint; none does not look (docs/guards.md)."""
+
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 1 and 3."""
 

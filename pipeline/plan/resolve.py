@@ -259,6 +259,8 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
         "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }
+    if request.guards is not None and hasattr(stage.config_class, "guards"):
+        own["guards"] = request.guards
     # Steps that have no such short forms leave them as they are.
     short = [("reward_function", [*request.reward_function]), ("reward", [*request.reward])]
     given = [option for option in short if option[1]]

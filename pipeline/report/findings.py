@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.report.choice import model_to_talk_to
 from pipeline.report.figures import pass_rates
+from pipeline.report.guards import sentence_of
 from pipeline.report.intervals import Verdict, change_interval, share_interval, verdict_of
 from pipeline.report.methods import compare_methods
 from pipeline.report.results import Results, StepResult, finite
@@ -44,11 +45,16 @@ def findings(results: Results) -> list[Finding]:
         for each in results.steps.values()
         if each.diverged
     ]
+    ended = [
+        Finding(None, f"{of_method(each, results)}{guarded}")
+        for each in results.steps.values()
+        if (guarded := sentence_of(each))
+    ]
     found = [_by_verifier(results), _by_talk(results), _by_reward(results), _by_win_rate(results)]
     if results.methods:
         found = [_at_equal_kl(results), *_of_each_method(results), _by_talk(results)]
     found += [_by_accuracy(results), _by_perplexity(results)]
-    known = broken + [finding for finding in found if finding is not None]
+    known = broken + [finding for finding in found if finding is not None] + ended
     return known or [Finding(None, _nothing_known(results))]
 
 

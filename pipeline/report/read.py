@@ -10,6 +10,7 @@ import yaml
 from pipeline.errors import DataError
 from pipeline.origin import training_id
 from pipeline.report.choice import model_to_talk_to, of_one_origin
+from pipeline.report.guards import without_undone
 from pipeline.report.results import (
     Results,
     Sample,
@@ -69,6 +70,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
     own = _read_object(directory / "result.json")
     result = {**own, **summary}
     metrics = directory / "metrics.jsonl"
+    lines, events = without_undone(list(_lines(metrics)) if metrics.is_file() else [])
     return StepResult(
         name=directory.name,
         finished=bool(result),
@@ -81,7 +83,8 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         training=training_id(own) if own else "",
         settings=_settings(directory),
         changed_settings=mapping(result.get("changed_settings")),
-        metrics=tuple(_lines(metrics)) if metrics.is_file() else (),
+        metrics=tuple(lines),
+        events=tuple(events),
     )
 
 

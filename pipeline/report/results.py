@@ -34,7 +34,10 @@ class StepResult:
     """What tells it from another training in its place; empty of an unfinished one."""
 
     metrics: tuple[Mapping[str, object], ...] = ()
-    """The lines of metrics.jsonl."""
+    """The lines of metrics.jsonl, without those of iterations that a guard undid."""
+
+    events: tuple[Mapping[str, object], ...] = ()
+    """The lines in which guards spoke up."""
 
     samples: int = 0
     """Responses of its own that it learned from."""

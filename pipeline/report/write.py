@@ -11,6 +11,7 @@ from pipeline.report.choice import model_to_talk_to
 from pipeline.report.curves import phase_shares, split_key_charts, step_charts
 from pipeline.report.figures import before_after, pass_rates, trivial_rates
 from pipeline.report.findings import Finding, findings
+from pipeline.report.guards import events_of
 from pipeline.report.kl_chart import kl_chart, lines_of
 from pipeline.report.method_table import heads, rows
 from pipeline.report.methods import compare_methods
@@ -66,6 +67,7 @@ def render(results: Results, out: Path) -> str:
             figures={name: before_after(step) for name, step in results.steps.items()},
             key_charts=key_charts,
             charts=charts,
+            guards={name: events_of(step) for name, step in results.steps.items()},
             phases={name: phase_shares(step) for name, step in results.steps.items()},
             models=models,
             chat_command=CHAT,

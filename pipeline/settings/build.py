@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.settings.describe import (
     did_you_mean,
     items_class,
+    list_of_word,
     list_settings,
     section_class,
     without_none,
@@ -97,9 +98,12 @@ def _parsed(
         kind = _type_of(config_class, name)
         if kind is None:
             raise _unknown(config_class, name, section=section, place="")
+        given = words
         if (item := items_class(kind)) is not None:
-            _check_items(item, _from_json(words), f"{section}{name}", place="")
-        arguments.append(f"--{name}={as_word(f'--{section}{name}', kind, words)}")
+            found = list_of_word(item, " ".join(words))
+            given = words if found is None else [json.dumps(found)]
+            _check_items(item, _from_json(given), f"{section}{name}", place="")
+        arguments.append(f"--{name}={as_word(f'--{section}{name}', kind, given)}")
     try:
         return _parser(config_class).parse_args(arguments)
     except ArgumentError as error:
@@ -158,6 +162,8 @@ def _from_json(words: Sequence[str]) -> object:
 
 def _check_items(item_class: type, value: object, name: str, *, place: str) -> None:
     """Raise unless `value` lists settings of `item_class`, with names that it has."""
+    if list_of_word(item_class, value) is not None:
+        return
     items = value if isinstance(value, list | tuple) else [None]
     needed = [
         field.name
@@ -167,7 +173,9 @@ def _check_items(item_class: type, value: object, name: str, *, place: str) -> N
     for item in items:
         if not isinstance(item, Mapping):
             example = ", ".join(f'"{each}": ...' for each in needed)
-            raise ConfigError(f"{name}{place} must be a list as [{{{example}}}], got {value}")
+            words = "".join(f"{word}, " for word in getattr(item_class, "WORDS", ()))
+            or_list = f"one of {words}or a list" if words else "a list"
+            raise ConfigError(f"{name}{place} must be {or_list} as [{{{example}}}], got {value}")
         for key in item:
             if _type_of(item_class, str(key)) is None:
                 raise _unknown(item_class, str(key), section=f"{name}.", place=place)
@@ -186,6 +194,8 @@ def _merge(config_class: type, into: dict[str, Any], settings: Mapping[str, Any]
             below = into.get(name)
             into[name] = below if isinstance(below, dict) else {}
             _merge(inner, into[name], value)
+        elif (item := items_class(kind)) and (found := list_of_word(item, value)) is not None:
+            into[name] = found
         elif typing.get_origin(kind) is tuple and isinstance(value, str | int | float):
             into[name] = items_of(kind, [value]) if isinstance(value, str) else [value]
         else:

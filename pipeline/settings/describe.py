@@ -5,7 +5,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,12 @@ def items_class(kind: object) -> type | None:
     first, *rest = typing.get_args(kind) or (None,)
     is_list = typing.get_origin(kind) is tuple and rest == [...]
     return section_class(first) if is_list else None
+
+
+def list_of_word(item_class: type, word: object) -> list[Mapping[str, Any]] | None:
+    """The list that a word stands for, of those in `WORDS` of the items' class; None of none."""
+    words: Mapping[str, Sequence[Mapping[str, Any]]] = getattr(item_class, "WORDS", {})
+    return list(words[word]) if isinstance(word, str) and word in words else None
 
 
 def without_none(kind: object) -> object:

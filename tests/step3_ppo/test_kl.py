@@ -6,7 +6,7 @@ from step3_ppo.kl import KLController
 
 
 def test_the_coefficient_follows_the_proportional_error_clipped_to_a_fifth() -> None:
-    controller = KLController(coef=0.1, target=6.0, horizon=1000)
+    controller = KLController(0.1, target=6.0, horizon=1000)
     trajectory = []
 
     for kl in (6.0, 12.0, 6.6, 3.0, 0.0):
@@ -22,7 +22,7 @@ def test_the_coefficient_follows_the_proportional_error_clipped_to_a_fifth() -> 
 
 
 def test_without_a_target_the_coefficient_is_fixed() -> None:
-    controller = KLController(coef=0.1, target=None, horizon=1)
+    controller = KLController(0.1, target=None, horizon=1)
 
     controller.update(100.0, responses=100)
 

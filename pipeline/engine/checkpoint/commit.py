@@ -78,13 +78,20 @@ def name_latest(root: Path, step: int, attempt: str) -> None:
 
 
 def prune(
-    root: Path, step: int, *, keep_last: int, own: Collection[int], bases: Iterable[str], by: str
+    root: Path,
+    step: int,
+    *,
+    keep_last: int,
+    own: Collection[int],
+    bases: Iterable[str],
+    by: str,
+    spared: Collection[Path] = (),
 ) -> None:
     """Remove the checkpoints up to `step` but the `keep_last` newest, and bases nobody names.
 
     Those of the steps `own`, which this job wrote, count as they are, others only if they verify:
     the last ones that are left shall be of use. What is after `step` is of a future that this run,
-    resumed before it, will write anew; until then it stays. So do `bases`.
+    resumed before it, will write anew; until then it stays. So do `bases`, and what is `spared`.
     """
     good = 0
     for path in steps_in(root):
@@ -92,7 +99,8 @@ def prune(
         if at > step:
             continue
         if good == keep_last:
-            remove(path, by)
+            if path not in spared:
+                remove(path, by)
         elif at in own or verifies(path):
             good += 1
     named = set(bases)

@@ -21,6 +21,7 @@ from pipeline.engine.checkpoint.commit import (
     remove,
     verifies,
 )
+from pipeline.engine.checkpoint.healthy import needed_to_go_back
 from pipeline.engine.checkpoint.host_copy import HostCopy, views
 from pipeline.engine.checkpoint.layout import Fragment, is_base_name, step_name
 from pipeline.engine.checkpoint.manifest import Manifest, library_versions, now
@@ -36,7 +37,8 @@ class CheckpointWriter:
 
     Whoever makes one holds the lock of the directory (`RunLock`): what other jobs left in the
     making is deleted. `job` is any text that no other job has, the same on all processes. `bases`
-    are frozen weights that its processes know to be in the directory, with their traces.
+    are frozen weights that its processes know to be in the directory, with their traces. A
+    run that may go back does so by `margin` steps at least; what it needs for that is kept as well.
 
     A save that fails, on whatever process, leaves no trace but a sentence in the log of the first
     one and in `failure`: training goes on, the checkpoints before are untouched, and the next save
@@ -56,6 +58,7 @@ class CheckpointWriter:
         keep_last: int = 2,
         timeout_seconds: int | float = 600,
         bases: Mapping[str, Traces] | None = None,
+        margin: int | None = None,
     ) -> None:
         require(keep_last >= 2, f"keep_last must be 2 or more, not {keep_last}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", job):
@@ -68,6 +71,7 @@ class CheckpointWriter:
         self._rank = rank
         self._world_size = world_size
         self._keep_last = keep_last
+        self._margin = margin
         self._timeout_seconds = timeout_seconds
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
@@ -198,6 +202,11 @@ class CheckpointWriter:
         if self.failure is None:
             self._bases[name] = traces(self.root / name)
 
+    def go_back(self, step: int) -> None:
+        """What was saved after `step` is to be saved anew."""
+        self.wait()
+        self._committed = [each for each in self._committed if each <= step]
+
     def wait(self) -> None:
         """Return when nothing is under way."""
         if self._thread is not None:
@@ -245,6 +254,8 @@ class CheckpointWriter:
         self._left.append(attempt.directory)  # where it was not needed
         self._committed.append(step)
         name_latest(self.root, step, attempt.name)
+        margin = self._margin
+        spared = [] if margin is None else needed_to_go_back(self.root, step, margin=margin)
         prune(
             self.root,
             step,
@@ -252,6 +263,7 @@ class CheckpointWriter:
             own=self._committed,
             bases=self._bases,
             by=attempt.name,
+            spared=spared,
         )
 
     def _is_whole(self, attempt: Attempt) -> bool:

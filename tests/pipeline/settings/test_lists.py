@@ -52,3 +52,21 @@ def test_a_wrong_item_is_answered_in_a_sentence(given: str, sentence: str, tmp_p
     for argv in (["--rewards", given], ["--config", str(tmp_path / "wrong.yaml")]):
         with pytest.raises(ConfigError, match=sentence):
             parse_step(PPOConfig, argv)
+
+
+def test_a_word_stands_for_a_list_of_guards_in_a_file_and_on_the_command_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "words.yaml").write_text("guards: strict\nsave_every: 5\n")
+
+    config = parse_step(PPOConfig, ["--guards", "strict", "--save_every", "5"])
+
+    assert config == parse_step(PPOConfig, ["--config", str(tmp_path / "words.yaml")])
+    actions = {str(guard): guard.action for guard in config.guards}
+    assert actions["divergence>2"] == actions["repetition>0.3"] == "rollback"
+    assert actions["ratio_max>20"] == "warn"  # of a single iteration
+    assert {each.action for each in parse_step(PPOConfig, ["--guards", "none"]).guards} == {"none"}
+    assert parse_step(PPOConfig, ["--guards", "warn"]) == parse_step(PPOConfig, [])
+    assert as_options(parse_step(PPOConfig, [])) == []
+    options = [word for name, words in as_options(config) for word in (f"--{name}", *words)]
+    assert parse_step(PPOConfig, options) == config

@@ -1,0 +1,84 @@
+"""A run that is killed while it goes back, and resumed, ends as one that was not killed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from step3_ppo.config import PPOConfig
+from step3_ppo.guard_settings import GuardConfig
+from tests.faults.jobs import Forked, run_forked, small
+from tests.test_resume import exported, metrics
+
+ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback")
+"""Beyond its limit from the first iteration on: only the start is healthy."""
+
+POINTS = [
+    pytest.param("going_back.before_note", 1, marks=pytest.mark.faults),
+    pytest.param("going_back.after_note", 1),
+    pytest.param("going_back.before_removal", 1, marks=pytest.mark.faults),
+    pytest.param("going_back.after_note", 2, marks=pytest.mark.faults),
+    pytest.param("going_back.before_note", 3, marks=pytest.mark.faults),
+    pytest.param("going_back.after_note", 3, marks=pytest.mark.faults),
+    pytest.param("checkpoint.after_rename", 4, marks=pytest.mark.faults),
+]
+
+
+def guarded(start: Path, out: Path) -> PPOConfig:
+    """Two rollbacks from iteration 2 to the start, and the end there: six iterations in all."""
+    return small(start, "ppo", output_dir=out, guards=(ALWAYS,), keep_last=2, eval_every=1)
+
+
+@pytest.fixture(scope="module")
+def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole")
+    assert run_forked(guarded(start, out)) == [0, 0]
+    return out
+
+
+def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> None:
+    lines = metrics(whole)
+    events = [line["guard"] for line in lines if "guard" in line]
+    acted = [each for each in events if each["action"] != "warn"]
+    logged = [line for line in lines if "kl_coef" in line]
+
+    assert [(each["step"], each["action"], each["to"]) for each in acted] == [
+        (2, "rollback", 0),
+        (2, "rollback", 0),
+        (2, "stop", 0),
+    ]
+    assert [line["step"] for line in logged] == [1, 2] * 3
+    first = logged[0]
+    for attempt, line in enumerate(logged[::2]):
+        assert line["lr"] == first["lr"] / 2**attempt
+        assert line["critic_lr"] == first["critic_lr"] / 2**attempt
+        assert line["kl_coef"] == first["kl_coef"] * 2**attempt
+    assert len({line["entropy"] for line in logged[::2]}) == 3  # of one model: other responses
+    result = json.loads((whole / "result.json").read_text())
+    assert (result["steps"], result["eval"]["kl"], result["eval"]["best_step"]) == (0, 0.0, 0)
+    assert result["guards"] == acted
+
+
+@pytest.mark.parametrize(("point", "visit"), POINTS)
+def test_a_run_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
+    point: str, visit: int, start: Path, whole: Path, tmp_path: Path
+) -> None:
+    config = guarded(start, tmp_path)
+    with Forked(config, fault=f"{point}:0:{visit}:kill") as job:
+        codes = job.wait()
+    assert codes[0] == -9
+
+    assert run_forked(replace(config, resume=True)) == [0, 0]
+
+    assert metrics(tmp_path) == metrics(whole)
+    assert exported(tmp_path) == exported(whole)
+    assert left(tmp_path) == left(whole)
+
+
+def left(out: Path) -> tuple[list[str], Any]:
+    """Names of the checkpoints, and what the result says but for the time."""
+    result = json.loads((out / "result.json").read_text())
+    del result["seconds"], result["changed_settings"]
+    return sorted(path.name for path in (out / "checkpoints").iterdir()), result

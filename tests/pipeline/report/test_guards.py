@@ -1,0 +1,87 @@
+"""What the report shows of a run whose guards spoke up."""
+
+import json
+from pathlib import Path
+
+from pipeline.report.findings import findings
+from pipeline.report.guards import events_of
+from pipeline.report.read import read_results
+from pipeline.report.results import Results
+from pipeline.report.write import render
+
+EVAL = {"reward_before": 0.25, "reward_after": 0.9}
+LOOPS = {"signal": "repetition", "sentence": "responses run in <loops>"}
+
+
+def run(out: Path, *lines: dict[str, object]) -> Results:
+    step = out / "step3_ppo"
+    step.mkdir()
+    result = {"seconds": 60.0, "steps": 4, "tokens": 1000, "eval": EVAL}
+    (out / "summary.json").write_text(json.dumps({"steps": {"step3_ppo": result}, "seconds": 60}))
+    (step / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_results(out)
+
+
+def scored(step: int, score: float) -> dict[str, object]:
+    return {"step": step, "score": score}
+
+
+def spoke(step: int, action: str, to: int | None = None) -> dict[str, object]:
+    there = {} if to is None else {"to": to}
+    return {"step": step, "guard": {**LOOPS, "step": step, "action": action, **there}}
+
+
+def test_what_a_rollback_undid_is_in_no_curve_and_each_event_is_in_the_timeline(
+    tmp_path: Path,
+) -> None:
+    first = [scored(1, 0.1), scored(2, 0.2), {"step": 2, "eval_kl": 1.0}, scored(3, 0.9)]
+    second = [scored(2, 0.15), {"step": 2, "eval_kl": 0.5}, scored(3, 0.25)]
+    results = run(
+        tmp_path, *first, spoke(3, "warn"), spoke(3, "rollback", 1), *second, scored(4, 0.3)
+    )
+    step = results.steps["step3_ppo"]
+
+    assert step.series("score") == [(1, 0.1), (2, 0.15), (3, 0.25), (4, 0.3)]
+    assert step.series("eval_kl") == [(2, 0.5)]
+    assert [(each.step, each.words) for each in events_of(step)] == [
+        (3, "warned"),
+        (3, "back to iteration 1"),
+    ]
+    page = render(results, tmp_path)
+    assert "<b>back to iteration 1</b></td><td>responses run in &lt;loops&gt;</td>" in page
+    assert [each.sentence for each in findings(results)][-1] == (
+        "A guard took step3_ppo back from iteration 3 to iteration 1: responses run in <loops>"
+    )
+
+
+def test_a_run_that_a_guard_ended_says_with_which_actor(tmp_path: Path) -> None:
+    results = run(
+        tmp_path,
+        scored(1, 0.1),
+        spoke(1, "rollback", 0),
+        scored(1, 0.2),
+        spoke(1, "rollback", 0),
+        scored(1, 0.3),
+        spoke(1, "stop", 0),
+    )
+
+    (*_, last) = findings(results)
+    assert last.sentence == (
+        "A guard ended step3_ppo after iteration 1, with the actor of its start: responses run in"
+        " <loops>"
+    )
+    assert results.steps["step3_ppo"].series("score") == []
+    assert "ended with the start" in render(results, tmp_path)
+
+
+def test_several_rollbacks_are_counted_and_warnings_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    lines = [scored(1, 0.1), spoke(2, "rollback", 1), spoke(4, "rollback", 2)]
+    results = run(tmp_path / "a", *lines)
+    assert findings(results)[-1].sentence.startswith(
+        "A guard took step3_ppo back 2 times, at last from iteration 4 to iteration 2"
+    )
+
+    (tmp_path / "b").mkdir()
+    warned = run(tmp_path / "b", scored(1, 0.1), spoke(1, "warn"))
+    assert not [each for each in findings(warned) if "guard" in each.sentence]

@@ -1,0 +1,250 @@
+"""What a guard says of a run, once until it recovers, and when it has the run go back."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from step3_ppo.guard_settings import WARNING, GuardConfig, completed
+from step3_ppo.guard_signals import diverges, slope_in_errors
+from step3_ppo.guards import MAX_ROLLBACKS, QUIET, Guards
+
+SOUND = {
+    "kl": 1.0,
+    "ratio_max": 1.5,
+    "entropy": 0.5,
+    "response_length": 10.0,
+    "stop_rate": 1.0,
+    "repetition": 0.02,
+    "explained_variance": 0.4,
+    "skipped": 0.0,
+    "dead_groups": 0.2,
+    "reward_failures": 0.0,
+    "rollout_gap": 1e-5,
+}
+
+WRONG: dict[str, tuple[dict[str, float], str]] = {
+    "kl_per_token>0.25": (
+        {"kl": 2.6},
+        "the actor is 0.26 nats a token from the reference, beyond 0.25",
+    ),
+    "ratio_max>20": (
+        {"ratio_max": 85.0},
+        "updates made a token 85 times as likely, beyond 20 times",
+    ),
+    "entropy<0.2": (
+        {"entropy": 0.09},
+        "entropy went from 0.5 to 0.09 nats a token: responses all become alike",
+    ),
+    "entropy>3": (
+        {"entropy": 1.6},
+        "entropy went from 0.5 to 1.6 nats a token: responses become noise",
+    ),
+    "response_length>3": ({"response_length": 31.0}, "responses went from 10 to 31 tokens"),
+    "response_length<0.5": ({"response_length": 4.0}, "responses went from 10 to 4 tokens"),
+    "stop_rate>0.2": (
+        {"stop_rate": 0.75},
+        "75 % of responses end by themselves, against 100 % at first",
+    ),
+    "repetition>0.3": ({"repetition": 0.4}, "40 % of tokens repeat a phrase of their response"),
+}
+
+ASKED: tuple[tuple[GuardConfig, float, str], ...] = (
+    (GuardConfig(signal="kl", limit=8), 8.5, "the actor is 8.5 nats a response from"),
+    (
+        GuardConfig(signal="explained_variance", limit=-0.5),
+        -0.6,
+        "the critic explains -0.60 of the returns' variance, below -0.5",
+    ),
+    (GuardConfig(signal="skipped", limit=0.5), 1.0, "1 optimizer steps of an update were skipped"),
+    (GuardConfig(signal="dead_groups", limit=0.5), 0.6, "60 % of prompts have responses of equal"),
+    (GuardConfig(signal="reward_failures", limit=0.1), 0.2, "20 % of responses have no reward"),
+    (GuardConfig(signal="rollout_gap", limit=0.01), 0.02, "generation and training differ by 0.02"),
+)
+
+
+def windows(name: str) -> int:
+    (guard,) = (each for each in WARNING if str(each) == name)
+    return guard.window
+
+
+def sentences(guards: Guards, step: int, metrics: dict[str, float]) -> list[str]:
+    return [trip.sentence for trip in guards.look(step, metrics)]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_signal_out_of_order_for_its_window_is_one_sentence_until_it_has_recovered(
+    name: str,
+) -> None:
+    changes, sentence = WRONG[name]
+    guards, wrong = Guards(WARNING), SOUND | changes
+    window = windows(name)
+    course = [SOUND, *[wrong] * (window - 1), SOUND, *[wrong] * (window + 1), *[SOUND] * QUIET]
+    course += [wrong] * window
+
+    said = [sentences(guards, step, metrics) for step, metrics in enumerate(course, start=1)]
+
+    spoke = [step for step, each in enumerate(said) if each]
+    assert spoke == [2 * window, len(course) - 1]
+    assert all(each.startswith(sentence) for found in said for each in found)
+
+
+@pytest.mark.parametrize(("guard", "value", "sentence"), ASKED, ids=lambda each: str(each)[:24])
+def test_signals_that_are_asked_for_are_compared_with_their_limits(
+    guard: GuardConfig, value: float, sentence: str
+) -> None:
+    guards = Guards([guard])
+    for step in range(1, guard.window + 2):
+        assert sentences(guards, step, SOUND) == []
+    wrong = {**SOUND, guard.signal: value}
+
+    said = [sentences(guards, 10 + step, wrong) for step in range(guard.window)]
+
+    assert [len(each) for each in said[:-1]] == [0] * (guard.window - 1)
+    assert said[-1][0].startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("ended", "scores_ends", "remedy"),
+    [
+        ({}, True, "raise ppo.max_new_tokens, or lower ppo.missing_eos_score"),
+        ({}, False, "raise ppo.max_new_tokens"),
+        ({"turns": 0.25, "tokens": 0.0}, False, "raise ppo.max_turns"),
+        ({"turns": 0.05, "tokens": 0.2}, False, "raise ppo.max_new_tokens or ppo.max_turns"),
+        (
+            {"turns": 0.25, "tokens": 0.0},
+            True,
+            "raise ppo.max_turns, or lower ppo.missing_eos_score",
+        ),
+        (
+            {"turns": 0.0, "tokens": 0.0},
+            True,
+            "the environment failed in the others; see reward_failures",
+        ),
+    ],
+)
+def test_responses_that_no_longer_end_name_what_ends_them(
+    ended: dict[str, float], scores_ends: bool, remedy: str
+) -> None:
+    by_limit = {f"ended_by_{name}": share for name, share in ended.items()}
+    guard = GuardConfig(signal="stop_rate", limit=0.2, window=1)
+    guards = Guards([guard], scores_ends=scores_ends)
+    guards.look(1, SOUND)
+
+    (sentence,) = sentences(guards, 2, SOUND | {"stop_rate": 0.75} | by_limit)
+
+    assert sentence.partition(" at first: ")[2] == remedy
+
+
+def test_what_a_run_that_learns_looks_like_trips_nothing() -> None:
+    """The last iteration of the embedded default, after forty."""
+    guards = Guards(WARNING)
+    guards.look(1, SOUND | {"entropy": 0.352, "response_length": 11.8, "ratio_max": 3.17})
+
+    last = {"kl": 1.68, "ratio_max": 5.45, "entropy": 0.167, "response_length": 11.9}
+    assert [guards.look(step, SOUND | last) for step in (38, 39, 40)] == [[], [], []]
+
+
+def test_the_slope_of_equally_spaced_means_in_its_standard_errors() -> None:
+    # 1, 2, 4: sum t y = -1 + 4 = 3, its variance 0.5^2 + 0.5^2; of 4 points t = -1.5 .. 1.5.
+    assert slope_in_errors([1.0, 2.0, 4.0], [0.5, 9.0, 0.5]) == pytest.approx(3 / math.sqrt(0.5))
+    assert slope_in_errors([0.0, 1.0, 2.0, 3.0], [1.0] * 4) == pytest.approx(5 / math.sqrt(5))
+    assert slope_in_errors([2.0, 2.0, 1.0], [0.0] * 3) == -math.inf
+    assert slope_in_errors([2.0, 1.0, 2.0], [0.0] * 3) == 0.0
+
+
+def measured(score: float, gold: float, stderr: float = 0.01) -> dict[str, float]:
+    return {"score": score, "score_stderr": stderr, "gold": gold, "gold_stderr": stderr}
+
+
+def test_a_run_diverges_where_its_reward_rises_and_gold_falls_beyond_their_errors() -> None:
+    def found(scores: list[float], golds: list[float], **changes: Any) -> bool:
+        course = [measured(s, g, **changes) for s, g in zip(scores, golds, strict=True)]
+        return diverges(course, errors=2.0)
+
+    up, down = [0.5, 0.6, 0.7], [0.5, 0.4, 0.3]
+    assert found(up, down)
+    assert not found(up, up)
+    assert not found(down, down)
+    assert not found(up, down, stderr=0.08)  # 0.2 is less than 2 of its standard errors, 0.113
+    lacking = [measured(0.5, 0.5), {"score": 0.6, "score_stderr": 0.01}, measured(0.7, 0.3)]
+    assert not diverges(lacking, errors=2.0)
+
+
+def test_divergence_is_seen_from_the_third_iteration_on_over_a_window_at_most() -> None:
+    guards = Guards([GuardConfig(signal="divergence", limit=2.0, window=4)])
+    said = [
+        sentences(guards, step, SOUND | measured(0.1 * step, -0.1 * step)) for step in range(1, 4)
+    ]
+
+    assert said[:2] == [[], []]
+    assert said[2][0].startswith(
+        "over 3 iterations what is trained on rose by 0.2 and gold fell by 0.2: the actor exploits"
+    )
+    flat = [guards.look(step, SOUND | measured(0.3, -0.3)) for step in range(4, 20)]
+    assert flat == [[]] * 16
+    assert len(guards.history) == 4
+
+
+def acting(action: str, **changes: Any) -> Guards:
+    settings = {"signal": "repetition", "limit": 0.3, "window": 2, "action": action, **changes}
+    return Guards(completed([GuardConfig(**settings)]))
+
+
+def test_a_guard_that_acts_comes_first_and_a_run_is_unhealthy_for_its_window() -> None:
+    guards = acting("rollback")
+    bad = SOUND | {"repetition": 0.5, "ratio_max": 30.0}
+    healthy = []
+    for step, metrics in enumerate([SOUND, bad, SOUND, SOUND, bad, bad], start=1):
+        trips = guards.look(step, metrics)
+        healthy.append(guards.is_healthy)
+
+    assert [(trip.signal, trip.action) for trip in trips] == [("repetition", "rollback")]
+    assert healthy == [True, False, False, True, False, False]
+    assert (guards.window, Guards(WARNING).window) == (2, None)
+    ended = acting("stop").look(1, bad), acting("stop", window=1).look(1, bad)
+    assert [[trip.action for trip in trips] for trips in ended] == [["warn"], ["stop", "warn"]]
+
+
+def test_after_two_rollbacks_the_next_one_ends_the_run() -> None:
+    guards, bad = acting("rollback", window=1), SOUND | {"repetition": 0.5}
+    guards.look(1, SOUND)
+
+    actions = []
+    for _ in range(MAX_ROLLBACKS + 1):
+        (trip,) = guards.look(2, bad)
+        actions.append(trip.action)
+        guards.load_state_dict(json.loads(json.dumps(guards.after(trip, to=1))))
+
+    assert actions == ["rollback", "rollback", "stop"]
+    assert (guards.rollbacks, guards.stopped, guards.is_healthy) == (2, True, True)
+    assert guards.first == {name: SOUND[name] for name in guards.first}
+
+
+def test_a_resumed_run_knows_what_was_said_and_where_it_began() -> None:
+    whole = Guards(WARNING)
+    whole.look(1, SOUND)
+    wrong = SOUND | WRONG["repetition>0.3"][0]
+    whole.look(2, wrong)
+    resumed = Guards(WARNING)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+
+    for step in (3, 4, 5):
+        assert resumed.look(step, wrong) == whole.look(step, wrong)
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_guards_that_are_given_take_the_place_of_usual_ones_of_their_signal_and_side() -> None:
+    longer = GuardConfig(signal="response_length", limit=1.5, action="stop")
+    kl = GuardConfig(signal="kl", limit=12)
+
+    made = completed([longer, kl])
+
+    assert [str(each) for each in made] == [
+        *("kl_per_token>0.25", "ratio_max>20", "entropy<0.2", "entropy>3", "response_length<0.5"),
+        *("response_length>1.5", "stop_rate>0.2", "repetition>0.3", "divergence>2", "kl>12"),
+    ]
+    assert [each.action for each in made if each.action != "warn"] == ["stop"]
+    assert completed(made) == made
+    assert completed([]) == WARNING

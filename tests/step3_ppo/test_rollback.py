@@ -1,0 +1,141 @@
+"""A run that is paid for length alone is caught, goes back, and ends no worse than it began."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config import OptimConfig
+from pipeline.errors import DivergedError
+from rewards.config import RewardConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.guard_settings import GuardConfig
+from step3_ppo.standard_errors import standard_error
+from step3_ppo.train import train
+from tests.distributed import run_ranks
+from tests.step3_ppo.toy import toy_config
+from tests.test_resume import metrics
+
+REWARDS = """
+def longer(prompts, completions, **_):
+    return [len(each) / 30 for each in completions]
+
+
+def shorter(prompts, completions, **_):
+    return [-len(each) / 30 for each in completions]
+"""
+
+CAUGHT_WITHIN = 10
+
+
+def exploiting(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
+    """Responses are paid for their characters, and what is wanted are few of them."""
+    file = directory / "rewards.py"
+    file.write_text(REWARDS)
+    longer, shorter = (
+        RewardConfig(name=name, kind="function", path=f"{file}:{name}")
+        for name in ("longer", "shorter")
+    )
+    optim = OptimConfig(lr=0.03, eps=1e-5, schedule="constant", warmup_ratio=0.0)
+    settings: dict[str, Any] = {
+        "method": "grpo",
+        "advantage": "grpo",
+        "group_size": 8,
+        "kl_in": "loss",
+        "kl_coef": 1e-3,
+        "rollout_size": 64,
+        "batch_size": 64,
+        "micro_batch_size": 64,
+        "max_prompt_length": 40,
+        "max_steps": CAUGHT_WITHIN,
+        "save_every": 1,
+        "eval_every": 0,
+        "rewards": (longer,),
+        "gold": shorter,
+        "guards": (GuardConfig(signal="divergence", limit=2.0, window=3, action="rollback"),),
+    }
+    config = toy_config(toy, output_dir=directory / "out", **{**settings, **changes})
+    actor = replace(config.actor, optim=optim)
+    return replace(config, actor=actor, data=replace(config.data, max_eval_rows=16))
+
+
+def events(config: PPOConfig, signal: str) -> list[dict[str, Any]]:
+    found = [line["guard"] for line in metrics(config.output_dir) if "guard" in line]
+    return [each for each in found if each["signal"] == signal]
+
+
+def test_a_reward_for_length_is_caught_and_gold_is_no_lower_in_the_end(
+    toy: Path, tmp_path: Path
+) -> None:
+    config = exploiting(toy, tmp_path)
+
+    train(config)
+
+    first, *_ = events(config, "divergence")
+    assert (first["action"], first["to"]) == ("rollback", max(0, first["step"] - 3))
+    assert first["step"] <= CAUGHT_WITHIN
+    result = json.loads((config.output_dir / "result.json").read_text())
+    assert result["eval"]["gold_after"] >= result["eval"]["gold_before"]
+    logged = [line for line in metrics(config.output_dir) if "score" in line]
+    places = [line["step"] for line in logged]
+    again = places.index(first["to"] + 1, first["step"])
+    assert places[:again] == list(range(1, first["step"] + 1))
+    assert [logged[again][name] for name in ("lr", "kl_coef")] == [0.015, 2e-3]
+
+
+def _train(config: PPOConfig) -> None:
+    train(config)
+
+
+def test_two_processes_go_back_alike(toy: Path, tmp_path: Path) -> None:
+    always = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback")
+    config = exploiting(toy, tmp_path, guards=(always,), rollout_size=16, batch_size=16)
+
+    run_ranks(_train, config)
+
+    acted = events(config, "repetition")
+    assert [(each["step"], each["action"], each["to"]) for each in acted] == [
+        (2, "rollback", 0),
+        (2, "rollback", 0),
+        (2, "stop", 0),
+    ]
+
+
+def test_where_no_healthy_state_can_be_read_the_run_ends_as_one_that_diverged(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always = GuardConfig(signal="repetition", limit=-1.0, window=1, action="stop")
+    config = exploiting(toy, tmp_path, guards=(always,), rollout_size=16, batch_size=16)
+    monkeypatch.setattr("pipeline.checkpoints.healthy_up_to", lambda _root, _step: [])
+
+    with pytest.raises(DivergedError, match="holds no healthy checkpoint up to step 0"):
+        train(config)
+
+    assert (config.output_dir / "actor" / "model.safetensors").is_file()
+
+
+def test_the_error_of_a_mean_counts_prompts_and_what_is_known() -> None:
+    nan = float("nan")
+    # Alone: variance (1 + 1 + 4) / 2 = 3 over 3. In pairs: sums less their means are -2, 1, 1.
+    assert standard_error(torch.tensor([0.0, 0.0, 3.0, nan]), group_size=1) == pytest.approx(1.0)
+    assert standard_error(
+        torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0, 0.0]), group_size=2
+    ) == pytest.approx((6 * 3 / 2) ** 0.5 / 6)
+    assert standard_error(torch.tensor([1.0, nan, nan, nan]), group_size=2) == 0.0
+
+
+def test_two_processes_know_the_error_of_one() -> None:
+    values = torch.tensor([0.5, 0.1, 2.0, -1.0, 0.3, 0.7])
+
+    alone = standard_error(values, group_size=1)
+
+    assert run_ranks(_error_of_half, values) == pytest.approx([alone, alone])
+
+
+def _error_of_half(values: torch.Tensor) -> float:
+    from tests.distributed import rank
+
+    return standard_error(values[rank() :: 2], group_size=1)
