@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config.data import DataConfig, RowColumns
+from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig
 from pipeline.config.workload import Workload
 from pipeline.errors import require
@@ -146,6 +146,11 @@ class StepConfig(ABC):
     def row_columns(self) -> RowColumns:
         """Columns of the rows that the step reads beside the dialogue."""
         return RowColumns()
+
+    @property
+    def row_share(self) -> RowShare | None:
+        """Which rows it takes, where it is not those of its number and kind."""
+        return None
 
     def check_task_rows(self) -> None:  # noqa: B027  # steps that ask none have none to read
         """Read the rows of the tasks that the step's model is asked, where it is asked any.

@@ -7,9 +7,9 @@ way their rows were chosen, is kept apart as well (`prompt_record`).
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pipeline.config import EMBEDDED, DataConfig, RowColumns
+from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse
 from pipeline.data.examples import Example
 from pipeline.data.parts import assign_steps, held_out_prompts
 from pipeline.data.prompt_hash import draw, prompt_hash
@@ -19,10 +19,14 @@ from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_NEEDS = {
-    1: "a response (chosen, response, output, messages, ...)",
-    2: "a chosen and a rejected response",
-    3: "a prompt",
+_USES: dict[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
+"""By step, unless its share says otherwise."""
+
+_NEEDS: dict[RowUse, str] = {
+    "demonstrations": "a response (chosen, response, output, messages, ...)",
+    "pairs": "a chosen and a rejected response",
+    "prompts": "a prompt",
+    "responses": "a response, chosen, rejected or with a label",
 }
 
 
@@ -39,6 +43,9 @@ class StageData:
 
     prompts: PromptRecord = field(default_factory=PromptRecord, compare=False)
     """What this step and the earlier ones train on and hold out."""
+
+    asked: list[Example] = field(default_factory=list[Example], compare=False)
+    """Of a step with a `RowShare`: the held-out prompts as step 3 has them, in its order."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ def load_examples(
     earlier: PromptRecord | None = None,
     reader: RowReader | None = None,
     kept: RowColumns | None = None,
+    share: RowShare | None = None,
 ) -> StageData:
     """The examples `step` (1, 2 or 3) trains on and is evaluated on; the log gets the notes.
 
@@ -76,6 +84,7 @@ def load_examples(
             held out here, and those they held out are not trained on.
         reader: reads each path once, where several steps are loaded one after the other.
         kept: columns that the examples have as `extra`, beside the dialogue.
+        share: which rows the step takes, where it is not those of its number and kind.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
@@ -83,19 +92,27 @@ def load_examples(
     earlier = earlier or PromptRecord()
     kept = kept or RowColumns()
     if EMBEDDED in config.path:
-        data = _embedded(config, kept, earlier, step=step, seed=seed)
+        data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:
         wanted = Wanted(config.fields, kept)
-        data = _read_and_share(config, wanted, earlier, reader or RowReader(), step=step)
+        reader = reader or RowReader()
+        data = _read_and_share(config, wanted, earlier, reader, step=step, share=share)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
     return data
 
 
 def _read_and_share(
-    config: DataConfig, wanted: Wanted, earlier: PromptRecord, reader: RowReader, *, step: int
+    config: DataConfig,
+    wanted: Wanted,
+    earlier: PromptRecord,
+    reader: RowReader,
+    *,
+    step: int,
+    share: RowShare | None,
 ) -> StageData:
     notes: list[str] = []
+    part = share or RowShare(_USES[step], (step,))
     paths = reader.read(config.path, wanted, step=step, notes=notes)
     rows = _mix(paths, config, notes)
     if config.eval_path:
@@ -113,32 +130,57 @@ def _read_and_share(
         notes,
     )
     held_out, train = _apart(held_out, train, earlier, notes)
-    mine = _share(train, config, step, notes)
-    evaluated = _eval_rows(held_out, config, step, notes)
+    mine = _share(train, config, step, part, notes)
+    evaluated = _eval_rows(held_out, config, step, part.use, notes)
     _note_repeated([row.prompt for row in mine], earlier, notes)
+    asked = [] if share is None else _eval_rows(held_out, config, step, "prompts", [])
     return StageData(
-        [row.example for row in mine],
-        [row.example for row in evaluated],
+        _as_used([row.example for row in mine], part.use),
+        _as_used([row.example for row in evaluated], part.use),
         notes,
         earlier
         | PromptRecord(
             as_hashes(row.prompt for row in mine), as_hashes(row.prompt for row in held_out)
         ),
+        [row.example for row in asked],
     )
 
 
+def _as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
+    """Of pairs that are read response by response two examples, side by side."""
+    if use != "responses":
+        return list(examples)
+    return [
+        each
+        for example in examples
+        for each in (replace(example, rejected=()), replace(example, chosen=()))
+        if each.chosen or each.rejected
+    ]
+
+
 def _embedded(
-    config: DataConfig, kept: RowColumns, earlier: PromptRecord, *, step: int, seed: int
+    config: DataConfig,
+    kept: RowColumns,
+    earlier: PromptRecord,
+    *,
+    step: int,
+    seed: int,
+    share: RowShare | None,
 ) -> StageData:
     if config.path != (EMBEDDED,) or config.eval_path:
         raise DataError(
             f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
             " give either it or your own paths"
         )
-    from pipeline.data.embedded import COLUMNS, stage_examples
+    from pipeline.data.embedded import COLUMNS, pair_examples, stage_examples
 
     Wanted({}, kept).check(COLUMNS)
-    train, held_out = stage_examples(step=step, seed=seed)
+    asked: list[Example] = []
+    if share is None:
+        train, held_out = stage_examples(step=step, seed=seed)
+    else:
+        train, held_out = pair_examples(of_steps=share.of_steps, seed=seed)
+        asked = stage_examples(step=3, seed=seed)[1][: config.max_eval_rows]
     usual = DataConfig()
     unused = [name for name in OF_ROWS if getattr(config, name) != getattr(usual, name)]
     notes = [
@@ -150,7 +192,10 @@ def _embedded(
         as_hashes(prompt_hash(example) for example in by_prompt.values()),
         as_hashes(prompt_hash(example) for example in held_out),
     )
-    return StageData(train, held_out[: config.max_eval_rows], notes, earlier | own)
+    held_out = held_out[: config.max_eval_rows]
+    if share is not None:
+        train, held_out = (_as_used(rows, share.use) for rows in (train, held_out))
+    return StageData(train, held_out, notes, earlier | own, asked)
 
 
 def _hashed(examples: Iterable[Example]) -> list[_Row]:
@@ -278,38 +323,44 @@ def _note_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[st
         )
 
 
-def _usable(example: Example, step: int) -> bool:
-    if step == 1:
-        return bool(example.chosen)
-    if step == 2:
-        return bool(example.chosen and example.rejected)
-    return bool(example.prompt)
+def _usable(example: Example, use: RowUse) -> bool:
+    match use:
+        case "demonstrations":
+            return bool(example.chosen)
+        case "pairs":
+            return bool(example.chosen and example.rejected)
+        case "responses":
+            return bool(example.chosen or example.rejected)
+        case "prompts":
+            return bool(example.prompt)
 
 
-def _share(rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str]) -> list[_Row]:
+def _share(
+    rows: Sequence[_Row], config: DataConfig, step: int, part: RowShare, notes: list[str]
+) -> list[_Row]:
     """The rows of `step`: of other prompts than the other steps', in proportion to `config.split`.
 
     A prompt goes to one of the steps that can use a row of it, with all its rows.
     """
-    usable = [row for row in rows if _usable(row.example, step)]
+    usable = [row for row in rows if _usable(row.example, part.use)]
     if not usable:
         first = rows[0].example
         raise DataError(
-            f"no row has what step {step} needs, {_NEEDS[step]}; the first,"
+            f"no row has what step {step} needs, {_NEEDS[part.use]}; the first,"
             f" {first.origin}, has {_has(first)}: give other data or say with --fields which"
             " column is which"
         )
     if len(usable) < len(rows):
         notes.append(
             f"{_rows(len(rows) - len(usable))} of {len(rows)} lack what step {step} needs,"
-            f" {_NEEDS[step]}, and are left to other steps"
+            f" {_NEEDS[part.use]}, and are left to other steps"
         )
     steps: dict[int, set[int]] = {}
     for row in rows:
-        of_row = {number for number in (1, 2, 3) if _usable(row.example, number)}
+        of_row = {number for number, use in _USES.items() if _usable(row.example, use)}
         steps.setdefault(row.prompt, set()).update(of_row)
     owners = assign_steps(steps, split=config.split, seed=config.seed)
-    mine = [row for row in usable if owners[row.prompt] == step]
+    mine = [row for row in usable if owners[row.prompt] in part.of_steps]
     parts = ",".join(f"{part:g}" for part in config.split)
     if not mine:
         raise DataError(
@@ -318,8 +369,11 @@ def _share(rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str]
             " prompts; give more rows or raise the step's share"
         )
     mine = _in_drawn_order(mine, config, "order")
-    mine = _unique_prompts(mine, notes) if step == 3 else mine
-    notes.append(f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {parts})")
+    mine = _unique_prompts(mine, notes) if part.use == "prompts" else mine
+    taken = "" if part.of_steps == (step,) else f", parts {','.join(map(str, part.of_steps))}"
+    notes.append(
+        f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {parts}{taken})"
+    )
     return mine
 
 
@@ -331,16 +385,16 @@ def _unique_prompts(rows: Sequence[_Row], notes: list[str]) -> list[_Row]:
 
 
 def _eval_rows(
-    held_out: Sequence[_Row], config: DataConfig, step: int, notes: list[str]
+    held_out: Sequence[_Row], config: DataConfig, step: int, use: RowUse, notes: list[str]
 ) -> list[_Row]:
-    usable = [row for row in held_out if _usable(row.example, step)]
+    usable = [row for row in held_out if _usable(row.example, use)]
     if not usable:
         raise DataError(
             f"none of the {_rows(len(held_out))} for evaluation has what step {step} needs,"
-            f" {_NEEDS[step]}; give --eval-path with such rows"
+            f" {_NEEDS[use]}; give --eval-path with such rows"
         )
     usable = _in_drawn_order(usable, config, "evaluation order")
-    if step == 3:
+    if use == "prompts":
         usable = _unique_prompts(usable, [])
     evaluated = usable[: config.max_eval_rows]
     notes.append(f"step {step} is evaluated on {len(evaluated)} of {_rows(len(held_out))} held out")

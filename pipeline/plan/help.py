@@ -75,6 +75,7 @@ EXAMPLES = (
     f"{TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
     f"{TRAIN} --actor-model 6.7b --plan auto --plan-for 8xA100-40GB",
     f"{TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+    f"{TRAIN} --method dpo",
     f"{TRAIN} --method ppo grpo rloo --output-dir out",
     f"{TRAIN} --deployment-type single_node --autotune run",
     f"{TRAIN} --output-dir out --resume",
@@ -92,6 +93,7 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
     lines = [
         f"usage: {TRAIN} [OPTION ...]",
         "         [--sft.SETTING VALUE ...] [--reward.SETTING VALUE ...] [--ppo.SETTING VALUE ...]",
+        "         [--preference.SETTING VALUE ...]",
         "",
         "From a base language model to a chat model in three steps. Without options it trains the",
         "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
@@ -131,8 +133,8 @@ def _listed(group: Group) -> Iterator[str]:
     if group.key == GROUPS[0].key:
         yield from help_entry(
             "--config FILE ...",
-            "YAML files with these options and sections sft:, reward:, ppo:, methods:; later files"
-            " win, and the command line wins over files.",
+            "YAML files with these options and sections sft:, reward:, ppo:, preference:, methods:;"
+            " later files win, and the command line wins over files.",
         )
         yield from help_entry("--help [NAME ...]", "This; all; or a name listed below.")
 
