@@ -1,4 +1,4 @@
-"""From a base language model to a chat model: supervised fine-tuning, reward model, PPO.
+"""From a base language model to a chat model: supervised fine-tuning, reward model, PPO or DPO.
 
 `python train.py` runs the three steps on the embedded default; `--help` lists the options.
 """
@@ -11,6 +11,7 @@ from pipeline.plan.stage import BEFORE, Stage
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
+from step3_preference.config import PreferenceConfig
 
 STAGES = (
     Stage(
@@ -42,6 +43,19 @@ STAGES = (
         options={"actor": "actor", "critic": "reward"},
         chat_model="actor",
         without={"critic": "sft"},
+    ),
+    Stage(
+        3,
+        "step3_dpo",
+        "preference",
+        PreferenceConfig,
+        "step3_preference.train",
+        models={"model": "sft", "reward": "reward", "base": BEFORE},
+        options={"model": "actor"},
+        chat_model="actor",
+        begins={"orpo": {"model": BEFORE}},
+        optional=frozenset({"reward"}),
+        own_directories=True,
     ),
 )
 

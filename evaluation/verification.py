@@ -94,17 +94,18 @@ def verification(
 
     Args:
         held_out: the prompts.
-        sampled: answers to them by model, those of step 3 the last.
+        sampled: answers to them by model, those of step 3 the last, what it began with before it.
 
     Returns:
         `judge`: the share of right answers by model; `judge_counts`: the number of prompts, and on
-        how many of them step 3 alone (gained) or step 1 alone (lost) is right.
+        how many of them step 3 alone (gained) or what it began with alone (lost) is right.
     """
     verdicts = {name: held_out.verdicts(answers) for name, answers in sampled.items()}
     known = {name: [v for v in each if v is not None] for name, each in verdicts.items()}
     if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
         return {}
-    pairs = list(zip(known[list(known)[-1]], known["step1_sft"], strict=True))
+    before, after = list(known)[-2:]
+    pairs = list(zip(known[after], known[before], strict=True))
     return {
         "judge": {name: sum(each) / len(each) for name, each in known.items()},
         "judge_counts": {

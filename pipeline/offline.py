@@ -48,8 +48,16 @@ class Rows:
         return [self.data.train[row] for row in next(self.stream)]
 
 
-def load_rows(config: StepConfig, model: TrainedModelConfig, *, step: int) -> Rows:
+def load_rows(
+    config: StepConfig,
+    model: TrainedModelConfig,
+    *,
+    step: int,
+    sift: Callable[[StageData, ChatFormat], StageData] | None = None,
+) -> Rows:
     """Read the step's rows, and the tokenizer of the model that learns from them.
+
+    `sift` takes out rows before they are ordered.
 
     Raises:
         DataError: as `pipeline.data.step_rows.load_step_rows`.
@@ -57,6 +65,7 @@ def load_rows(config: StepConfig, model: TrainedModelConfig, *, step: int) -> Ro
     """
     tokenizer, chat = load_chat(model, config.data)
     data = load_step_rows(config, step=step)
+    data = data if sift is None else sift(data, chat)
     stream = RowStream(num_rows=len(data.train), batch_size=config.batch_size, seed=config.seed)
     return Rows(tokenizer, chat, data, stream, stream.num_steps(config.epochs, config.max_steps))
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 OUR_LOGGERS = (
     *("inference", "pipeline", "rewards", "evaluation"),
-    *("step1_sft", "step2_reward", "step3_ppo", "__main__"),
+    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference", "__main__"),
 )
 DIVERGED = "diverged.json"
 """Left by a run that diverged: its state is none to go on from, so that it begins again."""

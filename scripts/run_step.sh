@@ -4,6 +4,7 @@
 # PYTHON         the interpreter; without it the active environment's, else that of `make demo`
 # NUM_PROCESSES  processes of single_node (one per GPU)
 # HOSTFILE       machines of multi_node; without it those of the SLURM allocation
+# METHOD         of step3_preference: dpo without it, or another of docs/preference.md
 # LAUNCH         further options of multi_node, such as "--include worker-0" (docs/scaling.md)
 set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)
@@ -37,6 +38,12 @@ if [ "$STEP" = step3_grpo ]; then
   stage actor "${3:-}"
   SETTINGS+=(--output_dir "${4:-output/step3_ppo}")
   OWN=4
+elif [ "$STEP" = step3_preference ]; then
+  METHOD=${METHOD:-dpo}
+  SETTINGS+=(--method "$METHOD" --model.path "${1:-output/step1_sft}")
+  stage model "${2:-}"
+  SETTINGS+=(--output_dir "${3:-output/step3_$METHOD}")
+  OWN=3
 elif [ "$STEP" = step3_ppo ]; then
   CRITIC=${2:-output/step2_reward}
   SETTINGS+=(--actor.path "${1:-output/step1_sft}" --critic.path "$CRITIC" --reward.path "$CRITIC")

@@ -11,6 +11,10 @@ from pipeline.data.examples import Encoded
 from pipeline.kernels.logprobs.definition import categorical_entropy
 from pipeline.models.forward import Policy, Scorer
 from step2_reward.losses.pairs import pairwise_loss
+from step3_preference.config import PreferenceConfig
+from step3_preference.losses import kto_loss, orpo_loss
+from step3_preference.methods import METHODS
+from step3_preference.objective import paired_loss
 from tests.families import random_rows, tiny_causal_lm, tiny_classifier
 
 pytest.importorskip("trl")
@@ -85,3 +89,138 @@ def test_the_pairwise_loss_is_trls(center: float | None, with_margin: bool) -> N
         trainer, lambda **_: SimpleNamespace(logits=scores), inputs
     )
     torch.testing.assert_close(loss / 4, expected)
+
+
+CHOSEN, REJECTED = torch.tensor([-3.0, -9.5, -0.4]), torch.tensor([-4.0, -2.0, -6.0])
+"""Log-probabilities of the responses of three pairs."""
+
+REFERENCE = torch.tensor([-3.5, -8.0, -0.5]), torch.tensor([-3.0, -4.0, -5.0])
+
+
+def trainer(**settings: object) -> SimpleNamespace:
+    """What TRL's losses read of their trainer."""
+    same = SimpleNamespace(gather=_same, gather_for_metrics=_same, device="cpu")
+    metrics = defaultdict(lambda: defaultdict(list))
+    return SimpleNamespace(accelerator=same, _metrics=metrics, aux_loss_enabled=False, **settings)
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def trls_outputs(logps: torch.Tensor, tokens: int) -> SimpleNamespace:
+    """Of a model: each response's log-probability, the same for each of so many tokens."""
+    each = (logps / tokens)[:, None].expand(-1, tokens)
+    zeros = torch.zeros_like(each)
+    return SimpleNamespace(
+        log_probs=each, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), aux_loss=None
+    )
+
+
+@pytest.mark.parametrize("method", ["dpo", "rdpo", "hinge", "ipo", "ldpo"])
+def test_the_losses_with_a_reference_are_trls(method: str) -> None:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    name = {"dpo": "sigmoid", "rdpo": "robust", "ldpo": "sigmoid_norm"}.get(method, method)
+    config = PreferenceConfig(method="dpo", **METHODS[method])
+    tokens = 4
+    mask = torch.ones(6, tokens + 1, dtype=torch.long)
+    mask[:, 0] = 0  # the prompt
+    own = trainer(
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        use_weighting=False,
+        model=SimpleNamespace(training=True),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "completion_mask": mask,
+        "ref_chosen_logps": REFERENCE[0],
+        "ref_rejected_logps": REFERENCE[1],
+    }
+    outputs = trls_outputs(torch.cat([CHOSEN, REJECTED]), tokens)
+
+    expected = DPOTrainer._compute_loss(own, lambda **_: outputs, inputs, return_outputs=False)
+
+    scale = tokens if config.is_mean else 1
+    found = paired_loss((CHOSEN - REFERENCE[0]) / scale, (REJECTED - REFERENCE[1]) / scale, config)
+    torch.testing.assert_close(found / 3, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "method"), [("simpo", "simpo"), ("sigmoid", "cpo")])
+def test_the_losses_without_a_reference_are_trls(name: str, method: str) -> None:
+    from trl.experimental.cpo import CPOTrainer
+
+    config = PreferenceConfig(method="cpo", **METHODS[method])
+    own = trainer(
+        alpha=0.0,
+        loss_type=name,
+        simpo_gamma=config.gamma,
+        beta=config.beta,
+        label_smoothing=0.0,
+    )
+
+    expected, *_ = CPOTrainer.cpo_loss(own, CHOSEN, REJECTED)
+
+    torch.testing.assert_close(
+        paired_loss(CHOSEN, REJECTED, config), expected.sum(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_odds_ratio_is_trls() -> None:
+    from trl.experimental.orpo import ORPOTrainer
+
+    expected, *_ = ORPOTrainer.odds_ratio_loss(trainer(beta=0.1), CHOSEN, REJECTED)
+
+    # TRL subtracts it from the negative log-likelihood.
+    found = orpo_loss(CHOSEN, REJECTED, beta=0.1)
+    torch.testing.assert_close(found, -expected.sum(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_loss_of_kto_is_trls() -> None:
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    tokens, moved = 4, torch.tensor([0.5, 1.5, 0.0, 0.25, 0.75, 0.0])
+    mask = torch.ones(6, tokens + 1, dtype=torch.long)
+    mask[:, 0] = 0
+    own = trainer(
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        beta=0.1,
+        desirable_weight=1.5,
+        undesirable_weight=0.5,
+        model=SimpleNamespace(training=True),
+        _compute_kl_logps=lambda *_: moved,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "completion_mask": mask,
+        "label": torch.tensor([True] * 3 + [False] * 3),
+        "ref_logps": torch.cat(REFERENCE),
+        "ref_KL_logps": torch.zeros(6),
+    }
+    outputs = trls_outputs(torch.cat([CHOSEN, REJECTED]), tokens)
+
+    expected = KTOTrainer._compute_loss(own, lambda **_: outputs, inputs, return_outputs=False)
+
+    found = kto_loss(
+        CHOSEN - REFERENCE[0],
+        REJECTED - REFERENCE[1],
+        beta=0.1,
+        z0=0.5,
+        weight_good=1.5,
+        weight_bad=0.5,
+    )
+    torch.testing.assert_close(found / 6, expected, rtol=1e-6, atol=1e-6)

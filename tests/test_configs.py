@@ -12,10 +12,17 @@ from pipeline.settings.plain import flatten, plain
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
+from step3_preference.config import PreferenceConfig
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent
-CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "grpo": PPOConfig}
+CLASSES = {
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "ppo": PPOConfig,
+    "grpo": PPOConfig,
+    "preference": PreferenceConfig,
+}
 MODULES = {f"{stage.module}": stage.config_class for stage in STAGES}
 OWN = ("embedded", "embedded-grpo", "guessing-grpo")
 PRESETS = sorted(p for section in CLASSES for p in (ROOT / "configs" / section).glob("*.yaml"))
@@ -78,7 +85,11 @@ def test_every_script_starts_its_step_with_its_preset(
 ) -> None:
     step, _, deployment, file = script.relative_to(ROOT / "scripts").parts
     size, _, lora = file.removeprefix("run_").removesuffix(".sh").partition("_")
-    of_step = {"step3_ppo": ["A", "C", "0", "1", "OUT"], "step3_grpo": ["A", "ROWS", "0", "OUT"]}
+    of_step = {
+        "step3_ppo": ["A", "C", "0", "1", "OUT"],
+        "step3_grpo": ["A", "ROWS", "0", "OUT"],
+        "step3_preference": ["A", "1", "OUT"],
+    }
     arguments = of_step.get(step, ["OUT", "1"])
 
     words = printed(script, *arguments, "--seed", "7", HOSTFILE="hosts", **environment)
@@ -102,7 +113,9 @@ def test_every_script_starts_its_step_with_its_preset(
         assert [model.path for model in models] == ["A", "C", "C"]
         trained = [(config.actor, 0), (config.critic, 1)]
     else:
-        assert isinstance(config, SFTConfig | RewardConfig)
+        assert isinstance(config, SFTConfig | RewardConfig | PreferenceConfig)
+        if isinstance(config, PreferenceConfig):
+            assert (config.method, config.model.path) == ("dpo", "A")
         trained = [(config.model, 1)]
     assert all((m.zero_stage, bool(m.lora)) == (stage, bool(lora)) for m, stage in trained)
 
@@ -128,6 +141,16 @@ def test_what_is_not_given_is_the_presets_and_the_steps_before(environment: dict
     assert str(on_many.output_dir) == "output/step3_ppo"
 
 
+def test_a_script_takes_another_preference_method(environment: dict[str, str]) -> None:
+    script = ROOT / "scripts" / "step3_preference" / "opt" / "single_gpu" / "run_1.3b.sh"
+
+    words = printed(script, METHOD="simpo", **environment)
+
+    config = parse_step(PreferenceConfig, words[index_of_step(words) + 2 :])
+    assert (config.method, config.gamma, config.reference_free) == ("simpo", 1.375, True)
+    assert (config.model.path, str(config.output_dir)) == ("output/step1_sft", "output/step3_simpo")
+
+
 def test_every_model_has_its_presets_and_scripts() -> None:
     sizes = {
         "opt": "125m 350m 1.3b 6.7b 13b 30b 66b",
@@ -136,9 +159,9 @@ def test_every_model_has_its_presets_and_scripts() -> None:
     }
     for family, each in sizes.items():
         for size in each.split():
-            for step in ("step1_sft", "step3_ppo"):
+            for step in ("step1_sft", "step3_ppo", "step3_preference"):
                 assert list((ROOT / "scripts" / step / family).glob(f"*/run_{size}.sh"))
-            for section in ("sft", "reward", "ppo"):
+            for section in ("sft", "reward", "ppo", "preference"):
                 assert list((ROOT / "configs" / section).glob(f"{family}*-{size}.yaml"))
 
 

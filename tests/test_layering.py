@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STEPS = {"step1_sft", "step2_reward", "step3_ppo"}
+STEPS = {"step1_sft", "step2_reward", "step3_ppo", "step3_preference"}
 OURS = STEPS | {
     *("evaluation", "inference", "pipeline", "rewards"),
     *("rlhf_pipeline", "train", "chat"),

@@ -29,7 +29,7 @@ def test_the_loop_of_each_step_is_one_screen() -> None:
         if name in ("train", "iterate")
     }
 
-    assert len(files) == 3
+    assert len(files) == 4
     assert not {name: length for name, length in loops.items() if length > LOOP_LINES}
 
 

@@ -86,3 +86,5 @@ def held(
         yield Item("ema", model.role, own, "host" if place == "disk" else place)
     if use.keeps_best:
         yield Item("best", model.role, own, beside)
+    if use.keeps_start:
+        yield Item("start", model.role, own, beside)

@@ -12,7 +12,17 @@ PhaseName = Literal["load", "train", "generate", "score", "compare"]
 
 KINDS = (
     *("weights", "masters", "moments", "gradients", "gradient_buffers", "streaming"),
-    *("gathered", "activations", "logits", "replica", "kv_cache", "ema", "best", "runtime"),
+    *(
+        "gathered",
+        "activations",
+        "logits",
+        "replica",
+        "kv_cache",
+        "ema",
+        "best",
+        "start",
+        "runtime",
+    ),
 )
 """In the order in which they are shown."""
 

@@ -3,7 +3,7 @@
 One frozen dataclass per concern. A field's docstring is its `--help` text and its documentation.
 """
 
-from pipeline.config.data import EMBEDDED, DataConfig, RowColumns, check_split
+from pipeline.config.data import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, check_split
 from pipeline.config.model import (
     LORA_RATE,
     FrozenModelConfig,
@@ -32,6 +32,8 @@ __all__ = [
     "OptimConfig",
     "Precision",
     "RowColumns",
+    "RowShare",
+    "RowUse",
     "SaveInterval",
     "StepConfig",
     "Tracker",

@@ -35,6 +35,21 @@ class RowColumns:
         return {name: columns[name] for name in sorted(names) if columns[name] is not None}
 
 
+RowUse = Literal["demonstrations", "pairs", "labels", "prompts", "responses"]
+"""What a step reads of a row: a response to imitate; a better and a worse one; those, ties, labels
+or ranked responses; the prompt; or each response by itself, good or bad."""
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Which rows a step takes, where it is not those of its number and kind."""
+
+    use: RowUse
+
+    of_steps: tuple[int, ...]
+    """The steps whose parts of `data.split` it takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which rows a step reads and how they become tokens."""

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.data import DataConfig, RowColumns
+from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig
 from pipeline.config.workload import Workload
 from pipeline.errors import require
@@ -154,6 +154,11 @@ class StepConfig(ABC):
             DataError: there are none, or they can't be learned from.
         """
         return train, held_out
+
+    @property
+    def row_share(self) -> RowShare | None:
+        """Which rows it takes, where it is not those of its number and kind."""
+        return None
 
     def check_task_rows(self) -> None:  # noqa: B027  # steps that ask none have none to read
         """Read the rows of the tasks that the step's model is asked, where it is asked any.

@@ -41,6 +41,9 @@ class ModelUse:
     keeps_best: bool = False
     """Whether a copy of its best weights is kept."""
 
+    keeps_start: bool = False
+    """Whether a copy of the weights that it began with is kept."""
+
     keeps_average: bool = False
     """Whether a moving average of its weights is kept."""
 

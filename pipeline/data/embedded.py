@@ -122,17 +122,13 @@ def stage_examples(*, step: int, seed: int) -> tuple[list[Example], list[Example
     """
     random, eval_random = Random(f"step {step}, seed {seed}"), Random(f"step {step}, evaluation")
     if step == 1:
-        train, held_out = _endless(step, random), _rotating(eval_random)
+        train, held_out = _endless((step,), random), _rotating(eval_random)
         return (
             [_demonstration(next(train), random) for _ in range(DEMONSTRATIONS)],
             [_demonstration(next(held_out), eval_random) for _ in range(EVAL_DEMONSTRATIONS)],
         )
     if step == 2:
-        train, held_out = _endless(step, random), _rotating(eval_random)
-        return (
-            [_pair(next(train), random) for _ in range(PAIRS)],
-            [_pair(next(held_out), eval_random) for _ in range(EVAL_PAIRS)],
-        )
+        return pair_examples(of_steps=(2,), seed=seed)
     if step == 3:
         questions = training_questions(step=step, seed=seed, count=PROMPTS)
         held_out_rows = list(held_out_questions())
@@ -141,10 +137,22 @@ def stage_examples(*, step: int, seed: int) -> tuple[list[Example], list[Example
     raise ValueError(f"there are three steps, got {step}")
 
 
+@lru_cache(maxsize=6)
+def pair_examples(*, of_steps: tuple[int, ...], seed: int) -> tuple[list[Example], list[Example]]:
+    """Training and evaluation pairs, as step 2 has them, about the prompts of these steps."""
+    parts = " and ".join(map(str, of_steps))
+    random, eval_random = Random(f"step {parts}, seed {seed}"), Random("step 2, evaluation")
+    train, held_out = _endless(of_steps, random), _rotating(eval_random)
+    return (
+        [_pair(next(train), random) for _ in range(PAIRS)],
+        [_pair(next(held_out), eval_random) for _ in range(EVAL_PAIRS)],
+    )
+
+
 def training_questions(*, step: int, seed: int, count: int) -> list[Question]:
     """`count` different training prompts of a step."""
     random = Random(f"step {step}, seed {seed}")
-    source = _endless(step, random)
+    source = _endless((step,), random)
     found: dict[str, Question] = {}
     while len(found) < count:
         question = next(source)
@@ -190,13 +198,13 @@ def corpus() -> list[str]:
     return texts
 
 
-def _endless(step: int, random: Random) -> Iterator[Question]:
-    """Training prompts of a step."""
+def _endless(steps: Sequence[int], random: Random) -> Iterator[Question]:
+    """Training prompts of these steps."""
     by_kind = _train_by_kind()
     while True:
         fact = random.choice(by_kind[random.choice(kinds())])
         text = question_about(fact, random)
-        if _step_of(text) == step:
+        if _step_of(text) in steps:
             yield Question(text, fact)
 
 

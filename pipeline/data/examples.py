@@ -33,7 +33,7 @@ class Example:
     """The demonstration, or the better response; empty for a prompt without a response."""
 
     rejected: tuple[Message, ...] = ()
-    """The worse response; empty where there is no preference."""
+    """The worse response, or a bad one by itself; empty where there is none."""
 
     margin: float | None = None
     """By how much `chosen` is better, in units of score, where the data says so."""

@@ -1,6 +1,9 @@
 """How much of a dialogue a step reads of what came before the last user turn."""
 
+from dataclasses import replace
+
 from pipeline.data.dialogues import Turns, join_turns
+from pipeline.data.examples import Example
 
 
 def with_history(prompt: Turns, history: str) -> Turns:
@@ -20,3 +23,10 @@ def with_history(prompt: Turns, history: str) -> Turns:
     kept = users[-int(history.removeprefix("last:")) :]
     first = kept[0] if kept else len(prompt)
     return (*system, *(turn for turn in prompt[first:] if turn.role != "system"))
+
+
+def histories(examples: list[Example], history: str) -> list[Example]:
+    """The examples with prompts that have lost the turns which `history` leaves out."""
+    if history == "all":
+        return examples
+    return [replace(each, prompt=with_history(each.prompt, history)) for each in examples]

@@ -109,13 +109,12 @@ def _example(
     if not example.prompt or not example.chosen or example.rejected:
         return example
     if _is_labelled_bad(columns, row.origin):
-        reason = BAD_LABEL
-    elif example.num_targets == 0:
-        reason = NO_TARGETS
-    else:
-        return example
-    reading.no_demonstrations[reason] += 1
-    return replace(example, chosen=())
+        reading.no_demonstrations[BAD_LABEL] += 1
+        return replace(example, chosen=(), rejected=example.chosen)
+    if example.num_targets == 0:
+        reading.no_demonstrations[NO_TARGETS] += 1
+        return replace(example, chosen=())
+    return example
 
 
 def _unlearned_where_empty(turn: Message) -> Message:

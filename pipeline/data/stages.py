@@ -6,25 +6,20 @@ way their rows were chosen, is kept apart as well (`prompt_record`).
 """
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.config import EMBEDDED, DataConfig, RowColumns, StepConfig
+from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
 from pipeline.data.examples import Example
-from pipeline.data.history import with_history
+from pipeline.data.history import histories
 from pipeline.data.parts import assign_steps, held_out_prompts
 from pipeline.data.prompt_hash import draw, prompt_hash
 from pipeline.data.prompt_record import PromptRecord, as_hashes, contained
 from pipeline.data.reading import ReadPath, RowReader, Wanted
+from pipeline.data.row_use import NEEDS, as_used, is_usable, uses_of
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-_NEEDS = {
-    1: "a response (chosen, response, output, messages, ...)",
-    2: "a chosen and a rejected response, a label, or ranked responses",
-    3: "a prompt",
-}
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,9 @@ class StageData:
 
     prompts: PromptRecord = field(default_factory=PromptRecord, compare=False)
     """What this step and the earlier ones train on and hold out."""
+
+    held_out_prompts: list[Example] = field(default_factory=list[Example], compare=False)
+    """Of a step with a `RowShare`: the held-out prompts as step 3 has them, in its order."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ def load_examples(
     earlier: PromptRecord | None = None,
     reader: RowReader | None = None,
     kept: RowColumns | None = None,
+    share: RowShare | None = None,
 ) -> StageData:
     """The examples `step` (1, 2 or 3) trains on and is evaluated on; the log gets the notes.
 
@@ -77,6 +76,7 @@ def load_examples(
             held out here, and those they held out are not trained on.
         reader: reads each path once, where several steps are loaded one after the other.
         kept: columns that the examples have as `extra`, beside the dialogue.
+        share: which rows the step takes, where it is not those of its number and kind.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
@@ -84,16 +84,17 @@ def load_examples(
     earlier = earlier or PromptRecord()
     kept = kept or RowColumns()
     if EMBEDDED in config.path:
-        data = _embedded(config, kept, earlier, step=step, seed=seed)
+        data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:
         wanted = Wanted(config.fields, kept)
-        data = _read_and_share(config, wanted, earlier, reader or RowReader(), step=step)
+        reader = reader or RowReader()
+        data = _read_and_share(config, wanted, earlier, reader, step=step, share=share)
     for note in data.notes:
         logger.info("data for step %d: %s", step, note)
     return replace(
         data,
-        train=_with_history(data.train, config.history),
-        eval=_with_history(data.eval, config.history),
+        train=histories(data.train, config.history),
+        eval=histories(data.eval, config.history),
     )
 
 
@@ -107,16 +108,18 @@ def of_one_kind(data: StageData, config: StepConfig) -> StageData:
     return replace(data, train=train, eval=held_out)
 
 
-def _with_history(examples: list[Example], history: str) -> list[Example]:
-    if history == "all":
-        return examples
-    return [replace(each, prompt=with_history(each.prompt, history)) for each in examples]
-
-
 def _read_and_share(
-    config: DataConfig, wanted: Wanted, earlier: PromptRecord, reader: RowReader, *, step: int
+    config: DataConfig,
+    wanted: Wanted,
+    earlier: PromptRecord,
+    reader: RowReader,
+    *,
+    step: int,
+    share: RowShare | None,
 ) -> StageData:
     notes: list[str] = []
+    uses = uses_of(wanted.kept)
+    part = share or RowShare(uses[step], (step,))
     paths = reader.read(config.path, wanted, step=step, notes=notes)
     rows = _mix(paths, config, notes)
     if config.eval_path:
@@ -134,33 +137,45 @@ def _read_and_share(
         notes,
     )
     held_out, train = _apart(held_out, train, earlier, notes)
-    labels = wanted.kept.labels
-    mine = _share(train, config, step, notes, labels=labels)
-    evaluated = _eval_rows(held_out, config, step, notes, labels=labels)
+    mine = _share(train, config, step, part, uses, notes)
+    evaluated = _eval_rows(held_out, config, step, part.use, notes)
     _note_repeated([row.prompt for row in mine], earlier, notes)
+    prompts = [] if share is None else _eval_rows(held_out, config, step, "prompts", [])
     return StageData(
-        [row.example for row in mine],
-        [row.example for row in evaluated],
+        as_used([row.example for row in mine], part.use),
+        as_used([row.example for row in evaluated], part.use),
         notes,
         earlier
         | PromptRecord(
             as_hashes(row.prompt for row in mine), as_hashes(row.prompt for row in held_out)
         ),
+        [row.example for row in prompts],
     )
 
 
 def _embedded(
-    config: DataConfig, kept: RowColumns, earlier: PromptRecord, *, step: int, seed: int
+    config: DataConfig,
+    kept: RowColumns,
+    earlier: PromptRecord,
+    *,
+    step: int,
+    seed: int,
+    share: RowShare | None,
 ) -> StageData:
     if config.path != (EMBEDDED,) or config.eval_path:
         raise DataError(
             f"data path {EMBEDDED} is the built-in task and can't be mixed with other data;"
             " give either it or your own paths"
         )
-    from pipeline.data.embedded import COLUMNS, stage_examples
+    from pipeline.data.embedded import COLUMNS, pair_examples, stage_examples
 
     Wanted({}, kept).check(COLUMNS)
-    train, held_out = stage_examples(step=step, seed=seed)
+    prompts: list[Example] = []
+    if share is None:
+        train, held_out = stage_examples(step=step, seed=seed)
+    else:
+        train, held_out = pair_examples(of_steps=share.of_steps, seed=seed)
+        prompts = stage_examples(step=3, seed=seed)[1][: config.max_eval_rows]
     usual = DataConfig()
     unused = [name for name in OF_ROWS if getattr(config, name) != getattr(usual, name)]
     notes = [
@@ -172,7 +187,10 @@ def _embedded(
         as_hashes(prompt_hash(example) for example in by_prompt.values()),
         as_hashes(prompt_hash(example) for example in held_out),
     )
-    return StageData(train, held_out[: config.max_eval_rows], notes, earlier | own)
+    held_out = held_out[: config.max_eval_rows]
+    if share is not None:
+        train, held_out = (as_used(rows, share.use) for rows in (train, held_out))
+    return StageData(train, held_out, notes, earlier | own, prompts)
 
 
 def _hashed(examples: Iterable[Example]) -> list[_Row]:
@@ -300,42 +318,37 @@ def _note_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[st
         )
 
 
-def _usable(example: Example, step: int, *, labels: bool = False) -> bool:
-    """Whether a step has a use for the row; with `labels` step 2 learns from labels and ties."""
-    if step == 1:
-        return bool(example.chosen) and not example.tie
-    if step == 2:
-        is_pair = bool(example.chosen and example.rejected) and (labels or not example.tie)
-        return is_pair or (labels and example.label is not None)
-    return bool(example.prompt)
-
-
 def _share(
-    rows: Sequence[_Row], config: DataConfig, step: int, notes: list[str], *, labels: bool
+    rows: Sequence[_Row],
+    config: DataConfig,
+    step: int,
+    part: RowShare,
+    uses: Mapping[int, RowUse],
+    notes: list[str],
 ) -> list[_Row]:
     """The rows of `step`: of other prompts than the other steps', in proportion to `config.split`.
 
     A prompt goes to one of the steps that can use a row of it, with all its rows.
     """
-    usable = [row for row in rows if _usable(row.example, step, labels=labels)]
+    usable = [row for row in rows if is_usable(row.example, part.use)]
     if not usable:
         first = rows[0].example
         raise DataError(
-            f"no row has what step {step} needs, {_NEEDS[step]}; the first,"
+            f"no row has what step {step} needs, {NEEDS[part.use]}; the first,"
             f" {first.origin}, has {_has(first)}: give other data or say with --fields which"
             " column is which"
         )
     if len(usable) < len(rows):
         notes.append(
             f"{_rows(len(rows) - len(usable))} of {len(rows)} lack what step {step} needs,"
-            f" {_NEEDS[step]}, and are left to other steps"
+            f" {NEEDS[part.use]}, and are left to other steps"
         )
     steps: dict[int, set[int]] = {}
     for row in rows:
-        of_row = {number for number in (1, 2, 3) if _usable(row.example, number, labels=labels)}
+        of_row = {number for number, use in uses.items() if is_usable(row.example, use)}
         steps.setdefault(row.prompt, set()).update(of_row)
     owners = assign_steps(steps, split=config.split, seed=config.seed)
-    mine = [row for row in usable if owners[row.prompt] == step]
+    mine = [row for row in usable if owners[row.prompt] in part.of_steps]
     parts = ",".join(f"{part:g}" for part in config.split)
     if not mine:
         raise DataError(
@@ -344,8 +357,11 @@ def _share(
             " prompts; give more rows or raise the step's share"
         )
     mine = _in_drawn_order(mine, config, "order")
-    mine = _unique_prompts(mine, notes) if step == 3 else mine
-    notes.append(f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {parts})")
+    mine = _unique_prompts(mine, notes) if part.use == "prompts" else mine
+    taken = "" if part.of_steps == (step,) else f", parts {','.join(map(str, part.of_steps))}"
+    notes.append(
+        f"step {step} trains on {len(mine)} of {_rows(len(rows))} (data_split {parts}{taken})"
+    )
     return mine
 
 
@@ -357,16 +373,16 @@ def _unique_prompts(rows: Sequence[_Row], notes: list[str]) -> list[_Row]:
 
 
 def _eval_rows(
-    held_out: Sequence[_Row], config: DataConfig, step: int, notes: list[str], *, labels: bool
+    held_out: Sequence[_Row], config: DataConfig, step: int, use: RowUse, notes: list[str]
 ) -> list[_Row]:
-    usable = [row for row in held_out if _usable(row.example, step, labels=labels)]
+    usable = [row for row in held_out if is_usable(row.example, use)]
     if not usable:
         raise DataError(
             f"none of the {_rows(len(held_out))} for evaluation has what step {step} needs,"
-            f" {_NEEDS[step]}; give --eval-path with such rows"
+            f" {NEEDS[use]}; give --eval-path with such rows"
         )
     usable = _in_drawn_order(usable, config, "evaluation order")
-    if step == 3:
+    if use == "prompts":
         usable = _unique_prompts(usable, [])
     evaluated = usable[: config.max_eval_rows]
     notes.append(f"step {step} is evaluated on {len(evaluated)} of {_rows(len(held_out))} held out")

@@ -16,7 +16,12 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
     mesh = current_mesh()
     found = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
     data = load_examples(
-        config.data, step=step, seed=config.seed, earlier=found, kept=config.row_columns
+        config.data,
+        step=step,
+        seed=config.seed,
+        earlier=found,
+        kept=config.row_columns,
+        share=config.row_share,
     )
     return of_one_kind(data, config)
 

@@ -165,7 +165,7 @@ def _lengths(plan: Plan, stage: Stage) -> None:
     if not hasattr(settings, "max_prompt_length"):
         return  # steps 1 and 2 cut what is longer than the model reads
     for limit in contexts(plan, stage):
-        if settings.max_length > limit.tokens:
+        if settings.max_prompt_length + settings.max_new_tokens > limit.tokens:
             raise ConfigError(
                 f"{stage.section}.max_prompt_length {settings.max_prompt_length} +"
                 f" {stage.section}.max_new_tokens {settings.max_new_tokens} is more than the"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.budget.fallbacks import trained_models
 from pipeline.budget.text import table
-from pipeline.config import StepConfig, TrainedModelConfig
+from pipeline.config import RowShare, StepConfig, TrainedModelConfig
 from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
 from pipeline.plan.checks import contexts
@@ -87,6 +87,11 @@ def _method(config: StepConfig) -> Iterator[str]:
     method, generation = getattr(config, "method", None), config.workload(1).generation
     if method is None or generation is None:
         return
+    if not config.workload(1).generates_first:
+        share = config.row_share
+        parts = "" if share is None else f"{share.use} of the parts of steps {_listed(share)}"
+        yield _line("method", f"{method}: learns from {parts}")
+        return
     size = generation.group_size
     responses = "one response" if size == 1 else f"{size} responses"
     without = f", without a {' or '.join(sorted(config.unused_roles))}"
@@ -94,6 +99,10 @@ def _method(config: StepConfig) -> Iterator[str]:
         "method",
         f"{method}: {responses} to each prompt{without if config.unused_roles else ''}",
     )
+
+
+def _listed(share: RowShare) -> str:
+    return " and ".join(map(str, share.of_steps))
 
 
 def _data(config: StepConfig, preview: Preview) -> Iterator[str]:

@@ -109,6 +109,7 @@ class _Count:
             return seconds + compared * self._generate(generation, self.held_out, self.row)
         # Every process encodes all rows of a step, and computes its share.
         seconds += steps * self.workload.iteration_rows * self.encoding
+        seconds += steps * self._scoring(rows)
         seconds += self._evaluations(steps) * self._evaluation()
         if generation is not None and generation.role in self.work:
             # A row has two sequences, of each of which the prompt is about a half.

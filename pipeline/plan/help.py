@@ -41,7 +41,7 @@ GROUPS = (
         "run",
         "What runs",
         (
-            *("step", "method", "reward_function", "reward", "environment"),
+            *("step", "method", "reward_function", "reward"),
             *("actor_model", "reward_model", "data_path", "output_dir", "resume", "overwrite"),
         ),
     ),
@@ -52,6 +52,7 @@ GROUPS = (
     ),
     Group("plan", "Before it runs", ("dry_run", "plan", "plan_for", "check")),
     Group("deployment", "Where it runs", EVERYDAY),
+    Group("rl", "RL in step 3", ("environment", "guards"), brief=True),
     Group(
         "data",
         "Data",
@@ -80,6 +81,7 @@ EXAMPLES = (
     f"{TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
     f"{TRAIN} --actor-model 6.7b --plan auto --plan-for 8xA100-40GB",
     f"{TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+    f"{TRAIN} --method dpo",
     f"{TRAIN} --method ppo grpo rloo --output-dir out",
     f"{TRAIN} --deployment-type single_node --autotune run",
     f"{TRAIN} --output-dir out --resume",
@@ -94,9 +96,9 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
     """
     if words and words != ["all"]:
         return "\n\n".join("\n".join(_about(word, stages)) for word in words)
+    sections = [stage.section for stage in stages]
     lines = [
-        f"usage: {TRAIN} [OPTION ...]",
-        "         [--sft.SETTING VALUE ...] [--reward.SETTING VALUE ...] [--ppo.SETTING VALUE ...]",
+        f"usage: {TRAIN} [OPTION ...] [--{{{','.join(sections)}}}.SETTING VALUE ...]",
         "",
         "From a base language model to a chat model in three steps. Without options it trains the",
         "embedded model of about 1M parameters on the embedded task, in minutes on any machine.",
@@ -108,12 +110,10 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
     if not words:
         lines += ["", "More options, by --help NAME; --help all lists every one"]
         lines += [line for group in groups if group.brief for line in _named(group)]
-    sections = " ".join(stage.section for stage in stages)
     lines += [
         "",
-        f"Settings of the steps, such as --ppo.kl_coef 0.05: --help {sections}, or one of them as",
-        "--help ppo.actor, --help kl_coef; also",
-        *(f"  {MODULE} {stage.module} --help" for stage in stages),
+        f"Settings of the steps, such as --ppo.kl_coef 0.05: --help {' '.join(sections)}, or",
+        f"--help ppo.actor, --help kl_coef; also {MODULE} {stages[0].module} --help, and so on",
         "",
         "Examples",
         *(f"  {example}" for example in EXAMPLES),
@@ -136,8 +136,8 @@ def _listed(group: Group) -> Iterator[str]:
     if group.key == GROUPS[0].key:
         yield from help_entry(
             "--config FILE ...",
-            "YAML files with these options and sections sft:, reward:, ppo:, methods:; later files"
-            " win, and the command line wins over files.",
+            "YAML files with these options and sections sft:, reward:, ppo:, preference:, methods:;"
+            " later files win, and the command line wins over files.",
         )
         yield from help_entry("--help [NAME ...]", "This; all; or a name listed below.")
 

@@ -1,6 +1,7 @@
 """How a command line becomes a plan."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pipeline.budget.fallbacks import Settings, nested
 from pipeline.budget.machine import Machine, parse_machine, this_machine
@@ -11,10 +12,10 @@ from pipeline.launch.layout import Layout, layout
 from pipeline.launch.local import list_gpus
 from pipeline.plan.help import train_help
 from pipeline.plan.inputs import check_inputs
-from pipeline.plan.methods import side_by_side
-from pipeline.plan.output import finished_steps, recorded_methods
+from pipeline.plan.methods import check_sections_run, side_by_side
+from pipeline.plan.output import RESULT, finished_steps, recorded_methods
 from pipeline.plan.plan import Plan
-from pipeline.plan.request import Request, parse_request
+from pipeline.plan.request import Request, given_rewards, parse_request
 from pipeline.plan.resolve import given_settings, step_configs, with_needed_steps
 from pipeline.plan.stage import Stage
 from pipeline.settings.build import Layer
@@ -34,9 +35,12 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
             raise SystemExit(0)
     command_line = parse_request(argv, stages)
     request = command_line.request
-    recorded = recorded_methods(request.output_dir, stages) if request.method else {}
-    stages = side_by_side(stages, request.method, recorded)
-    command_line = with_needed_steps(command_line, stages)
+    known, out = stages, request.output_dir
+    stages = side_by_side(known, request.method, recorded_methods(out, known))
+    check_sections_run(command_line.overrides, given_rewards(request), stages, known)
+    made = {each.number for each in stages if (out / each.name / RESULT).is_file()}
+    command_line = replace(command_line, made=frozenset(made))
+    command_line = with_needed_steps(command_line, stages, known)
     request = command_line.request
     if request.plan_for is not None:
         machine = parse_machine(request.plan_for)
@@ -52,7 +56,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
         chosen = choose(command_line, stages, machine)
     layers = {name: Layer(nested(each), "--plan auto") for name, each in chosen.items()}
     configs = step_configs(command_line, stages, world=machine.world, chosen=layers)
-    finished = finished_steps(request, stages, configs)
+    finished = finished_steps(request, stages, configs, known=known)
     check_inputs(request, stages, configs)
     requested = tuple(stage for stage in stages if stage.number in request.step)
     return Plan(

@@ -19,8 +19,10 @@ def side_by_side(
 ) -> tuple[Stage, ...]:
     """The stages of a run, where several methods are named one for each of them.
 
-    `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays. Where an
-    earlier run has a directory of a method, whether it was alone then or not, it is taken up.
+    `step3_ppo` becomes `step3_ppo`, `step3_grpo`, ...; with one method or none it stays, unless its
+    methods have directories of their own. Where an earlier run has a directory of a method, whether
+    it was alone then or not, it is taken up. Of stages with methods and the same number those stay
+    that have a named one, without a name the first.
 
     Args:
         stages: all steps.
@@ -32,14 +34,16 @@ def side_by_side(
     """
     known = recorded or {}
     several = len(methods) > 1
-    if several:
-        for name in methods:
-            check_method_name(name, stages, "--method")
-            require(methods.count(name) == 1, f"--method names {name} twice")
+    for name in methods:
+        check_method_name(name, stages, "--method")
+        require(methods.count(name) == 1, f"--method names {name} twice")
     found: list[Stage] = []
-    for stage in stages:
-        names = methods if rows_of(stage.config_class) else ()
+    for stage in _that_run(stages, methods):
+        names = [name for name in methods if name in rows_of(stage.config_class)]
         own = {name: directory_of(stage, name) for name in names}
+        if stage.own_directories and not several:
+            found += [replace(stage, name=own[name]) for name in names]
+            continue
         apart = [
             name
             for name in names
@@ -50,6 +54,53 @@ def side_by_side(
             for name in apart
         ] or [stage]
     return tuple(found)
+
+
+def _that_run(stages: Sequence[Stage], methods: Sequence[str]) -> Iterator[Stage]:
+    """The steps, and of several with methods those that `methods` names, or else the first."""
+    numbers: set[int] = set()
+    for stage in stages:
+        rows = rows_of(stage.config_class)
+        if not rows:
+            yield stage
+        elif not rows.keys().isdisjoint(methods) or (not methods and stage.number not in numbers):
+            numbers.add(stage.number)
+            yield stage
+
+
+def check_sections_run(
+    overrides: Mapping[str, Sequence[Option]],
+    rewards: Sequence[str],
+    stages: Sequence[Stage],
+    known: Sequence[Stage],
+) -> None:
+    """Refuse options of a step that does not run, for its methods are not named.
+
+    Args:
+        overrides: dotted options by section.
+        rewards: those of train.py's options for rewards and environments that are given.
+        stages: those that may run, with these methods.
+        known: all steps.
+
+    Raises:
+        ConfigError: it names the option and the methods that it is of.
+    """
+    present = {stage.section for stage in stages}
+    for stage in known:
+        options = overrides.get(stage.section, ())
+        if options and stage.section not in present:
+            raise ConfigError(
+                f"--{stage.section}.{options[0][0]} is a setting of the methods"
+                f" {', '.join(rows_of(stage.config_class))}, none of which runs; name one with"
+                " --method, or leave it away"
+            )
+    # Whoever learns from rewards has a setting for an environment.
+    takes_rewards = any(hasattr(stage.config_class, "environment") for stage in stages)
+    if rewards and not takes_rewards:
+        raise ConfigError(
+            f"{rewards[0]} is for methods that learn from rewards, and those that run learn from"
+            " preferences; add a method such as grpo to --method, or leave it away"
+        )
 
 
 def _directory(

@@ -54,9 +54,19 @@ SHARED = (
 
 
 def finished_steps(
-    request: Request, stages: Sequence[Stage], configs: Mapping[str, StepConfig]
+    request: Request,
+    stages: Sequence[Stage],
+    configs: Mapping[str, StepConfig],
+    *,
+    known: Sequence[Stage] | None = None,
 ) -> set[str]:
     """Names of the steps to skip because `--resume` finds them finished. Touches nothing.
+
+    Args:
+        request: the options of `train.py`.
+        stages: the steps that may run.
+        configs: their settings by name.
+        known: all steps there are, of whatever methods; by default those.
 
     Raises:
         ConfigError: the output directory holds another run or files that are not ours, and neither
@@ -67,7 +77,7 @@ def finished_steps(
     out = request.output_dir
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--output-dir {out} is a file, not a directory")
-    strangers = _strangers(out, stages)
+    strangers = _strangers(out, known or stages)
     for directory in (out / stage.name for stage in stages):
         if _holds_files(directory) and not (directory / MARK).is_file():
             raise ConfigError(

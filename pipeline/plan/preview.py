@@ -81,14 +81,15 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
         DataError: a path, row, split or setting leaves the step without usable rows.
     """
     texts: DataConfig | None = getattr(config, "ptx_rows", None)
-    wanted = [(config.data, stage.number, config.row_columns)]
-    wanted += [(texts, 1, RowColumns())] if texts is not None else []
+    wanted = [(config.data, stage.number, config.row_columns, config.row_share)]
+    wanted += [(texts, 1, RowColumns(), None)] if texts is not None else []
     unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(None, unread, 0.0)
     began = time.thread_time()
     first, *_ = [
-        load_examples(data, step=step, seed=config.seed, kept=kept) for data, step, kept in wanted
+        load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
+        for data, step, kept, share in wanted
     ]
     return Preview(of_one_kind(first, config), "", time.thread_time() - began)
 
@@ -170,8 +171,8 @@ def _require_short_prompt(
 
 def _lengths(row: Example, chat: "ChatFormat", sequences: int) -> list[int]:
     """Tokens of each sequence of a row."""
-    responses = row.responses or [row.chosen, row.rejected][: 2 if row.rejected else 1]
+    responses = row.responses or tuple(each for each in (row.chosen, row.rejected) if each)
     return [
         len(chat.encode(row.prompt, response) if response else chat.encode_prompt(row.prompt))
-        for response in responses[:sequences]
+        for response in (responses or ((),))[:sequences]
     ]

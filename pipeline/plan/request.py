@@ -26,13 +26,16 @@ class Request(Deployment, Autotuning):
     """The options of `train.py`."""
 
     step: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
-    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO; without it all whose models
-    are used: not step 2 where the rewards come from programs alone."""
+    """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method; without it
+    all whose models are used: not step 2 where programs give the rewards or the method learns from
+    pairs, nor step 1 for orpo."""
 
     method: tuple[str, ...] = ()
     """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
-    reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Several run side by
-    side, in step3_NAME, and are compared; --methods.NAME.SETTING is for one."""
+    reinforce_pp, raft: other defaults of --ppo settings (docs/methods.md). Or from preferences,
+    without RL: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo, cpo, orpo, kto, of --preference settings
+    (docs/preference.md). Several run side by side, in step3_NAME, and are compared;
+    --methods.NAME.SETTING is for one."""
 
     actor_model: str | None = None
     """Model that becomes the chat model: Hugging Face id, local directory, or a size of OPT as
@@ -69,7 +72,7 @@ class Request(Deployment, Autotuning):
     --config, and the other options win over it; docs/deepspeed.md has its keys."""
 
     output_dir: Path = Path("output")
-    """Receives step1_sft, step2_reward, step3_ppo, summary.json and report.html."""
+    """Receives step1_sft, step2_reward, step3_ppo or step3_dpo, summary.json and report.html."""
 
     data_path: tuple[str, ...] = ()
     """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names,
@@ -99,7 +102,8 @@ class Request(Deployment, Autotuning):
 
     lr: float | None = None
     """Peak learning rate of the steps that run: --sft.model.optim.lr, --reward.model.optim.lr, and
-    in step 3 the actor's, --ppo.actor.optim.lr; the critic keeps its own."""
+    in step 3 the actor's, --ppo.actor.optim.lr or --preference.model.optim.lr; the critic keeps its
+    own."""
 
     batch_size: int | None = None
     """Sequences in an optimizer step of the steps that run: --sft.batch_size, --reward.batch_size
@@ -113,7 +117,7 @@ class Request(Deployment, Autotuning):
 
     lora: int | None = None
     """Train adapters of this rank alone, in the steps that run: lora.rank of --sft.model,
-    --reward.model, --ppo.actor and --ppo.critic."""
+    --reward.model, --ppo.actor and --ppo.critic, or --preference.model."""
 
     seed: int | None = None
     """Seed of all three steps; without it 1234."""
@@ -206,6 +210,9 @@ class CommandLine:
     typed: frozenset[str] = frozenset()
     """Names of train.py's own options that stand on the command line itself, not in a file."""
 
+    made: frozenset[int] = frozenset()
+    """Numbers of the steps whose output an earlier run has left in the output directory."""
+
 
 def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     """The options of train.py, with those of the steps and of single methods set apart.
@@ -240,6 +247,12 @@ def parse_request(argv: Sequence[str], stages: Sequence[Stage]) -> CommandLine:
     check_sections(files, dotted, request.method, stages)
     overrides = {section: tuple(options) for section, options in dotted.items()}
     return CommandLine(request, tuple(files), overrides, frozenset(name for name, _ in own))
+
+
+def given_rewards(request: Request) -> list[str]:
+    """The options for rewards and environments that have a value."""
+    names = ("reward_function", "reward", "environment")
+    return [_option_name(name) for name in names if getattr(request, name)]
 
 
 def full_name(option: str, path: str | None) -> str | None:
@@ -291,7 +304,7 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
             if name not in known | sections and below:
                 raise ConfigError(
                     f"{name} in {layer.origin} is a setting of the steps; put it below sft:,"
-                    " reward: or ppo:"
+                    " reward:, ppo: or preference:"
                 )
 
 

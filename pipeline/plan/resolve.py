@@ -102,15 +102,21 @@ def step_config(
         return _built(stage, command_line, stages, below, world=world, chosen=chosen)
 
     config = handed(stage.models)
-    origins = stage.origins(config.used_models().keys())
+    origins = stage.origins(config.used_models().keys(), _method(stage, command_line.request))
     return config if origins == stage.models else handed(origins)
 
 
-def with_needed_steps(command_line: CommandLine, stages: Sequence[Stage]) -> CommandLine:
+def with_needed_steps(
+    command_line: CommandLine, stages: Sequence[Stage], known: Sequence[Stage] | None = None
+) -> CommandLine:
     """Without the steps whose models nothing in the run reads, unless the user chose which to run.
 
-    A step is left out where later steps would take their models from it, and their settings have no
-    use for any of these.
+    A step is left out where other steps would take their models from it, and none that runs does.
+
+    Args:
+        command_line: what the user gave.
+        stages: the steps that may run.
+        known: all steps there are, of whatever methods; by default those.
     """
     if "step" in command_line.typed or any("step" in file.settings for file in command_line.files):
         return command_line
@@ -121,12 +127,16 @@ def with_needed_steps(command_line: CommandLine, stages: Sequence[Stage]) -> Com
         configs = step_configs(replace(command_line, request=request), stages)
     except (ConfigError, UserErrors):  # whoever resolves the settings to run them says it
         return command_line
-    offered = {origin for stage in stages for origin in stage.models.values()}
+    offered = {origin for stage in known or stages for origin in stage.models.values()}
     read: set[str] = set()
-    for stage in stages:
-        used = configs[stage.name].used_models().keys()
-        read |= {origin for role, origin in stage.origins(used).items() if role in used}
-    idle = {stage.number for stage in stages if stage.section in offered - read}
+    idle: set[int] = set()
+    for stage in reversed(stages):
+        if stage.section in offered - read:
+            idle.add(stage.number)
+            continue
+        used = configs[stage.name].used_models().keys() - stage.optional
+        origins = stage.origins(used, _method(stage, request))
+        read |= {origin for role, origin in origins.items() if role in used}
     steps = tuple(number for number in command_line.request.step if number not in idle)
     return replace(command_line, request=replace(command_line.request, step=steps))
 
@@ -198,8 +208,10 @@ def _before(command_line: CommandLine, first: Stage) -> str:
 
 
 def _method(stage: Stage, request: Request) -> str | None:
-    """The method that the user named for a step: its own of several, or the one there is."""
-    return stage.method or next(iter(request.method), None)
+    """The method that the user named for a step: its own of several, or the one it has."""
+    known = rows_of(stage.config_class)
+    named = (name for name in request.method if name in known or not known)
+    return stage.method or next(named, None)
 
 
 def _from_files(stage: Stage, command_line: CommandLine) -> list[Layer]:
@@ -225,7 +237,18 @@ def _handed_over(
     first, *_ = stages
     made = {each.section: str(command_line.request.output_dir / each.name) for each in stages}
     made[BEFORE] = EMBEDDED if stage is first else _before(command_line, first)
-    settings = {role: {"path": made[origin]} for role, origin in origins.items()}
+    running = {*command_line.request.step, *command_line.made}
+    present = {each.section for each in stages if each.number in running} | {BEFORE}
+    settings: dict[str, Any] = {
+        role: {"path": made[origin]}
+        for role, origin in origins.items()
+        if role not in stage.optional or origin in present
+    }
+    if "shares" in get_type_hints(stage.config_class):
+        needed = {each for role, each in origins.items() if role not in stage.optional}
+        read = {each.number for each in stages if each.section in needed}
+        earlier = set(range(1, stage.number)) - read - running
+        settings["shares"] = sorted({stage.number, *earlier})
     return Layer(settings, "train.py")
 
 

@@ -44,6 +44,15 @@ class Stage:
     """Roles whose model comes from elsewhere, by role the section or `BEFORE`, in a run that has no
     other use for what the step in `models` makes."""
 
+    begins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By method, roles whose model it takes from elsewhere, by role the section or `BEFORE`."""
+
+    optional: frozenset[str] = frozenset()
+    """Roles it does without where the model has not been made and no step of the run makes it."""
+
+    own_directories: bool = False
+    """Whether each method has a directory of its own where it runs alone, too."""
+
     method: str | None = None
     """The method it runs, where several run side by side; each of them has such a stage."""
 
@@ -57,13 +66,14 @@ class Stage:
         """What sentences call it: `step 3`, of several `step 3 (grpo)`."""
         return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
-    def origins(self, used: Collection[str]) -> Mapping[str, str]:
-        """Where the models come from in a run that uses those of the roles in `used`."""
+    def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:
+        """Where the models come from in a run of `method` that uses the roles in `used`."""
         needed = {self.models[role] for role in used if role in self.models.keys() - self.without}
-        return {
+        found = {
             role: origin if role not in self.without or origin in needed else self.without[role]
             for role, origin in self.models.items()
         }
+        return {**found, **self.begins.get(method or "", {})}
 
     @property
     def main_role(self) -> str:

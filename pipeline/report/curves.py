@@ -111,13 +111,38 @@ CHARTS = (
 )
 """In the order in which they are shown; a step has those of which it logged a metric."""
 
+PREFERENCE_CHARTS = (
+    Chart(
+        "Margin",
+        "implicit rewards, chosen less rejected",
+        {"margin": "training", "eval_margin": "held out"},
+    ),
+    Chart(
+        "Implicit rewards",
+        "held out; both may fall, see preference.nll_coef",
+        {"eval_reward_chosen": "chosen", "eval_reward_rejected": "rejected"},
+    ),
+    Chart(
+        "Log-probability",
+        "nats per token, held out",
+        {"eval_logp_chosen": "chosen", "eval_logp_rejected": "rejected"},
+    ),
+    Chart("KL to its start", "nats per answer to held-out prompts", {"eval_kl": "kl"}),
+    Chart(
+        "Ends of answers",
+        "share of sampled answers that end by themselves",
+        {"eval_sampled_stop_rate": "rate"},
+    ),
+)
+"""Of steps that learn from preferences."""
+
 PHASES = ("generation", "experience", "training")
 
 
 SOURCE = "reward_"
 """How the metric of a source of rewards begins."""
 
-NO_SOURCES = ("reward_score", "reward_failures")
+NO_SOURCES = ("reward_score", "reward_failures", "reward_chosen", "reward_rejected")
 
 
 def charts_of(step: StepResult) -> list[Chart]:
@@ -129,7 +154,8 @@ def charts_of(step: StepResult) -> list[Chart]:
         for task, names in task_curves(step).items()
     ]
     if not sources:
-        return [*CHARTS, *tasks]
+        of_preferences = PREFERENCE_CHARTS if step.series("margin") else ()
+        return [*CHARTS, *of_preferences, *tasks]
     by_source = Chart(
         "Reward by source",
         "mean of sampled answers, unweighted",

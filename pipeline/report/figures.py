@@ -38,6 +38,7 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
     pairs = {
         "perplexity": ("perplexity_before", "perplexity_after", plain),
         "accuracy": ("accuracy_before", "accuracy_after", percent),
+        "margin": ("margin_before", "margin_after", score),
         "mean score, rejected": ("", "mean_rejected", score),
         "mean score, chosen": ("", "mean_chosen", score),
         "score": ("score_before", "score_after", score),

@@ -53,7 +53,7 @@ def findings(results: Results) -> list[Finding]:
     found = [_by_verifier(results), _by_talk(results), _by_reward(results), _by_win_rate(results)]
     if results.methods:
         found = [_at_equal_kl(results), *_of_each_method(results), _by_talk(results)]
-    found += [_by_accuracy(results), _by_perplexity(results)]
+    found += [*_of_preferences(results), _by_accuracy(results), _by_perplexity(results)]
     known = broken + [finding for finding in found if finding is not None] + ended
     return known or [Finding(None, _nothing_known(results))]
 
@@ -105,10 +105,12 @@ def _by_verifier(results: Results) -> Finding | None:
     count, gained, lost = known
     change = change_interval(gained, lost, count)
     low, high = change
+    start, _ = earlier[-1]
+    since = "" if start == BASE else f" from {_step_of(start)}"
     return Finding(
         verdict_of(change),
         sentence,
-        f"{count:,} held-out prompts; 95 % interval of the change from step 1: {points(low)} to"
+        f"{count:,} held-out prompts; 95 % interval of the change{since}: {points(low)} to"
         f" {points(high)} points",
     )
 
@@ -129,10 +131,21 @@ def _after(model: str) -> str:
     """Which model it was, in words: of `step1_sft` "after step 1"."""
     if model == BASE:
         return "from the base model"
-    return f"after {model.split('_', maxsplit=1)[0].replace('step', 'step ')}"
+    return f"after {_step_of(model)}"
+
+
+def _step_of(model: str) -> str:
+    """Of `step1_sft` "step 1"."""
+    return model.split("_", maxsplit=1)[0].replace("step", "step ")
 
 
 _COUNTS = ("prompts", "gained", "lost")
+
+FELL = 0.1
+"""Share of a log-probability per token by which a fall of it is said."""
+
+LOST_ENDS = 0.05
+"""Of the share of sampled answers that end by themselves."""
 
 
 def _by_reward(results: Results) -> Finding | None:
@@ -160,17 +173,49 @@ def _by_win_rate(results: Results) -> Finding | None:
     name = title(step.name, results)
     start = f"{name}'s answers score higher than step 1's on {percent(win_rate)} of"
     if wins is None or losses is None or not count:
-        return Finding(None, f"{start} held-out prompts{price}", optimized=True)
+        return Finding(
+            None, f"{start} held-out prompts{price}", optimized=not step.has("margin_after")
+        )
     # A win rate with ties counted half is 1/2 and half of the change in wins.
     change = change_interval(int(wins), int(losses), int(count))
     low, high = (0.5 + end / 2 for end in change)
     sentence = f"{start} {count:,.0f} held-out prompts{price}"
     detail = f"95 % interval {percent(low)} to {percent(high)}"
-    return Finding(verdict_of(change), sentence, detail, optimized=True)
+    return Finding(verdict_of(change), sentence, detail, optimized=not step.has("margin_after"))
+
+
+def _of_preferences(results: Results) -> Iterator[Finding]:
+    """What steps that learn from preferences say of held-out pairs, and what went wrong in them."""
+    for step in results.steps.values():
+        after, pairs = step.number("accuracy_after"), step.number("pairs")
+        if not step.has("margin_after") or after is None:
+            continue
+        name = title(step.name, results)
+        among = f" {pairs:,.0f}" if pairs else ""
+        yield Finding(
+            None,
+            f"{name}'s implicit rewards put {percent(after)} of{among} held-out pairs in the right"
+            " order, which says nothing of its own answers",
+        )
+        before, now = (step.number(f"logp_chosen_{when}") for when in ("before", "after"))
+        if before is not None and now is not None and now < before - FELL * abs(before):
+            yield Finding(
+                "worse",
+                f"{name} made chosen responses less likely, too: {now:.2f} nats per token, at first"
+                f" {before:.2f}; preference.nll_coef holds them up",
+            )
+        first, last = step.number("sampled_stop_rate_before"), step.number("sampled_stop_rate")
+        if first is not None and last is not None and last < first - LOST_ENDS:
+            yield Finding(
+                "worse",
+                f"{percent(last)} of {name}'s sampled answers end by themselves, at first"
+                f" {percent(first)}: preference.nll_coef holds up the ends of turns",
+            )
 
 
 def _by_accuracy(results: Results) -> Finding | None:
-    step = results.evaluated_by("accuracy_after")
+    of_rewards = [step for step in results.steps.values() if not step.has("margin_after")]
+    step = next((each for each in reversed(of_rewards) if each.has("accuracy_after")), None)
     after = step.number("accuracy_after") if step else None
     if step is None or after is None:
         return None

@@ -35,6 +35,9 @@ TRAINED_ON = ("reward", "score")
 PROMPTS = ("data.", "seed", "max_prompt_length")
 """Settings that decide which prompts are held out."""
 
+NOT_PROMPTS = ("data.max_length", "data.train_on")
+"""Those with such beginnings that do not."""
+
 REWARDS = ("reward.path", "rewards", "reward_combine", "missing_eos_score")
 """Settings that decide what a reward counts."""
 
@@ -291,7 +294,10 @@ _ENDS = {"diverged": "diverged", "not finished": "did not finish"}
 def _differing(steps: Sequence[StepResult], beginnings: Sequence[str]) -> list[str]:
     """Names of the settings with such beginnings in which the steps differ."""
     known = [step.settings for step in steps if step.settings]
-    names = sorted({name for settings in known for name in settings})
+    names = sorted({name for settings in known for name in settings} - {*NOT_PROMPTS})
+    # A step without a setting of its own of that name does not differ in it.
+    everywhere = [all(name in settings for settings in known) for name in names]
+    names = [name for name, is_ in zip(names, everywhere, strict=True) if is_ or "." in name]
     # What is null in one step has a name for each of its parts in another.
     return [
         name

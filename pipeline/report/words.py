@@ -13,6 +13,11 @@ TITLES = {
     "reward": "Reward model",
     "dr_grpo": "Dr. GRPO",
     "reinforce_pp": "REINFORCE++",
+    "cdpo": "Conservative DPO",
+    "rdpo": "Robust DPO",
+    "ldpo": "Length-normalized DPO",
+    "hinge": "Hinge loss",
+    "simpo": "SimPO",
 }
 
 

@@ -17,7 +17,7 @@ from pipeline.report.method_table import heads, rows
 from pipeline.report.methods import compare_methods
 from pipeline.report.pages import templates
 from pipeline.report.read import read_results
-from pipeline.report.results import Results
+from pipeline.report.results import Results, StepResult
 from pipeline.report.words import BASE, listed, title
 
 
@@ -61,7 +61,7 @@ def render(results: Results, out: Path) -> str:
             compared_rows=rows(compared) if compared else (),
             compared_chart=kl_chart(compared) if compared else "",
             compared_lines=lines_of(compared) if compared else (),
-            scored=results.evaluated_by("win_rate"),
+            scored=next(iter(optimizing_scores(results)), None),
             trained=trained_models(results),
             rewarded=results.evaluated_by("reward_after") is not None,
             figures={name: before_after(step) for name, step in results.steps.items()},
@@ -79,9 +79,15 @@ def render(results: Results, out: Path) -> str:
 
 def trained_models(results: Results) -> str:
     """What the sentence about rewards is about: the methods, or the one there is."""
+    steps = optimizing_scores(results)
+    return listed([title(step.name, results) for step in steps]) if steps else ""
+
+
+def optimizing_scores(results: Results) -> list[StepResult]:
+    """The steps that learned from rewards, which learning from preferences does not."""
     scored = results.evaluated_by("win_rate")
     steps = results.methods or ([scored] if scored else [])
-    return listed([title(step.name, results) for step in steps]) if steps else ""
+    return [step for step in steps if not step.has("margin_after")]
 
 
 def verdict(finding: Finding) -> tuple[str, str] | None:

@@ -111,7 +111,7 @@ def test_train_names_every_option_and_explains_every_one_on_request() -> None:
     assert len(short.splitlines()) < 125
     assert all(re.search(rf"{option}\b", short) for option in options)
     assert all(re.search(rf"^  {option}\b", whole, re.MULTILINE) for option in options)
-    assert max(len(line) for line in (short + whole).splitlines()) <= 100
+    assert max(len(line) for line in (short + "\n" + whole).splitlines()) <= 100
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_an_empty_earlier_turn_is_read_and_not_learned() -> None:
     assert [message.trained for message in example.prompt] == [True, False, True]
 
 
-def test_a_response_that_is_labelled_bad_is_no_demonstration_and_its_prompt_is_kept() -> None:
+def test_a_response_that_is_labelled_bad_is_no_demonstration_but_a_rejected_response() -> None:
     reading = Reading()
     row = {"prompt": "Q", "completion": "bad"}
 
@@ -272,10 +272,11 @@ def test_a_response_that_is_labelled_bad_is_no_demonstration_and_its_prompt_is_k
         return read_row(Row({**row, **columns}, ""), {}, reading)
 
     assert label(label=True) == label(label="true") == label() == Example((QUESTION,), (BAD,))
-    assert label(label=False) == label(label="False") == Example((QUESTION,))
+    bad = Example((QUESTION,), rejected=(BAD,))
+    assert label(label=False) == label(label="False") == bad
     assert label(label="essay") == Example((QUESTION,), (BAD,))  # the name of a class
     tagged = read(conversations=SAME_DEMONSTRATION["ShareGPT"]["conversations"], kto_tag=False)
-    assert tagged == Example((QUESTION,), origin="rows.jsonl line 17")
+    assert tagged == Example((QUESTION,), rejected=(GOOD,), origin="rows.jsonl line 17")
     assert reading.no_demonstrations == {"whose label says that the response is bad": 2}
 
 

@@ -1,0 +1,239 @@
+"""Settings of step 3 where it learns from preferences."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from evaluation.settings import TaskSettings, check_tasks
+from pipeline.config import (
+    FrozenModelConfig,
+    Generation,
+    ModelUse,
+    OptimConfig,
+    RowShare,
+    StepConfig,
+    TrainedModelConfig,
+    Workload,
+)
+from pipeline.errors import require
+from step3_preference.methods import METHODS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(TaskSettings, StepConfig):
+    """Step 3 without RL: the actor learns from pairs of responses, or from good and bad ones."""
+
+    METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
+    """The settings that each choice of `method` stands for."""
+
+    output_dir: Path = Path("output/step3_dpo")
+
+    method: Literal[
+        "dpo", "cdpo", "rdpo", "ldpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"
+    ] = "dpo"
+    """Other defaults for the settings below; what is set beside it wins (docs/preference.md)."""
+
+    model: TrainedModelConfig = field(
+        default_factory=lambda: TrainedModelConfig(
+            optim=OptimConfig(lr=1e-6, schedule="linear", warmup_ratio=0.1, weight_decay=0.0)
+        )
+    )
+    """The actor; a null path starts from step 1's output. As it starts it is the reference, too."""
+
+    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """A reward model that judges answers to held-out prompts, and is not trained on: step 2's,
+    where the run has one; null judges by the embedded task's program alone, where that can."""
+
+    base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The model before step 1, for the comparison in the report; a null path leaves it out."""
+
+    shares: tuple[Literal[1, 2, 3], ...] = (2, 3)
+    """Parts of `data.split` that are learned from: train.py adds those of steps that don't run."""
+
+    loss: Literal["dpo", "ipo", "hinge", "orpo", "kto"] = "dpo"
+    """dpo is the logistic loss of a pair's margin, ipo its square to a fixed margin, hinge what it
+    lacks of one, orpo the log odds ratio; kto weighs responses one by one."""
+
+    beta: float = 0.1
+    """Weight of the margin: the larger, the nearer to the reference. Of orpo the weight of the odds
+    ratio. Log-probabilities per token (logp mean) need 10 to 50 times as much."""
+
+    gamma: float = 0.0
+    """Margin that a pair must exceed in loss dpo, after beta (SimPO)."""
+
+    label_smoothing: float = 0.0
+    """Share of the pairs whose order is taken to be wrong, in loss dpo (cDPO)."""
+
+    robust: bool = False
+    """Correct the loss for that share instead of averaging over it (robust DPO)."""
+
+    logp: Literal["auto", "sum", "mean"] = "auto"
+    """Log-probability of a response: the sum over its tokens, or their mean; auto is the mean for
+    ipo and orpo, else the sum."""
+
+    nll_coef: float = 0.0
+    """Weight of the negative log-likelihood of chosen responses, mean per token (rpo_alpha,
+    sft_loss_weight): against both log-probabilities falling, and lost ends of turns."""
+
+    reference_free: bool = False
+    """Leave the reference out of the loss: compare log-probabilities as they are."""
+
+    weight_chosen: float | Literal["auto"] = 1.0
+    """Of loss kto: weight of good responses (desirable_weight); auto balances the counts."""
+
+    weight_rejected: float | Literal["auto"] = 1.0
+    """Of loss kto: weight of bad responses (undesirable_weight); auto balances the counts."""
+
+    precompute: Literal["auto", "on", "off"] = "auto"
+    """Compute the reference's log-probabilities once, before training; off runs the model without
+    its adapter beside each step, which auto does where there are adapters."""
+
+    too_long: Literal["cut_prompt", "drop"] = "cut_prompt"
+    """Rows longer than data.max_length: both responses keep the same prompt, which loses its
+    beginning; drop leaves such rows out. Responses that don't fit by themselves are left out."""
+
+    patience: int | None = None
+    """Stop after this many evaluations without a better loss; null never stops early."""
+
+    max_prompt_length: int = 256
+    """Longest held-out prompt that is answered, in tokens; longer ones are left out, and counted.
+    """
+
+    max_new_tokens: int = 256
+    """Longest answer to a held-out prompt, in tokens, its end-of-turn token included."""
+
+    temperature: float = 1.0
+    """Of sampled answers to held-out prompts."""
+
+    eval_prompts: int = 128
+    """Held-out prompts that are answered in evaluations during training; 0 answers none."""
+
+    generation_batch_size: int = 64
+    """Prompts answered at once by one process; changes no result."""
+
+    @property
+    def step_name(self) -> str:
+        """What its figures call the step."""
+        return f"step3_{self.method}"
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the log-probability of a response is the mean of its tokens."""
+        return self.loss in ("ipo", "orpo") if self.logp == "auto" else self.logp == "mean"
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether it learns from responses one by one."""
+        return self.loss == "kto"
+
+    @property
+    def precomputes(self) -> bool:
+        """Whether the reference's log-probabilities are computed before training."""
+        by_itself = self.model.lora is None if self.precompute == "auto" else None
+        return not self.reference_free and (self.precompute == "on" or bool(by_itself))
+
+    @property
+    def row_share(self) -> RowShare:
+        """Pairs, or of kto responses, of the parts that are its own."""
+        return RowShare("responses" if self.is_unpaired else "pairs", tuple(sorted(self.shares)))
+
+    def workload(self, world: int) -> Workload:
+        """A language model learns from both responses of each row; it answers held-out prompts."""
+        scored = 0 if self.reference_free else 1
+        scored += 2 if self.is_unpaired else 0  # mismatched responses, of both policies
+        return Workload(
+            world=world,
+            models=(
+                ModelUse(
+                    role="model",
+                    settings=self.model,
+                    scored=scored,
+                    keeps_best=self.keep_best,
+                    keeps_start=self.model.lora is None,
+                ),
+                ModelUse(role="base", settings=self.base, phase_only=True),
+                ModelUse(role="reward", settings=self.reward, scores=True, phase_only=True),
+            ),
+            iteration_rows=self.batch_size,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            sequences_per_row=1 if self.is_unpaired else 2,
+            length=self.data.max_length,
+            targets=self.data.max_length - 1,
+            generation=Generation(
+                role="model",
+                phase="after training",
+                count=-(-self.data.max_eval_rows // world),
+                batch_size=self.generation_batch_size,
+                prompt_length=self.max_prompt_length,
+                new_tokens=self.max_new_tokens,
+            ),
+        )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tasks(self)
+        require(bool(self.shares), "preference.shares must name a part of data.split: 1, 2 or 3")
+        for name in ("beta", "temperature", "max_prompt_length", "max_new_tokens"):
+            value = getattr(self, name)
+            require(value > 0, f"preference.{name} must be above 0, got {value}")
+        for name in ("gamma", "nll_coef", "eval_prompts"):
+            value = getattr(self, name)
+            require(value >= 0, f"preference.{name} must not be below 0, got {value}")
+        require(
+            0 <= self.label_smoothing < 0.5,
+            f"preference.label_smoothing must lie in [0, 0.5), got {self.label_smoothing}",
+        )
+        only_dpo = {"gamma": self.gamma, "label_smoothing": self.label_smoothing}
+        for name, value in (*only_dpo.items(), ("robust", self.robust)):
+            require(
+                not value or self.loss == "dpo",
+                f"preference.{name} is of loss dpo; leave it away with loss {self.loss}",
+            )
+        require(
+            not self.robust or self.label_smoothing > 0,
+            "preference.robust corrects for wrong labels: say how many with"
+            " preference.label_smoothing",
+        )
+        self._check_loss()
+        require(
+            self.patience is None or self.patience > 0,
+            f"preference.patience must be above 0 or null, got {self.patience}",
+        )
+        require(
+            self.patience is None or self.eval_every != 0,
+            "preference.patience counts evaluations: eval_every must not be 0",
+        )
+
+    def _check_loss(self) -> None:
+        """Refuse settings that the loss has no use for."""
+        for name in ("weight_chosen", "weight_rejected"):
+            value = getattr(self, name)
+            require(
+                value == "auto" or value > 0,
+                f"preference.{name} must be above 0 or auto, got {value}",
+            )
+            require(
+                value == 1 or self.loss == "kto",
+                f"preference.{name} is of loss kto; leave it away with loss {self.loss}",
+            )
+        require(
+            self.loss != "orpo" or (self.is_mean and self.reference_free),
+            "preference.loss orpo compares mean log-probabilities without a reference; leave logp"
+            " at auto and set reference_free, as --method orpo does",
+        )
+        require(
+            self.loss != "kto" or not (self.is_mean or self.reference_free),
+            "preference.loss kto needs the reference and sums of log-probabilities; leave logp and"
+            " reference_free away",
+        )
+        require(
+            self.precompute != "off" or self.model.lora is not None,
+            "preference.precompute off runs the model without its adapter, and it has none; set"
+            " model.lora, or leave it at auto",
+        )
+        require(
+            self.precompute != "on" or not self.reference_free,
+            "preference.precompute is of the reference, which reference_free leaves out",
+        )

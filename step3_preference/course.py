@@ -1,0 +1,233 @@
+"""How the actor does on held-out rows and prompts over a run, and which actor was the best."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from evaluation.answering import Chat
+from evaluation.answers import Answer, Answers, comparison, mean_length, mean_score, stop_rate
+from evaluation.base_model import answers_of_base
+from evaluation.in_training import TaskEvaluations, generating_from
+from evaluation.verification import conclude
+from pipeline.checkpoints import Checkpoints
+from pipeline.config import EMBEDDED
+from pipeline.divergence import check_finite, check_start
+from pipeline.engine.best import BestWeights
+from pipeline.errors import require
+from pipeline.models.card import Card
+from pipeline.models.load import model_path
+from pipeline.offline import Training
+from pipeline.origin import training_at
+from pipeline.run import Run
+from step3_preference.config import PreferenceConfig
+from step3_preference.evaluate import HeldOut, evaluate_rows
+from step3_preference.methods import TITLES
+from step3_preference.prompts import held_out_prompts
+from step3_preference.reference import Reference
+from step3_preference.rows import Row
+
+logger = logging.getLogger(__name__)
+
+LOST_ENDS = 0.05
+"""Of the stop rate of sampled answers: a fall by more is warned of."""
+
+
+class Course:
+    """Evaluates the actor at the start, now and then, and at the end.
+
+    The best actor is that of the smallest loss on held-out rows. A loss sees how responses compare,
+    not what the actor writes: so it also answers the first held-out prompts each time.
+    """
+
+    def __init__(self, training: Training[PreferenceConfig, Row], reference: Reference) -> None:
+        self.training = training
+        self.reference = reference
+        self.config = config = training.config
+        chat = Chat(training.rows.tokenizer, training.rows.chat)
+        generating = generating_from(training.model, training.engine)
+        prompts = held_out_prompts(training.rows.data.held_out_prompts, training.rows.chat, config)
+        self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
+        self.watched = self.held_out.on(prompts[: config.eval_prompts])
+        self.tasks = TaskEvaluations(config, chat, generating)
+        self.warned = False
+
+    @property
+    def best(self) -> BestWeights:
+        """The best weights so far."""
+        return self.training.best
+
+    def begin(self, checkpoints: Checkpoints, run: Run) -> None:
+        """Evaluate the actor as it begins; it is the first candidate.
+
+        Raises:
+            ModelError: its figures are not finite.
+            ConfigError: the run goes on, and the model that it began from is no longer there.
+        """
+        path = model_path(self.config.model)
+        training = training_at(path)
+        require(
+            checkpoints.once("training", lambda: training) == training,
+            f"the model in {path} is not the one that this run began from: it was trained again;"
+            " bring that one back, or say --overwrite to begin again",
+        )
+        self.first = checkpoints.once("rows", self._rows)
+        check_start(self.config.model.path, self.first)
+        self.before = Answers.read(checkpoints.once("before", lambda: asdict(self._answer_all())))
+        self.first_tasks = checkpoints.once("tasks", self.tasks.metrics)
+        if checkpoints.done == 0:
+            self.best.update(self.first["loss"], step=0)
+            answers = self.before.sampled[: len(self.watched.prompts)]
+            details = {"began_from": training or path, **self._by_prompt(answers)}
+            figures = {**self.first, **self._answered(answers, kl=self.before.kl)}
+            run.evaluated(0, {**figures, **self.first_tasks}, details=details)
+
+    def look(self, step: int, run: Run) -> None:
+        """After optimizer step `step` evaluate the actor, where that is due.
+
+        Raises:
+            DivergedError: its figures are not finite.
+        """
+        if not self.training.evaluates_after(step):
+            return
+        figures = self._rows()
+        self.best.update(figures["loss"], step=step)
+        details: dict[str, object] = {}
+        if self.watched.prompts:
+            with self.watched.generating() as actor:
+                responses = self.watched.respond(actor, temperature=self.config.temperature)
+            answers = self.watched.answers(responses)
+            figures |= self._answered(answers, kl=self.watched.kl(responses))
+            details = self._by_prompt(answers)
+            self._warn_of_lost_ends(step, figures["sampled_stop_rate"])
+        run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
+        check_finite(f"of held-out rows after step {step}", figures)
+
+    def end(self, run: Run) -> None:
+        """Let the exported actor and the base answer all prompts; write samples and the result."""
+        rows, after, config = self._rows(), self._answer_all(), self.config
+        best = self.best
+        evaluation = {
+            **self._summary(after),
+            **{f"{name}_before": self.first[name] for name in ("accuracy", "margin")},
+            **{f"{name}_after": rows[name] for name in ("accuracy", "margin")},
+            **{f"{name}_after": rows[name] for name in ("reward_chosen", "reward_rejected")},
+            **{f"{name}_before": self.first[name] for name in ("logp_chosen", "logp_rejected")},
+            **{f"{name}_after": rows[name] for name in ("logp_chosen", "logp_rejected")},
+            "pairs": len(self.training.held_out),
+            "best_step": best.step if config.keep_best else best.last_step,
+        }
+        exported = self.held_out.by_prompt(after.sampled)
+        details = {"eval_by_prompt": {"exported": exported}} if exported else {}
+        plain = {name: each for name, each in evaluation.items() if each is not None}
+        run.evaluated(run.total_steps, plain, details=details)
+        say_where_it_ended(self.first, rows, best, config)
+        tasks = self.tasks.summary(self.first_tasks, changed=best.step != best.last_step)
+        begins_with_base = config.model.path == config.base.path
+        before = "base" if begins_with_base else "step1_sft"
+        sampled = {before: self.before.sampled, config.step_name: after.sampled}
+        base = None if begins_with_base else answers_of_base(self.held_out, config.base)
+        if base is not None:
+            sampled = {"base": base, **sampled}
+        verification = conclude(self.held_out, sampled, run.path("samples.json"))
+        rows_are = "good and bad responses" if config.is_unpaired else "pairs of responses"
+        card = Card(
+            "Chat model",
+            f"Trained by {TITLES[config.method]} on {rows_are}, without a reward model.",
+            config.model.path or EMBEDDED,
+            (config.method,),
+        )
+        run.finish(eval={**evaluation, **verification, **tasks}, models={"actor": card})
+
+    def _rows(self) -> dict[str, float]:
+        return evaluate_rows(self.training.held_out, self.reference, self.config)
+
+    def _answer_all(self) -> Answers:
+        with self.held_out.generating() as actor:
+            sampled = self.held_out.respond(actor, temperature=self.config.temperature)
+            greedy = self.held_out.respond(actor, temperature=0.0)
+        return Answers(
+            greedy=self.held_out.answers(greedy),
+            sampled=self.held_out.answers(sampled),
+            kl=self.held_out.kl(sampled),
+        )
+
+    def _answered(self, answers: Sequence[Answer], *, kl: float) -> dict[str, float]:
+        """Of sampled answers to the watched prompts."""
+        if not answers:
+            return {}
+        scored = {"sampled_score": mean_score(answers)} if self.config.reward.path else {}
+        return {
+            "kl": kl,
+            "sampled_length": mean_length(answers),
+            "sampled_stop_rate": stop_rate(answers),
+            **scored,
+        }
+
+    def _by_prompt(self, answers: Sequence[Answer]) -> dict[str, object]:
+        found = self.watched.by_prompt(answers) if answers else {}
+        return {"eval_by_prompt": found} if found else {}
+
+    def _summary(self, after: Answers) -> dict[str, float | None]:
+        """Of greedy answers to all prompts, but the KL; the win rate is null without a judge."""
+        before = self.before
+        new, old = (
+            [
+                replace(answer, score=value)
+                for answer, value in zip(each, self.held_out.values(each), strict=True)
+            ]
+            for each in (after.greedy, before.greedy)
+        )
+        judged = comparison(new, old) if new[0].score is not None else {"win_rate": None}
+        scored: Mapping[str, float] = {}
+        if self.config.reward.path is not None:
+            scored = {
+                "score_before": mean_score(before.greedy),
+                "score_after": mean_score(after.greedy),
+            }
+        return {
+            "kl": after.kl,
+            **judged,
+            "length_before": mean_length(before.greedy),
+            "length_after": mean_length(after.greedy),
+            "stop_rate": stop_rate(after.greedy),
+            "sampled_stop_rate_before": stop_rate(before.sampled),
+            "sampled_stop_rate": stop_rate(after.sampled),
+            **scored,
+        }
+
+    def _warn_of_lost_ends(self, step: int, rate: float) -> None:
+        at_first = stop_rate(self.before.sampled[: len(self.watched.prompts)])
+        if rate < at_first - LOST_ENDS and not self.warned:
+            self.warned = True
+            logger.warning(
+                "after step %d %.0f %% of sampled answers end by themselves, of the actor as it"
+                " began %.0f %%: the end of a turn is common to both responses and loses its"
+                " probability with them; set preference.nll_coef (0.1 to 1), or lower the rate",
+                *(step, 100 * rate, 100 * at_first),
+            )
+
+
+def say_where_it_ended(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    best: BestWeights,
+    config: PreferenceConfig,
+) -> None:
+    """Warn where the actor got no better on held-out rows, or where chosen responses fell too."""
+    method = TITLES[config.method].partition(" (")[0]
+    if best.step == 0 and best.last_step > 0:
+        logger.warning(
+            "%s made the loss on held-out rows no smaller (at first %.4g)%s: lower"
+            " preference.model.optim.lr, or look at the rows",
+            method,
+            before["loss"],
+            ", and the weights that it began with are exported" if best.keep else "",
+        )
+    fell = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
+    if fell["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and fell["logp_rejected"] > 0:
+        logger.warning(
+            "held-out chosen responses have become less likely, too: %.3g nats per token, at first"
+            " %.3g; preference.nll_coef holds them up",
+            after["logp_chosen"],
+            before["logp_chosen"],
+        )

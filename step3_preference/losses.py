@@ -1,0 +1,110 @@
+"""Losses of preference optimization, each a sum over pairs or responses.
+
+Pure functions of log-probabilities. Dimension names: B pairs; D good and U bad responses. `h` is
+the difference of a pair in log-ratio to the reference, chosen less rejected; without a reference,
+in log-probability. Whether both are sums over a response's tokens or means is the caller's choice.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+LOG_HALF = math.log(0.5)
+
+
+def sigmoid_loss(
+    h: Float[Tensor, " B"],
+    *,
+    beta: float,
+    gamma: float = 0.0,
+    label_smoothing: float = 0.0,
+    robust: bool = False,
+) -> Float[Tensor, ""]:
+    """-log sigmoid(beta h - gamma), with labels that are wrong with probability `label_smoothing`.
+
+    DPO (Rafailov et al. 2023, eq. 7), and by its arguments SimPO (Meng et al. 2024, eq. 6), CPO (Xu
+    et al. 2024, eq. 3), conservative DPO (Mitchell 2023, eq. 3: the expected loss) and robust DPO
+    (Chowdhury et al. 2024, eq. 12: the estimate whose mean over wrong labels is the clean loss).
+    """
+    margin = beta * h - gamma
+    if label_smoothing == 0:
+        return -F.logsigmoid(margin).sum()
+    right, wrong = -F.logsigmoid(margin), -F.logsigmoid(-margin)
+    if robust:
+        scale = 1 - 2 * label_smoothing
+        return (((1 - label_smoothing) * right - label_smoothing * wrong) / scale).sum()
+    return ((1 - label_smoothing) * right + label_smoothing * wrong).sum()
+
+
+def ipo_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
+    """(h - 1 / (2 beta))^2: a margin to reach, not to exceed (Azar et al. 2023, eq. 17)."""
+    return (h - 1 / (2 * beta)).square().sum()
+
+
+def hinge_loss(h: Float[Tensor, " B"], *, beta: float) -> Float[Tensor, ""]:
+    """max(0, 1 - beta h): SLiC (Zhao et al. 2023, eq. 1), normalized as by Liu et al. 2024."""
+    return F.relu(1 - beta * h).sum()
+
+
+def orpo_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, beta: float
+) -> Float[Tensor, ""]:
+    """-beta log sigmoid of the log odds ratio (Hong et al. 2024, eq. 7).
+
+    Args:
+        chosen: mean log-probability of a token of the chosen responses.
+        rejected: the same of the rejected ones.
+        beta: weight of the odds ratio beside the negative log-likelihood, lambda in the paper.
+    """
+    return -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected)).sum()
+
+
+def log_odds(logp: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """log(p / (1 - p)) of log p, in fp32; finite, and with a finite gradient, also where p is 1."""
+    # The spacing of fp32 at 1: log(1 - p) of a sure response is large, and no infinity.
+    logp = logp.float().clamp(max=-1e-7)
+    return logp - log1mexp(logp)
+
+
+def log1mexp(x: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """log(1 - e^x) for x < 0, by the branch that keeps its digits (Maechler 2012, eq. 7)."""
+    near = x > LOG_HALF
+    # Where a branch is not taken it must not give a gradient of 0 times infinity either.
+    large = torch.where(near, x, LOG_HALF)
+    small = torch.where(near, LOG_HALF, x)
+    return torch.where(near, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))
+
+
+def kto_loss(
+    good: Float[Tensor, " D"],
+    bad: Float[Tensor, " U"],
+    *,
+    beta: float,
+    z0: float,
+    weight_good: float = 1.0,
+    weight_bad: float = 1.0,
+) -> Float[Tensor, ""]:
+    """Prospect-theoretic value lost, over responses by themselves (Ethayarajh et al. 2024, eq. 8).
+
+    Args:
+        good: log-ratio to the reference of the good responses.
+        bad: the same of the bad ones.
+        beta: how soon the value saturates.
+        z0: the reference point, max(0, mean log-ratio of mismatched responses) of the whole
+            optimizer step, without a gradient.
+        weight_good: lambda_D.
+        weight_bad: lambda_U.
+    """
+    gain = weight_good * (1 - torch.sigmoid(beta * (good - z0))).sum()
+    return gain + weight_bad * (1 - torch.sigmoid(beta * (z0 - bad))).sum()
+
+
+def nll_loss(chosen: Float[Tensor, " B"]) -> Float[Tensor, ""]:
+    """Negative log-likelihood of a token of each chosen response (Pang et al. 2024, eq. 1).
+
+    `chosen` are mean log-probabilities of a token.
+    """
+    return -chosen.sum()

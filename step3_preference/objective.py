@@ -1,0 +1,147 @@
+"""What a batch of rows is worth: the loss of the settings, and the figures beside it.
+
+Dimension name: S sequences of a batch, the chosen ones first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from step3_preference.config import PreferenceConfig
+from step3_preference.losses import (
+    hinge_loss,
+    ipo_loss,
+    kto_loss,
+    nll_loss,
+    orpo_loss,
+    sigmoid_loss,
+)
+from step3_preference.rows import Row, RowBatch
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the loss of kto depends on beside the responses of a batch; of no other loss."""
+
+    z0: float = 0.0
+    """The reference point, in nats per response."""
+
+    weight_chosen: float = 1.0
+    weight_rejected: float = 1.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Sums over rows and sequences, from which means follow; they add up."""
+
+    sums: tuple[float, ...]
+    """Loss, right order, rewards, log-probabilities of a token and numbers of both sides."""
+
+    @classmethod
+    def none(cls) -> "Figures":
+        """Of no rows."""
+        return cls((0.0,) * 8)
+
+    def __add__(self, other: "Figures") -> "Figures":
+        return Figures(tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
+
+    def means(self, rows: int, *, paired: bool) -> dict[str, float]:
+        """By name; of the rows' loss and order, and of the sequences of each side."""
+        loss, right, *sides, chosen, rejected = self.sums
+        counts = (chosen, rejected, chosen, rejected)
+        names = ("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
+        found = {
+            name: value / max(1.0, count)
+            for name, value, count in zip(names, sides, counts, strict=True)
+        }
+        return {
+            "loss": loss / rows,
+            "accuracy": right / (rows if paired else max(1.0, chosen + rejected)),
+            "margin": found["reward_chosen"] - found["reward_rejected"],
+            **found,
+        }
+
+
+def objective(
+    batch: RowBatch,
+    logp: Float[Tensor, " S"],
+    reference: Float[Tensor, " S"],
+    config: PreferenceConfig,
+    point: Point,
+) -> tuple[Float[Tensor, ""], Figures]:
+    """The loss, summed over rows, and the figures of the batch.
+
+    Args:
+        batch: the rows.
+        logp: log-probability of each response.
+        reference: the same by the reference; zeros without one.
+        config: the loss and its settings.
+        point: of kto.
+    """
+    lengths = batch.lengths()
+    values = logp - reference
+    values = values / lengths if config.is_mean else values
+    number = len(batch.chosen)
+    chosen, rejected = values[:number], values[number:]
+    if config.is_unpaired:
+        loss = kto_loss(
+            chosen,
+            rejected,
+            beta=config.beta,
+            z0=point.z0,
+            weight_good=point.weight_chosen,
+            weight_bad=point.weight_rejected,
+        )
+        above = torch.cat([chosen - point.z0, point.z0 - rejected]).detach()
+    else:
+        loss = paired_loss(chosen, rejected, config)
+        above = (chosen - rejected).detach()
+    if config.nll_coef:
+        loss = loss + config.nll_coef * nll_loss(logp[:number] / lengths[:number])
+    with torch.no_grad():
+        per_token = logp / lengths
+        right = (above > 0).sum() + 0.5 * (above == 0).sum()
+        of_sides = (config.beta * chosen, config.beta * rejected, *per_token.split(number)[:1])
+        sums = [loss, right, *(each.sum() for each in of_sides), per_token[number:].sum()]
+    counts = (float(number), float(len(values) - number))
+    return loss, Figures((*torch.stack([each.float() for each in sums]).tolist(), *counts))
+
+
+def paired_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], config: PreferenceConfig
+) -> Float[Tensor, ""]:
+    """The loss of the settings over pairs."""
+    if config.loss == "orpo":
+        return orpo_loss(chosen, rejected, beta=config.beta)
+    h = chosen - rejected
+    if config.loss == "ipo":
+        return ipo_loss(h, beta=config.beta)
+    if config.loss == "hinge":
+        return hinge_loss(h, beta=config.beta)
+    return sigmoid_loss(
+        h,
+        beta=config.beta,
+        gamma=config.gamma,
+        label_smoothing=config.label_smoothing,
+        robust=config.robust,
+    )
+
+
+def kto_weights(rows: Sequence[Row], config: PreferenceConfig) -> tuple[float, float]:
+    """Weights of good and of bad responses among these rows.
+
+    `auto` weighs the rarer kind so that both weigh as much in all (Ethayarajh et al. 2024, eq. 9).
+    """
+    if not config.is_unpaired:
+        return 1.0, 1.0
+    good = sum(row.chosen is not None for row in rows)
+    bad = len(rows) - good
+    balanced = (max(1.0, bad / max(1, good)), max(1.0, good / max(1, bad)))
+    given = (config.weight_chosen, config.weight_rejected)
+    first, second = (
+        weight if own == "auto" else own for own, weight in zip(given, balanced, strict=True)
+    )
+    return float(first), float(second)

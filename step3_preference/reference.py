@@ -1,0 +1,267 @@
+"""The actor as it began: the reference of the losses, and of the KL on held-out prompts.
+
+No second model is kept. With adapters it is the actor without them; else its log-probabilities are
+computed once, before the first update, and for the KL its weights take the actor's place a while.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from inference.weights.replica import Replica
+from pipeline.data.batches import RowStream
+from pipeline.data.fingerprint import fingerprint
+from pipeline.engine.engine import Engine
+from pipeline.files.durable import replace_durably
+from pipeline.models.forward import Policy
+from pipeline.models.trained import evaluating
+from pipeline.offline import Rows
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
+from step3_preference.config import PreferenceConfig
+from step3_preference.mismatched import mismatched_batches
+from step3_preference.rows import Row, RowBatch, cut
+from step3_preference.store import RowStore
+
+logger = logging.getLogger(__name__)
+
+FILE = "reference.safetensors"
+
+
+class Start:
+    """The weights that the actor began with; made before any state of a run is loaded."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        model = cast("Policy", engine.model).model
+        self._adapted = model if isinstance(model, PeftModel) else None
+        self._masters: list[Tensor] = [] if self._adapted is not None else _copies(engine)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The actor as it began, in evaluation mode; all processes enter in step."""
+        with evaluating(self.engine.model):
+            if self._adapted is not None:
+                with self._adapted.disable_adapter():
+                    yield
+                return
+            now = _copies(self.engine)
+            self.engine.load_masters(self._masters)
+            try:
+                yield
+            finally:
+                self.engine.load_masters(now)
+
+
+def _copies(engine: Engine) -> list[Tensor]:
+    return [master.to("cpu", copy=True) for master in engine.masters()]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Log-probabilities of the reference; NaN where none was needed."""
+
+    train: Float[Tensor, "N 2"]
+    """Of the chosen and the rejected response of each training row."""
+
+    held_out: Float[Tensor, "M 2"]
+
+    mismatched: Float[Tensor, " P"]
+    """Of the mismatched responses of each row that a step takes, in their order; of kto alone."""
+
+    mismatched_held_out: Float[Tensor, " M"]
+
+
+class Reference:
+    """What the losses compare with: a table, the actor without its adapter, or nothing."""
+
+    def __init__(self, start: Start, config: PreferenceConfig, table: Table | None) -> None:
+        self.start = start
+        self.config = config
+        self.table = table
+
+    def sums(self, batch: RowBatch, stored: Float[Tensor, "B 2"] | None) -> Float[Tensor, " S"]:
+        """The log-probability of each response of a batch; `stored` are those of its rows."""
+        if self.config.reference_free:
+            return torch.zeros(len(batch.counts), device=local_device())
+        if stored is None:
+            with self.start.applied():
+                return batch.sums(self.start.engine(batch.tokens).logprobs)
+        both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
+        return torch.cat(both).to(local_device())
+
+    def of_rows(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
+        """Those of training rows by their numbers; None where they are computed as they come."""
+        return None if self.table is None else self.table.train[list(numbers)]
+
+    @property
+    def of_held_out(self) -> Float[Tensor, "M 2"] | None:
+        """Those of the held-out rows."""
+        return None if self.table is None else self.table.held_out
+
+    def z0(self, rows: Sequence[Row], *, first: int | None) -> float:
+        """The reference point of kto for these rows: one of the whole step, over all processes.
+
+        max(0, the mean log-ratio of each prompt with another row's response), which estimates the
+        KL to the reference (Ethayarajh et al. 2024, section 4.1).
+
+        Args:
+            rows: of the step, or held-out ones.
+            first: the place of the first in the order of training; None of held-out ones.
+        """
+        if not self.config.is_unpaired:
+            return 0.0
+        total, engine = 0.0, self.start.engine
+        stored: Tensor | None = None
+        if self.table is not None and first is None:
+            stored = self.table.mismatched_held_out
+        elif self.table is not None and first is not None:
+            stored = self.table.mismatched[first : first + len(rows)]
+        with evaluating(engine.model):
+            for batch in mismatched_batches(rows, self.config):
+                own = batch.sums(engine(batch.tokens).logprobs)
+                if stored is None:
+                    with self.start.applied():
+                        theirs = batch.sums(engine(batch.tokens).logprobs)
+                else:
+                    theirs = stored[list(batch.chosen)].to(own.device)
+                total += (own - theirs).sum().item()
+        return max(0.0, current_mesh().data.sum(total) / len(rows))
+
+
+def open_reference(
+    start: Start, rows: Rows, store: RowStore, config: PreferenceConfig
+) -> Reference:
+    """The reference, its table read from the output directory or computed and written there.
+
+    Args:
+        start: the actor as it begins.
+        rows: that are learned from, and in which order; those of the run alone are needed.
+        store: has them as token ids.
+        config: settings of the step.
+    """
+    if not config.precomputes:
+        return Reference(start, config, None)
+    bound_to = _bound_to(start, rows, config)
+    path = config.output_dir / FILE
+    mesh = current_mesh()
+    table = mesh.world.gather_objects(_read(path, bound_to) if mesh.is_main else None)[0]
+    if table is None:
+        logger.info("computing the reference's log-probabilities, once")
+        table = _compute(start, rows.total_steps, store, config)
+        if mesh.is_main:
+            replace_durably(
+                path,
+                save(vars(table).copy(), {"fingerprint": bound_to}),
+                temporary=path.with_name(f"{FILE}.partial"),
+            )
+    else:
+        logger.info("the reference's log-probabilities are those of %s", path)
+    return Reference(start, config, table)
+
+
+def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
+    """What tells these log-probabilities from those of other rows, formats or weights."""
+    engine = start.engine
+    replica = Replica(cast("Policy", engine.model).model, shares=not engine.sharded)
+    replica.load(engine)
+    weights = replica.weights_hash()
+    replica.release()
+    known = {
+        "rows": [fingerprint(rows.data.train), fingerprint(rows.data.eval)],
+        "order": [config.seed, config.batch_size, rows.total_steps],
+        "format": [rows.chat.template, config.data.max_length, config.too_long, config.is_unpaired],
+        "weights": weights,
+        "dtype": [str(next(engine.model.parameters()).dtype), str(local_device().type)],
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path, bound_to: str) -> Table | None:
+    """The table in the file; None where there is none, or another's."""
+    try:
+        with safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("fingerprint") != bound_to:
+                return None
+            return Table(**{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except Exception:  # noqa: BLE001  # it is missing or damaged: what it holds can be made again
+        return None
+
+
+def _compute(start: Start, total_steps: int, store: RowStore, config: PreferenceConfig) -> Table:
+    """In the batches in which rows are learned from, so that the first step's differ in no bit."""
+    stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
+    held_out = store.held_out
+    train: dict[tuple[int, int], float] = {}
+    mismatched: dict[int, float] = {}
+    needed = min(total_steps * config.batch_size, stream.num_rows)
+    batches = total_steps if config.is_unpaired else -(-needed // config.batch_size)
+    with start.applied():
+        for index in range(batches):
+            numbers = next(stream)
+            rows = store.rows(numbers)
+            before = index * config.batch_size
+            if before < needed:
+                for (place, side), value in _of_rows(start.engine, rows, config).items():
+                    if before + place < needed:  # behind it rows come for the second time
+                        train[numbers[place], side] = value
+            for place, value in _of_mismatched(start.engine, rows, config).items():
+                mismatched[before + place] = value
+        of_held_out = _of_rows(start.engine, held_out, config)
+        others = _of_mismatched(start.engine, held_out, config)
+    data = current_mesh().data
+    gathered = data.gather_objects((train, mismatched, of_held_out, others))
+    first, second, third, fourth = (_merged(parts) for parts in zip(*gathered, strict=True))
+    places = batches * config.batch_size if config.is_unpaired else 0
+    return Table(
+        _filled(torch.full((stream.num_rows, 2), torch.nan), first),
+        _filled(torch.full((len(held_out), 2), torch.nan), third),
+        _filled(torch.full((places,), torch.nan), second),
+        _filled(torch.full((len(held_out) if config.is_unpaired else 0,), torch.nan), fourth),
+    )
+
+
+def _of_rows(
+    engine: Engine, rows: Sequence[Row], config: PreferenceConfig
+) -> dict[tuple[int, int], float]:
+    """Of this process's micro-batches: by place and side the log-probability of a response."""
+    found: dict[tuple[int, int], float] = {}
+    for batch in cut(rows, config):
+        places = [(each, 0) for each in batch.chosen] + [(each, 1) for each in batch.rejected]
+        sums = batch.sums(engine(batch.tokens).logprobs).tolist()
+        found |= dict(zip(places, sums[: len(places)], strict=True))
+    return found
+
+
+def _of_mismatched(
+    engine: Engine, rows: Sequence[Row], config: PreferenceConfig
+) -> dict[int, float]:
+    if not config.is_unpaired:
+        return {}
+    found: dict[int, float] = {}
+    for batch in mismatched_batches(rows, config):
+        sums = batch.sums(engine(batch.tokens).logprobs).tolist()
+        found |= dict(zip(batch.chosen, sums[: len(batch.chosen)], strict=True))
+    return found
+
+
+def _merged(parts: Sequence[Mapping[object, float]]) -> dict[object, float]:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _filled(into: Tensor, values: Mapping[object, float]) -> Tensor:
+    for place, value in values.items():
+        into[cast("int", place)] = value
+    return into

@@ -1,0 +1,143 @@
+"""Responses as token ids: what of a row fits, what is left out, and micro-batches.
+
+Dimension names: S sequences of a batch, K response tokens (its targets).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pipeline import offline
+from pipeline.data.batches import TokenBatch, collate
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Example, Message
+from pipeline.parallel.device import local_device
+from step3_preference.config import PreferenceConfig
+
+Fate = Literal["whole", "cut", "too long", "equal", "untrained"]
+"""What becomes of a row; the last three are left out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The sequences of a row; of a response by itself one is missing."""
+
+    chosen: Encoded | None
+    rejected: Encoded | None
+
+    @property
+    def sequences(self) -> list[Encoded]:
+        """Those that are there, the chosen one first."""
+        return [each for each in (self.chosen, self.rejected) if each is not None]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all its sequences."""
+        return sum(map(len, self.sequences))
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows as sequences end to end, the chosen ones first."""
+
+    tokens: TokenBatch
+    """Those of a spare row where there are none: a process without rows runs the same passes."""
+
+    counts: tuple[int, ...]
+    """Response tokens of each sequence; empty where there are no rows."""
+
+    chosen: tuple[int, ...]
+    """The row of each chosen sequence, by its place among those that were cut."""
+
+    rejected: tuple[int, ...]
+
+    def sums(self, logprobs: Float[Tensor, " K"]) -> Float[Tensor, " S"]:
+        """The log-probability of each response, from those of its tokens."""
+        parts = logprobs[: sum(self.counts)].split(list(self.counts))
+        # Of no rows a sum over nothing, which keeps the graph of the passes that were run.
+        return torch.stack([part.sum() for part in parts]) if parts else logprobs[:0]
+
+    def lengths(self) -> Float[Tensor, " S"]:
+        """Tokens of each response."""
+        return torch.tensor(self.counts, dtype=torch.float32, device=local_device())
+
+
+def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, Fate]:
+    """The row within `data.max_length`, and what becomes of it.
+
+    Both sides keep the same prompt, which loses its beginning, and their ends: a difference in what
+    was cut, or a lost end of turn, would be learned.
+    """
+    start = _prompt_length(example.prompt, chat)
+    sides = [
+        _response(example.prompt, response, chat, start) if response else None
+        for response in (example.chosen, example.rejected)
+    ]
+    present = [each for each in sides if each is not None]
+    longest = max(map(len, present))
+    row = Row(*sides)
+    if len(present) == 2 and present[0].input_ids == present[1].input_ids:
+        return row, "equal"
+    if not all(each.num_targets for each in present):
+        return row, "untrained"
+    if longest <= config.data.max_length:
+        return row, "whole"
+    over = longest - config.data.max_length
+    # A response is predicted from a token of the prompt at least.
+    if config.too_long == "drop" or over >= response_start(present[0]):
+        return row, "too long"
+    return Row(*(each and _without_first(each, over) for each in sides)), "cut"
+
+
+def _prompt_length(prompt: Sequence[Message], chat: ChatFormat) -> int:
+    """Tokens before the response; 0 where none of them could be trained anyway."""
+    if all(turn.role != "assistant" for turn in prompt):
+        return 0
+    return len(chat.encode_prompt(prompt))
+
+
+def _response(
+    prompt: Sequence[Message], response: Sequence[Message], chat: ChatFormat, start: int
+) -> Encoded:
+    """The dialogue, of which the response alone is learned: not the turns of the prompt."""
+    encoded = chat.encode(prompt, response)
+    trained = [flag and place >= start for place, flag in enumerate(encoded.trained)]
+    return replace(encoded, trained=trained)
+
+
+def response_start(side: Encoded) -> int:
+    """Where the response of a sequence begins."""
+    return side.trained.index(True)
+
+
+def _without_first(encoded: Encoded, count: int) -> Encoded:
+    return Encoded(encoded.input_ids[count:], encoded.trained[count:])
+
+
+def cut(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
+    """This process's micro-batches of the rows."""
+    per_row = 1 if config.is_unpaired else 2
+    parts = offline.local_parts(
+        [row.num_tokens for row in rows],
+        config,
+        max_tokens=per_row * config.micro_batch_size * config.data.max_length,
+        deterministic=config.model.zero.reduction == "deterministic",
+    )
+    return [collate_rows(rows, part) for part in parts]
+
+
+def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
+    """The rows with these numbers as one batch; where there are none, a spare one for the pass."""
+    chosen = [(number, side) for number in part if (side := rows[number].chosen) is not None]
+    rejected = [(number, side) for number in part if (side := rows[number].rejected) is not None]
+    sequences = [side for _, side in (*chosen, *rejected)]
+    return RowBatch(
+        tokens=collate(sequences or rows[0].sequences[:1]).to(local_device()),
+        counts=tuple(side.num_targets for side in sequences),
+        chosen=tuple(number for number, _ in chosen),
+        rejected=tuple(number for number, _ in rejected),
+    )

@@ -1,0 +1,80 @@
+"""What preference optimization works with, and where an earlier run stood."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeline import offline
+from pipeline.config import FrozenModelConfig
+from pipeline.engine.engine import Engine
+from pipeline.models.export import export, set_stop_tokens
+from pipeline.models.forward import Policy, base_model, context_length
+from pipeline.models.load import model_path
+from pipeline.models.meta import model_on_meta
+from pipeline.models.trained import trained_causal_lm
+from pipeline.offline import Rows, Training
+from pipeline.parallel.device import local_device
+from pipeline.run import Run
+from step3_preference.config import PreferenceConfig
+from step3_preference.course import Course
+from step3_preference.reference import Reference, Start, open_reference
+from step3_preference.rows import Row
+from step3_preference.store import RowStore
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The actor that learns, what it is compared with, and its evaluations."""
+
+    training: Training[PreferenceConfig, Row]
+    store: RowStore
+    reference: Reference
+    course: Course
+
+    def export(self) -> None:
+        """Write the actor with its present weights to the output directory."""
+        training = self.training
+        directory = training.config.output_dir / "actor"
+        export(training.model, training.rows.tokenizer, directory, weights=training.engine)
+
+
+def within_model(config: PreferenceConfig) -> PreferenceConfig:
+    """The settings with `data.max_length` no longer than what the model reads.
+
+    Rows are cut, and those without room left out, before the model is loaded.
+    """
+    plain = FrozenModelConfig(
+        path=model_path(config.model),
+        trust_remote_code=config.model.trust_remote_code,
+        allow_pickle=config.model.allow_pickle,
+    )
+    limit = context_length(
+        base_model(model_on_meta(plain, task="causal", device=torch.device("cpu")))
+    )
+    shorter = min(config.data.max_length, limit)
+    return replace(config, data=replace(config.data, max_length=shorter))
+
+
+def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> Setup:
+    """Load the actor, find the reference, and take up the state of an earlier run with `resume`.
+
+    Raises:
+        ModelError: the actor's first figures are not finite.
+        ConfigError: settings that the model can't take.
+    """
+    model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
+    set_stop_tokens(model, rows.chat.stop_ids)
+    engine = Engine(
+        Policy(model, kernels=config.model.kernels),
+        config.model,
+        total_steps=rows.total_steps,
+        name="actor",
+        group=run.mesh.data,
+    )
+    # Both before any state is loaded: they are of the weights that the run begins with.
+    start = Start(engine)
+    reference = open_reference(start, rows, store, config)
+    training = offline.set_up(config, model, engine, rows, store.held_out, run)
+    course = Course(training, reference)
+    course.begin(training.checkpoints, run)
+    return Setup(training, store, reference, course)

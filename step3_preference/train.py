@@ -1,0 +1,91 @@
+"""Step 3 without RL: the actor learns from preferences, by DPO and its family.
+
+python -m step3_preference.train --model.path OUT/step1_sft --method dpo
+torchrun --nproc_per_node 2 -m step3_preference.train ...
+"""
+
+from pipeline.cli import before_imports
+from step3_preference.config import PreferenceConfig
+
+if __name__ == "__main__":
+    before_imports(PreferenceConfig)
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.cli import run_main
+from pipeline.divergence import keeping_best
+from pipeline.engine.engine import Engine
+from pipeline.offline import load_rows
+from pipeline.parallel.mesh import current_mesh
+from pipeline.random_state import seed_generators
+from pipeline.run import Run
+from pipeline.run_step import run_step
+from step3_preference.objective import Figures, Point, kto_weights, objective
+from step3_preference.rows import cut
+from step3_preference.setup import Setup, set_up, within_model
+from step3_preference.store import RowStore
+
+
+def train(config: PreferenceConfig) -> Path:
+    """Improve the actor; return the directory that holds it."""
+    mesh = current_mesh()
+    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
+    config = within_model(config)
+    store = RowStore(config)
+    rows = load_rows(config, config.model, step=3, sift=store.sift)
+    with Run(config, name=config.step_name, total_steps=rows.total_steps, mesh=mesh) as run:
+        setup = set_up(config, rows, store, run)
+        course, training = setup.course, setup.training
+
+        def enough() -> bool:
+            return course.best.worse_in_a_row == config.patience
+
+        with keeping_best(run, course.best, setup.export, model=config.model):
+            for step in training.checkpoints.steps(enough=enough):
+                learn(setup, run, step=step)
+                course.look(step, run)
+        course.best.restore()
+        setup.export()
+        course.end(run)
+    return config.output_dir
+
+
+def learn(setup: Setup, run: Run, *, step: int) -> None:
+    """Take one optimizer step on the next rows, and log it."""
+    config, rows, reference = setup.training.config, setup.training.rows, setup.reference
+    engine: Engine = setup.training.engine
+    first = rows.stream.position
+    numbers = next(rows.stream)
+    encoded = setup.store.rows(numbers)
+    stored = reference.of_rows(numbers)
+    point = Point(reference.z0(encoded, first=first), *kto_weights(encoded, config))
+    total = Figures.none()
+    for batch in cut(encoded, config):
+        compared = reference.sums(batch, stored)
+        logp = batch.sums(engine(batch.tokens).logprobs)
+        loss, figures = objective(batch, logp, compared, config, point)
+        engine.backward(loss / len(encoded))
+        total += figures
+    result = engine.step()
+    means = Figures(tuple(run.mesh.data.sums(list(total.sums)))).means(
+        len(encoded), paired=not config.is_unpaired
+    )
+    run.log(
+        step,
+        tokens=sum(row.num_tokens for row in encoded),
+        **means,
+        **({"z0": point.z0} if config.is_unpaired else {}),
+        lr=result.lr,
+        grad_norm=result.grad_norm,
+        skipped=int(result.skipped),
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the settings and run the step on the processes that torchrun started."""
+    run_step(PreferenceConfig, train, argv, section="preference")
+
+
+if __name__ == "__main__":
+    run_main(main)

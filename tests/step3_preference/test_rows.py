@@ -1,0 +1,166 @@
+"""What of a row is learned from, and what is left out, and said."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.data.chat_format import ChatFormat
+from pipeline.data.examples import Encoded, Example, Message
+from pipeline.data.stages import StageData
+from pipeline.errors import DataError
+from pipeline.models.chat import load_chat
+from step3_preference.config import PreferenceConfig
+from step3_preference.mismatched import mismatched
+from step3_preference.rows import Row, collate_rows, fit
+from step3_preference.store import RowStore
+from tests.step3_preference.toy import toy_config
+
+USER, SURE, NO = (
+    Message("user", "What is two and two, please, my friend?"),
+    Message("assistant", "Sure! It is four."),
+    Message("assistant", "Go away. Nobody asked me, and I don't know."),
+)
+PAIR = Example((USER,), (SURE,), (NO,))
+
+
+def opened(toy: Path, max_length: int, **changes: str) -> tuple[ChatFormat, PreferenceConfig]:
+    config = toy_config(toy, data={"max_length": max_length}, **changes)
+    return load_chat(config.model, config.data)[1], config
+
+
+def lengths(toy: Path) -> tuple[int, int, int]:
+    chat, _ = opened(toy, 200)
+    whole = (len(chat.encode((USER,), (each,))) for each in (SURE, NO))
+    return len(chat.encode_prompt((USER,))), *whole
+
+
+def test_a_row_that_is_too_long_loses_the_same_beginning_on_both_sides(toy: Path) -> None:
+    prompt, chosen, rejected = lengths(toy)
+    chat, config = opened(toy, rejected - 3)
+
+    row, fate = fit(PAIR, chat, config)
+
+    assert fate == "cut"
+    assert row.chosen is not None
+    assert row.rejected is not None
+    assert (len(row.chosen), len(row.rejected)) == (chosen - 3, rejected - 3)
+    kept = prompt - 3
+    assert row.chosen.input_ids[:kept] == row.rejected.input_ids[:kept]
+    assert row.chosen.input_ids[:kept] == chat.encode_prompt((USER,))[3:]
+    for side in (row.chosen, row.rejected):
+        assert side.input_ids[-1] in chat.stop_ids
+        assert side.trained == [place >= kept for place in range(len(side))]
+
+
+def test_a_response_that_does_not_fit_drops_the_row(toy: Path) -> None:
+    prompt, _, rejected = lengths(toy)
+
+    def fate(max_length: int, **changes: str) -> str:
+        chat, config = opened(toy, max_length, **changes)
+        return fit(PAIR, chat, config)[1]
+
+    response = rejected - prompt
+    assert fate(response + 1) == "cut"  # one token of the prompt is left
+    assert fate(response) == "too long"
+    assert fate(rejected) == "whole"
+    assert fate(rejected - 1, too_long="drop") == "too long"
+
+
+def test_turns_of_the_prompt_are_not_learned(toy: Path) -> None:
+    chat, config = opened(toy, 200)
+    earlier = (USER, SURE, Message("user", "And three?"))
+
+    row, _ = fit(Example(earlier, (SURE,), (NO,)), chat, config)
+
+    prompt = len(chat.encode_prompt(earlier))
+    assert row.chosen is not None
+    assert row.chosen.trained == [place >= prompt for place in range(len(row.chosen))]
+
+
+def test_rows_that_teach_nothing_are_left_out_and_counted(
+    toy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, chosen, rejected = lengths(toy)
+    chat, config = opened(toy, chosen)
+    equal = Example((USER,), (SURE,), (SURE,))
+    unlearned = Example((USER,), (Message("assistant", "x", trained=False),), (SURE,))
+    long = Example((USER,), (SURE,), (Message("assistant", "no " * 99),))
+    store = RowStore(config)
+
+    with caplog.at_level(logging.INFO):
+        data = store.sift(StageData([PAIR, equal, long, unlearned], [PAIR], []), chat)
+
+    assert data.train == [PAIR]
+    assert len(store) == 1
+    (row,) = store.rows([0])
+    assert row == fit(PAIR, chat, config)[0]
+    assert rejected > chosen
+    assert (
+        "of 4 training rows 1 lose the beginning of their prompt at"
+        f" {chosen} tokens; left out: 1 don't fit, 1 have equal responses, 1 have a response"
+        " without a learned token"
+    ) in caplog.text
+
+
+def test_where_nothing_is_left_the_step_says_why(toy: Path) -> None:
+    chat, config = opened(toy, 64)
+    equal = Example((USER,), (SURE,), (SURE,))
+
+    with pytest.raises(DataError, match="none of the 2 training rows can be learned from: 2 have"):
+        RowStore(config).sift(StageData([equal, equal], [PAIR], []), chat)
+
+
+def test_kto_needs_both_kinds_of_responses(toy: Path) -> None:
+    chat, config = opened(toy, 64, method="kto")
+    good = Example((USER,), (SURE,))
+
+    with pytest.raises(DataError, match="none of the 1 training responses is bad: kto learns"):
+        RowStore(config).sift(StageData([good], [good], []), chat)
+
+
+def side(prompt: list[int], response: list[int]) -> Encoded:
+    return Encoded(prompt + response, [False] * len(prompt) + [True] * len(response))
+
+
+def test_a_batch_has_the_chosen_sequences_first_and_sums_the_tokens_of_each_response() -> None:
+    rows = [
+        Row(side([1, 2], [3]), side([1, 2], [4, 5])),
+        Row(None, side([6], [7, 8, 9])),
+        Row(side([6, 6], [7]), None),
+    ]
+
+    batch = collate_rows(rows, [0, 1, 2])
+
+    assert batch.tokens.lengths == (3, 3, 4, 4)
+    assert (batch.chosen, batch.rejected) == ((0, 2), (0, 1))
+    assert batch.sums(torch.tensor([1.0, 2, 3, 4, 5, 6, 7])).tolist() == [1, 2, 7, 18]
+    assert batch.lengths().tolist() == [1, 1, 2, 3]
+
+
+def test_a_process_without_rows_runs_a_pass_that_counts_nothing() -> None:
+    batch = collate_rows([Row(side([1], [2, 3]), None)], [])
+
+    logprobs = torch.ones(batch.tokens.num_targets, requires_grad=True)
+    assert batch.tokens.lengths == (3,)
+    assert batch.sums(logprobs).sum().item() == 0
+    batch.sums(logprobs).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+
+
+def test_each_prompt_gets_the_response_of_the_next_row_that_has_another_prompt() -> None:
+    rows = [
+        Row(side([1], [10, 11]), None),
+        Row(None, side([1], [12])),
+        Row(side([2, 3], [13]), None),
+    ]
+
+    found = mismatched(rows, 64)
+
+    assert [each.input_ids for each in found] == [[1, 13], [1, 13], [2, 3, 10, 11]]
+    assert found[2].trained == [False, False, True, True]
+    assert [each.input_ids for each in mismatched(rows, 3)] == [[1, 13], [1, 13], [3, 10, 11]]
+    alone = mismatched(rows[:2], 64)
+    assert [each.input_ids for each in alone] == [[1, 10, 11], [1, 12]]

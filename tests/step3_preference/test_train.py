@@ -1,0 +1,246 @@
+"""The step as a whole: its first loss, its reference, resuming, processes and micro-batches."""
+
+import json
+import logging
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import DataConfig, LoraConfig, TrainedModelConfig, ZeroConfig
+from pipeline.errors import ConfigError
+from step3_preference.config import PreferenceConfig
+from step3_preference.methods import METHODS
+from step3_preference.train import train
+from tests.distributed import run_ranks
+from tests.step3_preference.toy import metrics, toy_config
+
+FIRST = {
+    "dpo": math.log(2),
+    "cdpo": math.log(2),
+    "rdpo": math.log(2),
+    "ldpo": math.log(2),
+    "ipo": 25.0,
+    "hinge": 1.0,
+    "kto": 0.5,
+}
+"""Loss of the first step, where the actor is its reference."""
+
+
+def _train(config: PreferenceConfig) -> None:
+    train(config)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in metrics(out) if "loss" in line]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "actor" / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+CASES = [
+    pytest.param(method, id=method, marks=() if method in ("dpo", "kto") else pytest.mark.grid)
+    for method in METHODS
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_begins_where_its_formula_says_and_learns(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    config = toy_config(toy, method, output_dir=tmp_path, max_steps=3, eval_every=0)
+    train(config)
+
+    lines = metrics(tmp_path)
+    first = next(line for line in lines if line["step"] == 1)
+    if method in FIRST:
+        assert first["loss"] == pytest.approx(FIRST[method], rel=1e-6)
+        assert first["reward_chosen"] == first["reward_rejected"] == first["margin"] == 0.0
+        assert first["accuracy"] == 0.5  # ties
+        assert lines[0]["eval_loss"] == pytest.approx(FIRST[method], rel=1e-6)
+        assert lines[0]["eval_kl"] == 0.0
+    result = json.loads((tmp_path / "result.json").read_text())["eval"]
+    assert result["margin_after"] > result["margin_before"]
+    assert result.keys() >= {
+        *("kl", "win_rate", "stop_rate", "length_before", "length_after", "accuracy_after"),
+        *("margin_after", "pairs", "best_step"),
+    }
+    AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({"lora": LoraConfig(rank=2)}, id="LoRA"),
+        pytest.param({"zero_stage": 3}, id="stage 3", marks=pytest.mark.grid),
+    ],
+)
+@pytest.mark.parametrize("precompute", ["auto", "on"])
+def test_the_first_loss_is_that_of_the_formula_however_the_reference_is_had(
+    model: dict[str, Any], precompute: str, toy: Path, tmp_path: Path
+) -> None:
+    config = toy_config(
+        *(toy, "dpo"), model=model, precompute=precompute, output_dir=tmp_path, max_steps=2
+    )
+    train(config)
+
+    first = next(line for line in metrics(tmp_path) if line["step"] == 1)
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["reward_chosen"] == first["reward_rejected"] == 0.0
+    has_table = precompute == "on" or "lora" not in model
+    assert (tmp_path / "reference.safetensors").exists() == has_table
+
+
+def test_with_adapters_a_table_and_the_adapter_switched_off_give_the_same_run(
+    toy: Path, tmp_path: Path
+) -> None:
+    for precompute in ("off", "on"):
+        train(
+            toy_config(
+                toy,
+                "kto",
+                output_dir=tmp_path / precompute,
+                model={"lora": LoraConfig(rank=2)},
+                precompute=precompute,
+            )
+        )
+
+    for mine, theirs in zip(metrics(tmp_path / "off"), metrics(tmp_path / "on"), strict=True):
+        for name in mine.keys() & {"loss", "z0", "reward_chosen", "eval_loss", "eval_kl"}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_a_run_that_was_cut_off_ends_as_the_whole_one(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    config = toy_config(toy, method, output_dir=whole, save_every=2)
+    train(config)
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000004")
+    shutil.rmtree(again / "actor")
+    (again / "result.json").unlink()
+
+    train(replace(config, output_dir=again, resume=True))
+
+    assert metrics(again) == metrics(whole)
+    assert same(again, whole)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_one_and_two_processes_learn_the_same_to_the_bit(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    model = {"zero": ZeroConfig(reduction="deterministic")}
+    config = toy_config(toy, method, output_dir=tmp_path / "1", model=model)
+    train(config)
+    run_ranks(_train, replace(config, output_dir=tmp_path / "2"))
+
+    assert same(tmp_path / "1", tmp_path / "2")
+    for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+        for name in mine.keys() & {"loss", "z0", "accuracy", "eval_loss", "eval_kl"}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_the_cut_into_micro_batches_changes_rounding_alone(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    for size in (1, 8):
+        train(toy_config(*(toy, method), output_dir=tmp_path / str(size), micro_batch_size=size))
+
+    one, other = weights(tmp_path / "1"), weights(tmp_path / "8")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "8"), strict=True):
+        for name in mine.keys() & {"loss", "z0"}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_ends_in_the_same_weights_at_every_stage(
+    method: str, toy: Path, tmp_path: Path
+) -> None:
+    for stage in range(4):
+        out = tmp_path / str(stage)
+        run_ranks(_train, toy_config(toy, method, model={"zero_stage": stage}, output_dir=out))
+
+    assert all(same(tmp_path / str(stage), tmp_path / "0") for stage in range(4))
+
+
+def test_kto_learns_from_responses_with_a_label(toy: Path, tmp_path: Path) -> None:
+    data = {"path": (str(toy / "labelled.jsonl"),), "split": (0.0, 0.0, 1.0)}
+    train(toy_config(toy, "kto", data=data, output_dir=tmp_path, weight_rejected="auto"))
+
+    result = json.loads((tmp_path / "result.json").read_text())["eval"]
+    assert result["margin_after"] > 0
+    assert result["accuracy_before"] == 0.5
+
+
+def test_the_reference_is_read_again_and_computed_anew_for_other_rows(
+    toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = toy_config(toy, output_dir=tmp_path, max_steps=1, eval_every=0)
+    train(config)
+    file = tmp_path / "reference.safetensors"
+    first = file.read_bytes()
+
+    caplog.clear()
+    train(config)
+    assert "the reference's log-probabilities are those of" in caplog.text
+    assert file.read_bytes() == first
+
+    caplog.clear()
+    train(replace(config, data=replace(config.data, max_length=60)))
+    assert "computing the reference's log-probabilities, once" in caplog.text
+    assert file.read_bytes() != first
+
+    file.write_bytes(first[:100])
+    caplog.clear()
+    train(config)
+    assert "computing the reference's log-probabilities, once" in caplog.text
+    assert file.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"label_smoothing": 0.5}, r"preference.label_smoothing must lie in \[0, 0.5\), got 0.5"),
+        ({"robust": True}, "preference.robust corrects for wrong labels: say how many"),
+        ({"loss": "ipo", "gamma": 1.0}, "preference.gamma is of loss dpo; leave it away with loss"),
+        ({"loss": "orpo"}, "preference.loss orpo compares mean log-probabilities without"),
+        ({"loss": "kto", "logp": "mean"}, "preference.loss kto needs the reference and sums"),
+        ({"precompute": "off"}, "preference.precompute off runs the model without its adapter"),
+        ({"weight_chosen": 2.0}, "preference.weight_chosen is of loss kto; leave it away"),
+        ({"beta": 0.0}, "preference.beta must be above 0, got 0.0"),
+        ({"shares": ()}, "preference.shares must name a part of data.split"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        PreferenceConfig(**settings)
+
+
+def test_the_reference_needs_no_second_model() -> None:
+    config = PreferenceConfig(model=TrainedModelConfig(path="x"), data=DataConfig(max_length=32))
+    uses = config.workload(2).models
+    assert [use.role for use in uses if use.settings.path] == ["model"]
+    assert uses[0].keeps_start
+    assert uses[0].scored == 1

@@ -1,0 +1,77 @@
+"""An actor small enough to train in a test, with pairs and labelled responses for it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
+from pipeline.models.embedded import build_tokenizer
+from step3_preference.config import PreferenceConfig
+from step3_preference.methods import METHODS
+from tests.families import tiny_causal_lm
+
+PAIRS = [
+    {
+        "prompt": f"Add {n} and 1.",
+        "chosen": f"Sure! It is {n + 1}.",
+        "rejected": f"Go away. It is {n + 2}, as everybody knows.",
+    }
+    for n in range(40)
+]
+LABELLED = [
+    {"prompt": f"Add {n} and 2.", "completion": f"{text} {n + 2}.", "label": label}
+    for n in range(20)
+    for text, label in (("Sure!", True), ("Whatever.", False))
+]
+
+
+def save_toy(directory: Path) -> None:
+    """A random actor and rows where `toy_config` looks for them."""
+    tokenizer = build_tokenizer()
+    actor = tiny_causal_lm("llama", seed=1, vocab_size=len(tokenizer))
+    actor.save_pretrained(directory / "actor")
+    tokenizer.save_pretrained(directory / "actor")
+    write_rows(directory / "pairs.jsonl", PAIRS)
+    write_rows(directory / "labelled.jsonl", LABELLED)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def toy_config(directory: Path, method: str = "dpo", **changes: Any) -> PreferenceConfig:
+    """The method's row on four steps of eight pairs."""
+    data: Mapping[str, Any] = {
+        "path": (str(directory / "pairs.jsonl"),),
+        "max_length": 64,
+        "split": (0.0, 1.0, 1.0),
+        "max_eval_rows": 4,
+        **changes.pop("data", {}),
+    }
+    model = {
+        "path": str(directory / "actor"),
+        "optim": OptimConfig(lr=1e-3, schedule="constant", warmup_ratio=0.0),
+        **changes.pop("model", {}),
+    }
+    settings = {
+        "output_dir": directory / "out",
+        "method": method,
+        "data": DataConfig(**data),
+        "model": TrainedModelConfig(**model),
+        "max_steps": 4,
+        "batch_size": 8,
+        "micro_batch_size": 4,
+        "max_prompt_length": 48,
+        "max_new_tokens": 6,
+        "eval_every": 2,
+    }
+    return PreferenceConfig(**{**settings, **METHODS[method], **changes})
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """All that was logged but for what the clock says."""
+    of_time = ("seconds", "tokens_per_second", "memory_gb")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if not name.startswith(of_time)} for line in lines]
