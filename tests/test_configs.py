@@ -17,7 +17,10 @@ from train import STAGES
 
 ROOT = Path(__file__).parent.parent
 CLASSES = {
-    **{"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "grpo": PPOConfig},
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "ppo": PPOConfig,
+    "grpo": PPOConfig,
     "preference": PreferenceConfig,
 }
 MODULES = {f"{stage.module}": stage.config_class for stage in STAGES}

@@ -7,7 +7,7 @@ way their rows were chosen, is kept apart as well (`prompt_record`).
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse
 from pipeline.data.examples import Example
@@ -15,19 +15,10 @@ from pipeline.data.parts import assign_steps, held_out_prompts
 from pipeline.data.prompt_hash import draw, prompt_hash
 from pipeline.data.prompt_record import PromptRecord, as_hashes, contained
 from pipeline.data.reading import ReadPath, RowReader, Wanted
+from pipeline.data.row_uses import NEEDS, USES, as_used, is_usable
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-_USES: dict[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
-"""By step, unless its share says otherwise."""
-
-_NEEDS: dict[RowUse, str] = {
-    "demonstrations": "a response (chosen, response, output, messages, ...)",
-    "pairs": "a chosen and a rejected response",
-    "prompts": "a prompt",
-    "responses": "a response, chosen, rejected or with a label",
-}
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class StageData:
     prompts: PromptRecord = field(default_factory=PromptRecord, compare=False)
     """What this step and the earlier ones train on and hold out."""
 
-    asked: list[Example] = field(default_factory=list[Example], compare=False)
+    held_out_prompts: list[Example] = field(default_factory=list[Example], compare=False)
     """Of a step with a `RowShare`: the held-out prompts as step 3 has them, in its order."""
 
 
@@ -112,7 +103,7 @@ def _read_and_share(
     share: RowShare | None,
 ) -> StageData:
     notes: list[str] = []
-    part = share or RowShare(_USES[step], (step,))
+    part = share or RowShare(USES[step], (step,))
     paths = reader.read(config.path, wanted, step=step, notes=notes)
     rows = _mix(paths, config, notes)
     if config.eval_path:
@@ -133,29 +124,17 @@ def _read_and_share(
     mine = _share(train, config, step, part, notes)
     evaluated = _eval_rows(held_out, config, step, part.use, notes)
     _note_repeated([row.prompt for row in mine], earlier, notes)
-    asked = [] if share is None else _eval_rows(held_out, config, step, "prompts", [])
+    held_out_prompts = [] if share is None else _eval_rows(held_out, config, step, "prompts", [])
     return StageData(
-        _as_used([row.example for row in mine], part.use),
-        _as_used([row.example for row in evaluated], part.use),
+        as_used([row.example for row in mine], part.use),
+        as_used([row.example for row in evaluated], part.use),
         notes,
         earlier
         | PromptRecord(
             as_hashes(row.prompt for row in mine), as_hashes(row.prompt for row in held_out)
         ),
-        [row.example for row in asked],
+        [row.example for row in held_out_prompts],
     )
-
-
-def _as_used(examples: Sequence[Example], use: RowUse) -> list[Example]:
-    """Of pairs that are read response by response two examples, side by side."""
-    if use != "responses":
-        return list(examples)
-    return [
-        each
-        for example in examples
-        for each in (replace(example, rejected=()), replace(example, chosen=()))
-        if each.chosen or each.rejected
-    ]
 
 
 def _embedded(
@@ -175,12 +154,12 @@ def _embedded(
     from pipeline.data.embedded import COLUMNS, pair_examples, stage_examples
 
     Wanted({}, kept).check(COLUMNS)
-    asked: list[Example] = []
+    held_out_prompts: list[Example] = []
     if share is None:
         train, held_out = stage_examples(step=step, seed=seed)
     else:
         train, held_out = pair_examples(of_steps=share.of_steps, seed=seed)
-        asked = stage_examples(step=3, seed=seed)[1][: config.max_eval_rows]
+        held_out_prompts = stage_examples(step=3, seed=seed)[1][: config.max_eval_rows]
     usual = DataConfig()
     unused = [name for name in OF_ROWS if getattr(config, name) != getattr(usual, name)]
     notes = [
@@ -194,8 +173,8 @@ def _embedded(
     )
     held_out = held_out[: config.max_eval_rows]
     if share is not None:
-        train, held_out = (_as_used(rows, share.use) for rows in (train, held_out))
-    return StageData(train, held_out, notes, earlier | own, asked)
+        train, held_out = (as_used(rows, share.use) for rows in (train, held_out))
+    return StageData(train, held_out, notes, earlier | own, held_out_prompts)
 
 
 def _hashed(examples: Iterable[Example]) -> list[_Row]:
@@ -323,18 +302,6 @@ def _note_repeated(prompts: Sequence[int], earlier: PromptRecord, notes: list[st
         )
 
 
-def _usable(example: Example, use: RowUse) -> bool:
-    match use:
-        case "demonstrations":
-            return bool(example.chosen)
-        case "pairs":
-            return bool(example.chosen and example.rejected)
-        case "responses":
-            return bool(example.chosen or example.rejected)
-        case "prompts":
-            return bool(example.prompt)
-
-
 def _share(
     rows: Sequence[_Row], config: DataConfig, step: int, part: RowShare, notes: list[str]
 ) -> list[_Row]:
@@ -342,22 +309,22 @@ def _share(
 
     A prompt goes to one of the steps that can use a row of it, with all its rows.
     """
-    usable = [row for row in rows if _usable(row.example, part.use)]
+    usable = [row for row in rows if is_usable(row.example, part.use)]
     if not usable:
         first = rows[0].example
         raise DataError(
-            f"no row has what step {step} needs, {_NEEDS[part.use]}; the first,"
+            f"no row has what step {step} needs, {NEEDS[part.use]}; the first,"
             f" {first.origin}, has {_has(first)}: give other data or say with --fields which"
             " column is which"
         )
     if len(usable) < len(rows):
         notes.append(
             f"{_rows(len(rows) - len(usable))} of {len(rows)} lack what step {step} needs,"
-            f" {_NEEDS[part.use]}, and are left to other steps"
+            f" {NEEDS[part.use]}, and are left to other steps"
         )
     steps: dict[int, set[int]] = {}
     for row in rows:
-        of_row = {number for number, use in _USES.items() if _usable(row.example, use)}
+        of_row = {number for number, use in USES.items() if is_usable(row.example, use)}
         steps.setdefault(row.prompt, set()).update(of_row)
     owners = assign_steps(steps, split=config.split, seed=config.seed)
     mine = [row for row in usable if owners[row.prompt] in part.of_steps]
@@ -387,11 +354,11 @@ def _unique_prompts(rows: Sequence[_Row], notes: list[str]) -> list[_Row]:
 def _eval_rows(
     held_out: Sequence[_Row], config: DataConfig, step: int, use: RowUse, notes: list[str]
 ) -> list[_Row]:
-    usable = [row for row in held_out if _usable(row.example, use)]
+    usable = [row for row in held_out if is_usable(row.example, use)]
     if not usable:
         raise DataError(
             f"none of the {_rows(len(held_out))} for evaluation has what step {step} needs,"
-            f" {_NEEDS[use]}; give --eval-path with such rows"
+            f" {NEEDS[use]}; give --eval-path with such rows"
         )
     usable = _in_drawn_order(usable, config, "evaluation order")
     if use == "prompts":
