@@ -177,7 +177,7 @@ class Course:
             ]
             for each in (after.greedy, before.greedy)
         )
-        judged = comparison(new, old) if new[0].score is not None else {"win_rate": None}
+        won = comparison(new, old) if new[0].score is not None else {"win_rate": None}
         scored: Mapping[str, float] = {}
         if self.config.reward.path is not None:
             scored = {
@@ -186,7 +186,7 @@ class Course:
             }
         return {
             "kl": after.kl,
-            **judged,
+            **won,
             "length_before": mean_length(before.greedy),
             "length_after": mean_length(after.greedy),
             "stop_rate": stop_rate(after.greedy),

@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
+    "step3_preference",
     *("evaluation", "rlhf_pipeline"),
 )
 LOOP_LINES, FUNCTION_LINES, FILE_LINES, DOC_COLUMNS = 40, 60, 400, 100

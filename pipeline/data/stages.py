@@ -16,7 +16,7 @@ from pipeline.data.parts import assign_steps, held_out_prompts
 from pipeline.data.prompt_hash import draw, prompt_hash
 from pipeline.data.prompt_record import PromptRecord, as_hashes, contained
 from pipeline.data.reading import ReadPath, RowReader, Wanted
-from pipeline.data.row_use import NEEDS, as_used, is_usable, uses_of
+from pipeline.data.row_uses import NEEDS, as_used, is_usable, uses_of
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -66,6 +66,7 @@ def test_dotted_options_are_set_apart_by_step() -> None:
         "sft": (("data.path", ["a", "b"]),),
         "reward": (),
         "ppo": (("kl_coef", ["0.1"]),),
+        "preference": (),
     }
 
 
@@ -101,7 +102,7 @@ def test_what_is_wrong_is_one_sentence_that_names_the_option(argv: str, sentence
     [
         (
             "model: {path: a}",
-            "model in {} is a setting of the steps; put it below sft:, reward: or",
+            "model in {} is a setting of the steps; put it below sft:, reward:, ppo:",
         ),
         ("sft: 3", "sft in {} holds no settings: 3"),
         ("seeed: 3", "there is no setting seeed in {}; did you mean seed?"),

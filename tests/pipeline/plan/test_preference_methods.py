@@ -1,0 +1,136 @@
+"""Methods that learn from preferences: the steps they need, their rows, what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.plan.make import make_plan
+from pipeline.plan.plan import Plan
+from step3_preference.config import PreferenceConfig
+from train import STAGES
+
+
+def plan(out: Path, *argv: str) -> Plan:
+    return make_plan(["--output-dir", str(out), *argv], STAGES)
+
+
+def preference(made: Plan, name: str) -> PreferenceConfig:
+    config = made.configs[name]
+    assert isinstance(config, PreferenceConfig)
+    return config
+
+
+def steps(made: Plan) -> list[str]:
+    return [stage.name for stage in made.stages]
+
+
+def test_dpo_needs_step_1_and_reads_the_rows_of_the_step_it_leaves_out(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--method", "dpo")
+
+    assert steps(made) == ["step1_sft", "step3_dpo"]
+    config = preference(made, "step3_dpo")
+    assert config.shares == (2, 3)
+    assert config.model.path == str(tmp_path / "step1_sft")
+    assert config.used_models().keys() == {"model", "base"}
+    assert config.output_dir == tmp_path / "step3_dpo"
+    assert (config.nll_coef, config.data.max_length) == (1.0, 80)  # embedded.yaml's
+
+
+def test_with_step_2_the_shares_stay_apart_and_its_model_judges(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--step", "1", "2", "3", "--method", "dpo")
+
+    assert steps(made) == ["step1_sft", "step2_reward", "step3_dpo"]
+    config = preference(made, "step3_dpo")
+    assert config.shares == (3,)
+    assert config.reward.path == str(tmp_path / "step2_reward")
+
+
+def test_what_step_2_has_left_counts_as_a_step_that_runs(tmp_path: Path) -> None:
+    directory = tmp_path / "step2_reward"
+    directory.mkdir()
+    for name in ("config.yaml", "config.json", "result.json"):
+        (directory / name).write_text("{}")
+
+    config = preference(
+        plan(
+            tmp_path,
+            "--step",
+            "3",
+            "--method",
+            "dpo",
+            "--plan",
+            "off",
+            "--preference.model.path",
+            "embedded",
+            "--resume",
+        ),
+        "step3_dpo",
+    )
+
+    assert config.shares == (3,)
+    assert config.reward.path == str(directory)
+
+
+def test_orpo_needs_no_step_before_it(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--method", "orpo")
+
+    assert steps(made) == ["step3_orpo"]
+    config = preference(made, "step3_orpo")
+    assert (config.loss, config.shares, config.model.path) == ("orpo", (1, 2, 3), "embedded")
+    beside = preference(plan(tmp_path, "--method", "dpo", "orpo"), "step3_orpo")
+    assert (beside.shares, beside.model.path) == ((2, 3), "embedded")
+
+
+def test_methods_of_both_kinds_run_side_by_side(tmp_path: Path) -> None:
+    made = plan(
+        *(tmp_path, "--method", "ppo", "dpo", "grpo"),
+        *("--preference.beta", "0.2", "--methods.dpo.nll_coef", "0.5", "--ppo.kl_coef", "0.3"),
+    )
+
+    assert steps(made) == [
+        *("step1_sft", "step2_reward", "step3_ppo", "step3_grpo", "step3_dpo"),
+    ]
+    config = preference(made, "step3_dpo")
+    assert (config.beta, config.nll_coef, config.shares) == (0.2, 0.5, (3,))
+    assert config.reward.path == str(tmp_path / "step2_reward")
+
+
+@pytest.mark.parametrize("method", ["ipo", "kto"])
+def test_one_method_has_a_directory_and_a_row_of_its_own(method: str, tmp_path: Path) -> None:
+    made = plan(tmp_path, "--method", method)
+
+    assert steps(made) == ["step1_sft", f"step3_{method}"]
+    config = preference(made, f"step3_{method}")
+    assert (config.method, config.loss) == (method, method)
+    assert config.row_share.use == ("responses" if method == "kto" else "pairs")
+    (stage,) = [each for each in made.stages if each.number == 3]
+    assert stage.title == "step 3"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("--preference.beta", "0.2"), "--preference.beta is a setting of the methods dpo, cdpo,"),
+        (("--method", "dpo", "--ppo.kl_coef", "1"), "--ppo.kl_coef is a setting of the methods"),
+        (
+            ("--method", "dpo", "--reward", "math"),
+            "--reward is for methods that learn from rewards",
+        ),
+        (("--method", "dpx"), "--method dpx: there is no such method; did you mean dpo"),
+        (("--method", "dpo", "--preference.betta", "1"), "did you mean .*preference.beta"),
+    ],
+)
+def test_options_that_nothing_would_read_are_refused(
+    argv: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan(tmp_path, *argv)
+
+
+def test_a_run_of_another_method_leaves_the_directory_of_dpo_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "step3_dpo"
+    directory.mkdir()
+    (directory / "config.yaml").write_text("method: dpo\n")
+
+    assert steps(plan(tmp_path, "--method", "ppo"))[-1] == "step3_ppo"
