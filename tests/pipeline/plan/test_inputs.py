@@ -4,6 +4,7 @@ import pytest
 
 from pipeline.errors import DataError, ModelError, UserError
 from pipeline.plan.inputs import check_inputs, is_local, without_weight
+from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from train import STAGES
@@ -11,7 +12,8 @@ from train import STAGES
 
 def check(*argv: str) -> None:
     said = parse_request(argv, STAGES)
-    check_inputs(said.request, STAGES, step_configs(said, STAGES))
+    stages = side_by_side(STAGES, said.request.method)
+    check_inputs(said.request, stages, step_configs(said, stages))
 
 
 def complaint(*argv: str) -> str:

@@ -34,7 +34,7 @@ def test_dpo_needs_step_1_and_reads_the_rows_of_the_step_it_leaves_out(tmp_path:
     assert config.model.path == str(tmp_path / "step1_sft")
     assert config.used_models().keys() == {"model", "base"}
     assert config.output_dir == tmp_path / "step3_dpo"
-    assert (config.nll_coef, config.data.max_length) == (1.0, 80)  # embedded.yaml's
+    assert (config.nll_coef, config.data.max_length) == (0.2, 80)  # embedded.yaml's
 
 
 def test_with_step_2_the_shares_stay_apart_and_its_model_judges(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ import pytest
 
 from pipeline.config import StepConfig
 from pipeline.errors import ConfigError
+from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import OPT_SIZES, parse_request
 from pipeline.plan.resolve import step_configs
 from train import STAGES
 
 
 def configs(*argv: str) -> dict[str, Any]:
-    resolved: dict[str, StepConfig] = step_configs(parse_request(argv, STAGES), STAGES)
+    command_line = parse_request(argv, STAGES)
+    stages = side_by_side(STAGES, command_line.request.method)
+    resolved: dict[str, StepConfig] = step_configs(command_line, stages)
     return dict(zip(("sft", "reward", "ppo"), resolved.values(), strict=True))
 
 

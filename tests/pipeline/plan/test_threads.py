@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.launch.environment import PASSED_ON
+from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from train import STAGES
@@ -13,7 +14,8 @@ from train import STAGES
 
 def threads(*words: str, out: Path) -> list[int | None]:
     said = parse_request(["--output-dir", str(out), *words], STAGES)
-    return [each.threads for each in step_configs(said, STAGES).values()]
+    stages = side_by_side(STAGES, said.request.method)
+    return [each.threads for each in step_configs(said, stages).values()]
 
 
 def test_the_option_reaches_all_steps_and_a_steps_own_wins(tmp_path: Path) -> None:
