@@ -78,6 +78,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "olmo_hybrid": _DELTA,
     "phimoe": {"sliding_window": 512},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "is_encoder_decoder": False},
     "qwen2": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
     "qwen3": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
@@ -98,14 +99,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What a family's defaults leave open, or have as no model that is trained to generate has it."""
 
 
-_ENCODES_ALL = "its tokens see those after them"
+_NOT_CAUSAL = "what it says of a token depends on what follows, and it is refused"
 _HELPS = "it drafts for another model, whose hidden states it reads"
 _NO_SMALL_ONE = "its defaults make no small model to try"
 _NOT_ALONE = "transformers makes no language model of its settings alone"
 
 CAN_NOT: dict[str, str] = {
-    "cpmant": _ENCODES_ALL,
-    "xlnet": _ENCODES_ALL,
+    "cpmant": _NOT_CAUSAL,
+    "prophetnet": _NOT_CAUSAL,
+    "xlnet": _NOT_CAUSAL,
     "gemma4_assistant": _HELPS,
     "gemma4_unified_assistant": _HELPS,
     "emu3": _NOT_ALONE,
@@ -115,7 +117,6 @@ CAN_NOT: dict[str, str] = {
     "blt": "it reads bytes, in patches of its own",
     "bailing_hybrid": _NO_SMALL_ONE,
     "kimi_linear": _NO_SMALL_ONE,
-    "prophetnet": "loaded, but padded it is 1 nat off what each sequence says alone",
     "xlm": _NO_SMALL_ONE,
     "xlstm": _NO_SMALL_ONE,
     "qwen4_exp": _NO_SMALL_ONE,
@@ -161,7 +162,7 @@ def place(family: str) -> tuple[str, str]:
         return NOT_LOADED, CAN_NOT[family]
     run = how_to_run(tiny_model(family))
     if not run.causal:
-        return NOT_LOADED, _ENCODES_ALL
+        return NOT_LOADED, _NOT_CAUSAL
     if run.packed:
         return PACKED, ""
     reason = re.sub(r"^\w+ does not hand on", "a layer does not hand on", run.reason)

@@ -110,9 +110,9 @@ def load_causal_lm(
         _require_weights(path, missing)
     if not how_to_run(model).causal:
         raise ModelError(
-            f"{path} is no causal language model: tokens of {model.config.model_type} see those"
-            " after them; take another model, or set is_decoder true in its config.json if it was"
-            " trained to generate"
+            f"{path} is no causal language model: what {model.config.model_type} says of a token"
+            " depends on what follows it; take another model, or set is_decoder true in its"
+            " config.json if it was trained to generate"
         )
     return _prepared(model, path, device)
 

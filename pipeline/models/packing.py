@@ -38,7 +38,7 @@ too few, by 0.1 and more."""
 
 
 LEAK = 0.01
-"""Nats by which a later token may move earlier log-probabilities: rounding of experts' groups."""
+"""Nats by which a later token may move earlier log-probabilities: rounding, groups of experts."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Run:
     """Why they are padded."""
 
     causal: bool = True
-    """Whether no token sees those after it, as a language model must not."""
+    """Whether what is said of a token is the same whatever follows it, as it must be."""
 
 
 def how_to_run(model: PreTrainedModel) -> Run:
@@ -133,11 +133,18 @@ def _one_line(error: Exception) -> str:
 
 @torch.no_grad()
 def leak(model: PreTrainedModel) -> float:
-    """How far the last token moves the log-probabilities before it, in nats; 0 if it is causal."""
-    ids = _tokens()[: max(LENGTHS)]
+    """How far the last token moves the log-probabilities before it, in nats; 0 if it is causal.
+
+    Whichever token it is, and whether there is one: ProphetNet's code mixes up the positions that
+    it is given, so that its log-probabilities hang on the length of the whole text. That is asked
+    of a few tokens, within whatever window a mask is learned for.
+    """
+    ids, few = _tokens()[: max(LENGTHS)], _tokens()[: min(LENGTHS)]
     other = torch.cat([ids[:-1], ids[-1:] ^ 1])
-    one, two = (_outputs(model, {"input_ids": row[None]})[:-1] for row in (ids, other))
-    return _largest(one - two)
+    one, two, whole, short = (
+        _outputs(model, {"input_ids": row[None]}) for row in (ids, other, few, few[:-1])
+    )
+    return max(_largest(one[:-1] - two[:-1]), _largest(whole[:-1] - short))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from pipeline.report.charts import Curve, line_chart, smoothed, thinned, tick_label, ticks
+from pipeline.report.curves import CHARTS
 
 
 def test_smoothing_is_the_mean_of_neighbours_and_narrows_at_the_ends() -> None:
@@ -68,6 +69,23 @@ def test_a_chart_is_well_formed_and_inside_its_box() -> None:
     assert [dot[0].text for dot in dots] == ["step 0: 4", "step 99: 0.1"]
     assert all(0 <= float(dot.attrib["cy"]) <= 180 for dot in dots)
     assert len(svg.findall("path[@class='raw c0']")) == 1
+
+
+def test_two_evaluations_are_not_joined_and_what_is_set_is_not_smoothed() -> None:
+    def drawn(curve: Curve) -> dict[str, str]:
+        paths = ET.fromstring(line_chart([curve], label="x")).findall("path")
+        return {
+            path.attrib["class"]: path.attrib["d"] for path in paths if "c0" in str(path.attrib)
+        }
+
+    two = [(0.0, 4.0), (99.0, 0.1)]
+    assert not drawn(Curve("held out", two, measured=True))
+    assert set(drawn(Curve("held out", [*two, (120.0, 0.2)], measured=True))) == {"line c0"}
+    warmup = [(float(step), min(1.0, step / 30)) for step in range(100)]
+    smooth, exact = drawn(Curve("loss", warmup)), drawn(Curve("rate", warmup, exact=True))
+    assert exact == {"line c0": smooth["raw c0"]}
+    assert smooth["line c0"] != smooth["raw c0"]
+    assert [chart.exact for chart in CHARTS if chart.title == "Learning rate"] == [True]
 
 
 @pytest.mark.parametrize("value", [0.0, 7.0, -1e-9])
