@@ -41,7 +41,7 @@ GROUPS = (
         "run",
         "What runs",
         (
-            *("step", "method", "reward_function", "reward", "environment"),
+            *("step", "method", "reward_function", "reward", "environment", "guards"),
             *("actor_model", "reward_model", "data_path", "output_dir", "resume", "overwrite"),
         ),
     ),
