@@ -212,15 +212,15 @@ nonsense | 'nonsense' | options start with --
 --guards strict --save-every null | ppo.guards | set save_every to a number
 --guards loud | --guards | 'strict'
 --ppo.guards loud | ppo.guards | warn, strict, none, or a list
---ppo.guards [{"signal":"lenght","limit":2}] | ppo.guards.signal | 'response_length'
---ppo.guards [{"signal":"kl"}] | ppo.guards | lacks its limit
---ppo.guards [{"signal":"kl","limit":9,"window":0}] | guards.kl.window | 1 or more
---ppo.guards [{"signal":"divergence","limit":2,"window":2}] | guards.divergence.window | 3 or more
---ppo.guards [{"signal":"divergence","limit":0}] | guards.divergence.limit | above 0
---ppo.guards [{"signal":"entropy","limit":1}] | guards.entropy.limit | upper one
---ppo.guards [{"signal":"divergence","limit":3}] | divergence can't be measured | ppo.gold
---ppo.guards [{"signal":"dead_groups","limit":0.5}] | dead_groups | ppo.group_size
---ppo.guards [{"signal":"kl","limit":9,"action":"stop"}] | kl with action stop | save_every
+--ppo.guards '[{"signal":"lenght","limit":2}]' | ppo.guards.signal | 'response_length'
+--ppo.guards '[{"signal":"kl"}]' | ppo.guards | lacks its limit
+--ppo.guards '[{"signal":"kl","limit":9,"window":0}]' | guards.kl.window | 1 or more
+--ppo.guards '[{"signal":"divergence","limit":2,"window":2}]' | guards.divergence.window | 3 or more
+--ppo.guards '[{"signal":"divergence","limit":0}]' | guards.divergence.limit | above 0
+--ppo.guards '[{"signal":"entropy","limit":1}]' | guards.entropy.limit | upper one
+--ppo.guards '[{"signal":"divergence","limit":3}]' | divergence can't be measured | ppo.gold
+--ppo.guards '[{"signal":"dead_groups","limit":0.5}]' | dead_groups | ppo.group_size
+--ppo.guards '[{"signal":"kl","limit":9,"action":"stop"}]' | kl with action stop | save_every
 --environment game.py | FILE.py:CLASS | guessing
 --environment none.py:Game | there is no file none.py | ppo.environment
 --environment score.py:Game | has no `class Game` | ppo.environment

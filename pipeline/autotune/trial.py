@@ -69,6 +69,7 @@ def trial_settings(config: StepConfig, output_dir: Path, *, steps: int, world: i
         "samples_every": WARM_UP + steps + 1,
         "base": FrozenModelConfig(),
         "critic_warmup_steps": 0,  # the steps after it are the run's
+        "guards": (),  # which may need checkpoints
     }
     names = {each.name for each in fields(config)}
     values |= {name: value for name, value in of_some_steps.items() if name in names}

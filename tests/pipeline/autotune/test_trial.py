@@ -11,6 +11,7 @@ from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
+from step3_ppo.guard_settings import GuardConfig
 
 
 def try_out(directory: Path, program: str, *, seconds: float = 30.0) -> Trial:
@@ -116,7 +117,13 @@ def test_a_trial_has_the_steps_of_the_run_and_little_else() -> None:
     out = Path("out")
     sft = SFTConfig(max_steps=500, eval_every=10, patience=3, save_every=5, resume=True)
     reward = RewardConfig()
-    ppo = PPOConfig(base=FrozenModelConfig(path=EMBEDDED), critic_warmup_steps=50)
+    ends = GuardConfig(signal="kl", limit=9.0, action="stop")
+    ppo = PPOConfig(
+        base=FrozenModelConfig(path=EMBEDDED),
+        critic_warmup_steps=50,
+        save_every=5,
+        guards=(ends,),
+    )
 
     tried = trial_settings(sft, out, steps=4, world=2)
 
@@ -140,3 +147,4 @@ def test_a_trial_has_the_steps_of_the_run_and_little_else() -> None:
     assert tried.critic_warmup_steps == 0  # else the actor would not learn in any of them
     assert (tried.rollout_size, tried.batch_size) == (ppo.rollout_size, ppo.batch_size)
     assert tried.samples_every > 3
+    assert not tried.acting_guards  # which need checkpoints
