@@ -12,6 +12,7 @@ from pipeline.report.curves import phase_shares, split_key_charts, step_charts
 from pipeline.report.figures import before_after, pass_rates, trivial_rates
 from pipeline.report.findings import Finding, findings
 from pipeline.report.kl_chart import kl_chart, lines_of
+from pipeline.report.lab import view
 from pipeline.report.method_table import heads, rows
 from pipeline.report.methods import compare_methods
 from pipeline.report.pages import templates
@@ -67,6 +68,7 @@ def render(results: Results, out: Path) -> str:
             key_charts=key_charts,
             charts=charts,
             phases={name: phase_shares(step) for name, step in results.steps.items()},
+            labs={name: view(step.lab) for name, step in results.steps.items() if step.lab},
             models=models,
             chat_command=CHAT,
             chat_path=chat_path(results, out),
