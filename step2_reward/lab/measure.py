@@ -18,10 +18,14 @@ from step2_reward.lab.length import LengthBias, Scored, Share, length_bias, orde
 from step2_reward.lab.probes import PROBES, probe, probed
 from step2_reward.lab.ranks import concordance, spearman
 from step2_reward.label_rows import OF_CLASSES, OF_LABELS, Labels
-from step2_reward.labelled import encode_rows, responses_of, target_of
+from step2_reward.labelled import LabelledRow, encode_rows, responses_of, target_of
 from step2_reward.losses.ordinal import ordinal_log_probabilities
 from step2_reward.losses.pairs import tie_log_probabilities
 from step2_reward.outputs import outputs_of, scores_of
+
+
+MOST_PROBED = 256
+"""Responses that are changed and scored again: each takes four passes."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,8 @@ def measure(
     at = 0
     for example, row in zip(examples, encoded, strict=True):
         here = slice(at, at := at + len(row.sequences))
-        texts, _ = responses_of(example, labels, most=config.max_ranked)
         prompt = len(chat.encode_prompt(example.prompt)) if example.prompt else 0
-        whole = [len(chat.encode(example.prompt, text)) if text else prompt for text in texts]
+        whole = whole_lengths(example, row, labels, chat, config)
         rows.append(
             Responses(
                 example,
@@ -83,6 +86,17 @@ def measure(
     if scores is not None:
         found["probes"] = of_probes(scorer, labels, examples, chat, config, scores)
     return Measured(found, [prediction(labels, row, outputs.cutpoints) for row in rows])
+
+
+def whole_lengths(
+    example: Example, row: LabelledRow, labels: Labels, chat: ChatFormat, config: RewardConfig
+) -> list[int]:
+    """Tokens of each dialogue, those that were cut counted whole."""
+    lengths = [len(sequence) for sequence in row.sequences]
+    if max(lengths) < config.data.max_length:
+        return lengths
+    (whole,) = encode_rows([example], labels, chat, config, max_length=2**31)
+    return [len(sequence) for sequence in whole.sequences]
 
 
 def share(right: float, count: int) -> dict[str, float | int]:
@@ -197,7 +211,7 @@ def of_probes(
 ) -> Mapping[str, object]:
     """What changed responses score, by the change."""
     limit = config.data.max_length
-    good = good_ones(labels, examples)
+    good = good_ones(labels, examples)[:MOST_PROBED]
     changed = [each for each in (probed(e, chat, max_length=limit) for e in good) if each]
     if not changed:
         return {}
