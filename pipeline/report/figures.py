@@ -38,6 +38,11 @@ def before_after(step: StepResult) -> list[tuple[str, str, str]]:
     pairs = {
         "perplexity": ("perplexity_before", "perplexity_after", plain),
         "accuracy": ("accuracy_before", "accuracy_after", percent),
+        "mean recall of classes": ("macro_recall_before", "macro_recall_after", percent),
+        "decided pairs in order": ("order_accuracy_before", "order_accuracy_after", percent),
+        "best response found": ("best_found_before", "best_found_after", percent),
+        "mean error": ("mean_error_before", "mean_error_after", score),
+        "calibration error": ("", "calibration_error", percent),
         "mean score, rejected": ("", "mean_rejected", score),
         "mean score, chosen": ("", "mean_chosen", score),
         "score": ("score_before", "score_after", score),

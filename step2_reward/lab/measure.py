@@ -23,7 +23,6 @@ from step2_reward.losses.ordinal import ordinal_log_probabilities
 from step2_reward.losses.pairs import tie_log_probabilities
 from step2_reward.outputs import outputs_of, scores_of
 
-
 MOST_PROBED = 256
 """Responses that are changed and scored again: each takes four passes."""
 
