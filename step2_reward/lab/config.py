@@ -11,7 +11,7 @@ from pipeline.errors import require
 class LabConfig:
     """What to measure, on which rows."""
 
-    path: str
+    path: str = ""
     """The reward model: OUT/step2_reward, or any sequence classifier."""
 
     data_path: str = EMBEDDED
@@ -48,6 +48,7 @@ class LabConfig:
     """Of the actor's sampling."""
 
     def __post_init__(self) -> None:
+        require(bool(self.path), "path names no model; give the directory of a reward model")
         for name in ("rows", "best_of", "prompts"):
             require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
         require(self.max_length > 1, f"max_length must be above 1, got {self.max_length}")

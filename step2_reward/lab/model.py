@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from inference.generation import generate
 from pipeline.config import EMBEDDED, DataConfig, RowColumns
@@ -18,8 +17,8 @@ from pipeline.errors import DataError, ModelError
 from pipeline.models.chat import decode_response
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.forward import Scorer, base_model, context_length
-from pipeline.models.load import load_for_inference, load_reward_for_inference, local_directory
-from pipeline.models.ready import require_score_head
+from pipeline.models.load import load_for_inference, load_reward_for_inference
+from pipeline.models.ready import check_ready, require_score_head
 from pipeline.parallel.device import local_device
 from step2_reward.config import RewardConfig
 from step2_reward.lab.best_of import curve
@@ -40,11 +39,9 @@ def measure_model(config: LabConfig) -> Measured:
         ModelError: there is none, or it is no classifier.
         DataError: there are no rows, or none with the labels that the model has learned.
     """
+    check_ready(config.path, scores=True)
     examples = read_examples(config)
-    if local_directory(config.path) is None or Path(config.path).is_dir():
-        model, tokenizer = load_reward_for_inference(config.path)
-    else:
-        raise ModelError(f"path {config.path}: there is no such directory")
+    model, tokenizer = load_reward_for_inference(config.path)
     require_score_head(config.path, model.config.architectures)
     chat = resolve_format(tokenizer, "auto")
     limit = min(config.max_length, context_length(base_model(model)))

@@ -9,7 +9,7 @@ from pipeline.data.examples import Encoded, Example, Message
 PROBES = {
     "no_end": "its end-of-turn token removed",
     "truncated": "cut in half, and ended",
-    "doubled": "said twice",
+    "doubled": "repeated",
 }
 """What is done to a response."""
 

@@ -11,7 +11,7 @@ BIASED = 0.15
 def sentences(figures: Mapping[str, Any]) -> list[str]:
     """The most important first; without full stops."""
     found = [*_accuracy(figures), *_classes(figures), *_calibration(figures)]
-    return [*found, *_length(figures), *_probes(figures)]
+    return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]
 
 
 def _accuracy(figures: Mapping[str, Any]) -> list[str]:
@@ -89,6 +89,24 @@ def _probes(figures: Mapping[str, Any]) -> list[str]:
                 f" {what}: RL will find that"
             )
     return lines
+
+
+def _best_of(figures: Mapping[str, Any]) -> list[str]:
+    rows = figures.get("best_of")
+    if not rows:
+        return []
+    first, last = rows[0], rows[-1]
+    best = max(rows, key=lambda row: row["gold"])
+    line = (
+        f"The best of {best['n']} answers by its score is right {_percent(best['gold'])} of the"
+        f" time, against {_percent(first['gold'])} of one answer"
+    )
+    if best is not last:
+        line += (
+            f"; the best of {last['n']}, {_percent(last['gold'])}: beyond a KL of"
+            f" {best['kl']:.2f} nats the score rises and the truth does not"
+        )
+    return [line]
 
 
 def _percent(share: float) -> str:

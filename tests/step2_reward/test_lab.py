@@ -123,12 +123,19 @@ def test_a_language_model_is_no_reward_model(trained: Path) -> None:
         main(["--path", str(trained / "base"), "--data-path", str(trained / "pairs.jsonl")])
 
 
-def test_a_model_near_chance_is_not_to_be_optimized() -> None:
+def test_a_model_near_chance_or_beyond_its_truth_is_not_to_be_optimized() -> None:
     accuracy = {"value": 0.55, "low": 0.45, "high": 0.64, "count": 100}
     figures = {"labels": "pairs", "rows": 100, "accuracy": accuracy}
 
     lines = sentences(figures)
 
     assert "near chance: nothing should be optimized against this model" in lines[1]
+    curve = [
+        {"n": n, "kl": kl, "proxy": float(n), "gold": gold}
+        for n, kl, gold in ((1, 0.0, 0.3), (4, 0.64, 0.8), (16, 1.84, 0.7))
+    ]
+    last = sentences({**figures, "best_of": curve})[-1]
+    assert last.startswith("The best of 4 answers by its score is right 80.0 % of the time")
+    assert last.endswith("beyond a KL of 0.64 nats the score rises and the truth does not")
     good = sentences({**figures, "accuracy": {**accuracy, "low": 0.51}})
     assert len(good) == 1
