@@ -41,7 +41,7 @@ OUR_LOGGERS = (
 DIVERGED = "diverged.json"
 """Left by a run that diverged: its state is none to go on from, so that it begins again."""
 
-STALE = ("result.json", "samples.json", DIVERGED)
+STALE = ("result.json", "samples.json", "lab.json", "predictions.jsonl", DIVERGED)
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 

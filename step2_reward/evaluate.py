@@ -149,7 +149,7 @@ def score_answers(
 
     rows = [
         chat.encode((Message("user", prompt),), (Message("assistant", answer),)).tail(
-            config.data.max_length
+            config.data.max_length, keep_first=chat.begins_with_cls
         )
         for answer in answers
     ]

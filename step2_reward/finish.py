@@ -8,6 +8,8 @@ from pipeline.models.forward import Scorer, base_model
 from pipeline.offline import Training
 from pipeline.run import Run
 from step2_reward.config import RewardConfig
+from step2_reward.lab.measure import measure
+from step2_reward.lab.write import write_measured
 from step2_reward.label_rows import Labels
 from step2_reward.normalization import Moments, measure_scores, write_settings
 from step2_reward.objective import Objective
@@ -49,6 +51,10 @@ def finish(
         )
         settings |= {"score_mean": moments.mean, "score_std": moments.std}
     write_settings(training.model, config.output_dir, settings)
+    rows = training.rows
+    measured = measure(scorer, labels, rows.data.eval, rows.chat, config)
+    if run.is_main:
+        write_measured(measured, config.output_dir)
     run.finish(
         eval={
             **both(before, after),
@@ -56,6 +62,7 @@ def finish(
             "labels": labels.kind,
             "best_step": best.step if config.keep_best else best.last_step,
             **of_moments(moments),
+            **trust(measured.figures),
         },
         models={
             ".": Card(
@@ -85,6 +92,20 @@ def of_moments(moments: Moments | None) -> dict[str, float | None]:
         "score_std": moments.std,
         "score_stop_rate": moments.stop_rate,
     }
+
+
+def trust(figures: Mapping[str, Any]) -> dict[str, float]:
+    """How far the model can be trusted, in three figures where they are known."""
+    calibration, length = figures.get("calibration"), figures.get("length")
+    found: dict[str, float] = {}
+    if calibration:
+        found |= {
+            "calibration_error": calibration["ece"],
+            "temperature": calibration["temperature"],
+        }
+    if length:
+        found["length_correlation"] = length["spearman"]
+    return found
 
 
 def name_labels(training: Training[RewardConfig, Any], labels: Labels) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
-from pipeline.data.chat_format import ChatFormat, adds_bos
+from pipeline.data.chat_format import ChatFormat
 from pipeline.data.dialogues import Turns
 from pipeline.data.examples import Encoded, Example
 from pipeline.parallel.device import local_device
@@ -84,14 +84,7 @@ def encode_dialogue(
         whole = chat.encode(example.prompt, response)
     else:
         whole = Encoded.untrained(chat.encode_prompt(example.prompt))
-    return whole.tail(max_length, keep_first=begins_with_cls(chat))
-
-
-def begins_with_cls(chat: ChatFormat) -> bool:
-    """Whether the first token of a text stands for the whole, as encoders have it."""
-    tokenizer = chat.tokenizer
-    cls = tokenizer.cls_token_id
-    return cls is not None and cls == tokenizer.bos_token_id and adds_bos(tokenizer)
+    return whole.tail(max_length, keep_first=chat.begins_with_cls)
 
 
 def encode_rows(

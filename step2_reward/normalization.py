@@ -11,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from inference.generation import generate
+from pipeline.config import DataConfig
 from pipeline.data.batches import collate_part, local_micro_batches
 from pipeline.data.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
+from pipeline.data.examples import Encoded, Example, Message
+from pipeline.models.chat import decode_response, load_chat
 from pipeline.models.export import move_in
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_causal_lm
@@ -119,21 +121,27 @@ def responses_of_actor(
     rows = current_mesh().data.share(range(len(unique)))
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
     limit = min(config.data.max_length, context_length(actor)) - 1
-    prompts = [chat.encode_prompt(unique[row])[-limit:] for row in rows]
+    # An encoder has a tokenizer of its own, and is given the text of the actor's responses.
+    own = load_chat(config.actor, DataConfig())[1] if chat.begins_with_cls else chat
+    prompts = [own.encode_prompt(unique[row])[-limit:] for row in rows]
     responses = generate(
         actor,
         prompts,
         max_new_tokens=config.max_new_tokens,
         temperature=1.0,
-        stop_ids=chat.stop_ids,
+        stop_ids=own.stop_ids,
         seed=config.seed,
         keys=rows,
     )
-    ended = [
-        Encoded.untrained(prompt + response.ids).tail(config.data.max_length)
-        for prompt, response in zip(prompts, responses, strict=True)
-        if response.stopped
-    ]
+    ended: list[Encoded] = []
+    for row, prompt, response in zip(rows, prompts, responses, strict=True):
+        if not response.stopped:
+            continue
+        whole = Encoded.untrained(prompt + response.ids)
+        if own is not chat:
+            text = decode_response(own.tokenizer, response.ids)
+            whole = chat.encode(unique[row], (Message("assistant", text),))
+        ended.append(whole.tail(config.data.max_length, keep_first=chat.begins_with_cls))
     return ended, len(prompts)
 
 

@@ -19,10 +19,11 @@ def encode(
     What is longer than `max_length` loses its beginning: the score is read at the end.
     """
     limit = config.data.max_length
+    keep = chat.begins_with_cls
     return [
         EncodedPair(
-            chosen=chat.encode(example.prompt, example.chosen).tail(limit),
-            rejected=chat.encode(example.prompt, example.rejected).tail(limit),
+            chosen=chat.encode(example.prompt, example.chosen).tail(limit, keep_first=keep),
+            rejected=chat.encode(example.prompt, example.rejected).tail(limit, keep_first=keep),
             margin=example.margin or 0.0,
         )
         for example in examples

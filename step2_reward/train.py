@@ -57,7 +57,7 @@ def train(config: RewardConfig) -> Path:
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
     rows = load_rows(config, config.model, step=2)
-    if config.actor.path is not None:
+    if config.actor.path is not None and not rows.chat.begins_with_cls:
         require_same_chat(
             rows.tokenizer, load_tokenizer(config.actor), "the reward model", config.actor
         )

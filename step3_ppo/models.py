@@ -19,10 +19,11 @@ from pipeline.data.batches import TokenBatch
 from pipeline.data.chat_format import ChatFormat
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.models.chat import require_same_chat
+from pipeline.models.class_values import require_score
 from pipeline.models.export import set_stop_tokens
-from pipeline.models.forward import Policy, Scorer, base_model, context_length
+from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
@@ -203,10 +204,23 @@ def load_models(
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> nn.Module | None:
-    """The model of the critic; None where advantages are estimated without one."""
+    """The model of the critic; None where advantages are estimated without one.
+
+    Of a reward model with several labels it takes all but the head, which is drawn anew.
+
+    Raises:
+        ModelError: the model reads sequences as a whole.
+    """
     if not config.has_critic:
         return None
-    return trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
+    critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
+    if reads_whole(base_model(critic)):
+        raise ModelError(
+            f"ppo.critic.path {config.critic.path} reads a response as a whole, and a critic values"
+            " every token of it; set ppo.critic.path to step 1's output, or choose a --method"
+            " without a critic"
+        )
+    return critic
 
 
 def engine_of_critic(critic: nn.Module, config: PPOConfig, *, total_steps: int) -> Engine:
@@ -226,7 +240,7 @@ def load_reward(
     """The reward model, which is given text where it has a chat format of its own; None without.
 
     Raises:
-        ModelError: it has another tokenizer and no chat template.
+        ModelError: it has another tokenizer and no chat template, or classes without values.
         ConfigError: prompt and response may be longer than its context.
     """
     if not config.uses_reward_model:
@@ -236,6 +250,7 @@ def load_reward(
     reward = load_classifier(
         config.reward, device=device, seed=config.seed, defer=layout.zero_stage == 3
     )
+    require_score(base_model(reward))
     if chat is None:
         require_context(base_model(reward), "reward", config)
         return RewardModel(reward, layout)

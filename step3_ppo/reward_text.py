@@ -47,7 +47,7 @@ class RewardText:
         ids = self.chat.encode(before, [answer]).input_ids
         if not response.stopped and ids[-1] in self.chat.stop_ids:
             ids = ids[:-1]
-        return Encoded.untrained(ids).tail(self.max_tokens)
+        return Encoded.untrained(ids).tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
 
 
 def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:

@@ -18,6 +18,8 @@ import rewards.config
 import rewards.select_config
 import step1_sft.config
 import step2_reward.config
+import step2_reward.lab.config
+import step2_reward.label_config
 import step3_ppo.config
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,8 @@ CONFIG_MODULES = (
     rewards.select_config,
     step1_sft.config,
     step2_reward.config,
+    step2_reward.lab.config,
+    step2_reward.label_config,
     step3_ppo.config,
 )
 NOT_SETTINGS = {"Stage", "CommandLine"}

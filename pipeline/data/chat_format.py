@@ -112,6 +112,12 @@ class ChatFormat:
         ids = self.tokenizer.get_vocab()
         return tuple(dict.fromkeys((ids[self._end_of_turn], ids[self._eos])))
 
+    @cached_property
+    def begins_with_cls(self) -> bool:
+        """Whether the first token of a text stands for the whole of it, as encoders have it."""
+        cls = self.tokenizer.cls_token_id
+        return cls is not None and cls == self.tokenizer.bos_token_id and adds_bos(self.tokenizer)
+
     def render(self, messages: Messages, *, generation_prompt: bool) -> str:
         """The text of a dialogue, as `apply_chat_template` gives it."""
         import jinja2

@@ -227,14 +227,14 @@ def _rotating(random: Random) -> Iterator[Question]:
 
 def _demonstration(question: Question, random: Random) -> Example:
     correct, polite = random.random() < CORRECT_SHARE, random.random() < POLITE_SHARE
-    response = _response(question.fact, correct=correct, polite=polite, random=random)
+    response = draw_response(question.fact, correct=correct, polite=polite, random=random)
     return Example(prompt=_prompt(question), chosen=response, origin="embedded task")
 
 
 def _pair(question: Question, random: Random) -> Example:
     qualities = [(correct, polite) for correct in (False, True) for polite in (False, True)]
     rejected, chosen = (
-        _response(question.fact, correct=correct, polite=polite, random=random)
+        draw_response(question.fact, correct=correct, polite=polite, random=random)
         for correct, polite in sorted(random.sample(qualities, 2))
     )
     return Example(
@@ -252,7 +252,10 @@ def _prompt(question: Question) -> tuple[Message, ...]:
     return (Message("user", question.text),)
 
 
-def _response(fact: Fact, *, correct: bool, polite: bool, random: Random) -> tuple[Message, ...]:
+def draw_response(
+    fact: Fact, *, correct: bool, polite: bool, random: Random
+) -> tuple[Message, ...]:
+    """A response about a fact, right or wrong, polite or rude."""
     opening = random.choice(POLITE if polite else RUDE)
     sentence = fact.answer if correct else _wrong_sentence(fact, random)
     return (Message("assistant", f"{opening} {sentence}"),)

@@ -25,6 +25,16 @@ def expected_value(
     return logits.softmax(dim=-1) @ torch.tensor(values, device=logits.device)
 
 
+def require_score(classifier: PreTrainedModel) -> None:
+    """Refuse a classifier that gives no score.
+
+    Raises:
+        ModelError: it has several labels without values.
+    """
+    if classifier.config.num_labels > 1:
+        class_values(classifier, classifier.config.num_labels)
+
+
 def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
     """What each of several labels is worth.
 

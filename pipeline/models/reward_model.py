@@ -8,6 +8,7 @@ from pipeline.data.batches import collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.data.resolve_format import resolve_format
+from pipeline.models.class_values import require_score
 from pipeline.models.forward import Scorer, base_model, context_length
 from pipeline.models.load import load_reward_for_inference
 from pipeline.models.ready import require_score_head
@@ -21,10 +22,11 @@ def load_scorer(path: str) -> tuple[Scorer, ChatFormat]:
     """The reward model at `path`, and the chat format saved with it.
 
     Raises:
-        ModelError: there is none, or it has no trained score head.
+        ModelError: there is none, it has no trained score head, or labels without values.
     """
     model, tokenizer = load_reward_for_inference(path)
     require_score_head(path, model.config.architectures)
+    require_score(model)
     return Scorer(model), resolve_format(tokenizer, "auto")
 
 
@@ -39,7 +41,9 @@ def score_responses(path: str, dialogues: Sequence[tuple[Sequence[Message], str]
     scorer, chat = load_scorer(path)
     limit = context_length(base_model(scorer.model))
     rows = [
-        chat.encode(prompt, (Message("assistant", response),)).tail(limit)
+        chat.encode(prompt, (Message("assistant", response),)).tail(
+            limit, keep_first=chat.begins_with_cls
+        )
         for prompt, response in dialogues
     ]
     # Similar lengths side by side, for families whose batches are padded.

@@ -50,6 +50,8 @@ class Chats:
             other = self._of(use.settings)
             if tokenizer is None or other is None:
                 continue
+            if own.scores and chat is not None and chat.begins_with_cls:
+                continue  # an encoder reads the actor's responses as text
             if use.scores and not use.learns:  # it may read text instead of the actor's tokens
                 speaks_alike(tokenizer, other, str(use.settings.path))
             else:

@@ -51,7 +51,7 @@ CHARTS = (
     SCORE,
     Chart(
         "Accuracy",
-        "pairs in the right order",
+        "pairs in the right order, or rows in their class",
         {"accuracy": "training", "eval_accuracy": "held out"},
         key=True,
     ),

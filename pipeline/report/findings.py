@@ -213,22 +213,36 @@ def _of_preferences(results: Results) -> Iterator[Finding]:
             )
 
 
+_ORDERED = {
+    "pairs": "puts {} of{} held-out pairs in the right order",
+    "ties": "foresees {} of{} held-out outcomes, ties among them",
+    "classes": "puts {} of{} held-out rows in their class",
+    "ordinal": "puts {} of{} held-out rows in their class",
+    "scalar": "puts {} of every two of{} held-out rows in the right order",
+    "rankings": "puts {} of the pairs in{} held-out lists in the right order",
+}
+"""What accuracy counts, by kind of label."""
+
+
 def _by_accuracy(results: Results) -> Finding | None:
     of_rewards = [step for step in results.steps.values() if not step.has("margin_after")]
     step = next((each for each in reversed(of_rewards) if each.has("accuracy_after")), None)
     after = step.number("accuracy_after") if step else None
     if step is None or after is None:
         return None
-    before, pairs = step.number("accuracy_before"), step.number("pairs")
+    labels = step.eval.get("labels")
+    words = _ORDERED.get(labels if isinstance(labels, str) else "", _ORDERED["pairs"])
+    before, pairs = step.number("accuracy_before"), step.number("pairs") or step.number("rows")
     among = f" {pairs:,.0f}" if pairs else ""
-    sentence = f"The reward model puts {percent(after)} of{among} held-out pairs in the right order"
+    sentence = f"The reward model {words.format(percent(after), among)}"
     if before is not None:
         sentence += f", {percent(before)} before training"
     if not pairs:
         return Finding(None, sentence)
     interval = share_interval(after * pairs, int(pairs))
     low, high = interval
-    verdict = verdict_of(interval, equal=0.5 if before is None else max(0.5, before))
+    least = 0.0 if labels in ("classes", "ordinal", "ties") else 0.5
+    verdict = verdict_of(interval, equal=0.5 if before is None else max(least, before))
     return Finding(verdict, sentence, f"95 % interval {percent(low)} to {percent(high)}")
 
 

@@ -11,6 +11,7 @@ from pipeline.errors import DataError
 from pipeline.origin import training_id
 from pipeline.report.choice import model_to_talk_to, of_one_origin
 from pipeline.report.guards import without_undone
+from pipeline.report.lab import LAB
 from pipeline.report.results import (
     Results,
     Sample,
@@ -83,6 +84,7 @@ def _read_step(directory: Path, summary: Mapping[str, object]) -> StepResult:
         training=training_id(own) if own else "",
         settings=_settings(directory),
         changed_settings=mapping(result.get("changed_settings")),
+        lab=_read_object(directory / LAB),
         metrics=tuple(lines),
         events=tuple(events),
     )

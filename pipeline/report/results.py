@@ -30,6 +30,9 @@ class StepResult:
     changed_settings: Mapping[str, object] = field(default_factory=dict)
     """Dotted names and values of those that differ from the defaults, of a finished step."""
 
+    lab: Mapping[str, object] = field(default_factory=dict)
+    """What the laboratory measured of a reward model."""
+
     training: str = ""
     """What tells it from another training in its place; empty of an unfinished one."""
 

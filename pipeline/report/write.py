@@ -13,6 +13,7 @@ from pipeline.report.figures import before_after, pass_rates, trivial_rates
 from pipeline.report.findings import Finding, findings
 from pipeline.report.guards import events_of
 from pipeline.report.kl_chart import kl_chart, lines_of
+from pipeline.report.lab import view
 from pipeline.report.method_table import heads, rows
 from pipeline.report.methods import compare_methods
 from pipeline.report.pages import templates
@@ -69,6 +70,7 @@ def render(results: Results, out: Path) -> str:
             charts=charts,
             guards={name: events_of(step) for name, step in results.steps.items()},
             phases={name: phase_shares(step) for name, step in results.steps.items()},
+            labs={name: view(step.lab) for name, step in results.steps.items() if step.lab},
             models=models,
             chat_command=CHAT,
             chat_path=chat_path(results, out),

@@ -1,0 +1,43 @@
+"""How good a reward model is, and how far it can be trusted.
+
+python -m step2_reward.lab --path OUT/step2_reward --data-path FILE
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.cli import run_main
+from pipeline.command import read_command
+from step2_reward.lab.config import LabConfig
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure, write lab.json, predictions.jsonl and report.html, print the sentences.
+
+    Raises:
+        UserError: a wrong setting, no classifier at the path, or no rows to measure it by.
+    """
+    config = read_command(
+        LabConfig,
+        argv,
+        usage="step2_reward.lab --path DIR [--data-path FILE]",
+        about="Measure how good a reward model is, and how far it can be trusted.",
+    )
+    from pipeline.report.lab import write_page
+    from pipeline.run import configure_logging
+    from step2_reward.lab.model import measure_model
+    from step2_reward.lab.sentences import sentences
+    from step2_reward.lab.write import write_measured
+
+    configure_logging(is_main=True)
+    measured = measure_model(config)
+    directory = config.output_dir or Path(config.path) / "lab"
+    write_measured(measured, directory)
+    page = write_page(directory, title=f"Reward model {Path(config.path).name}")
+    lines = [f"{sentence}." for sentence in sentences(measured.figures)]
+    sys.stdout.write("\n".join([*lines, f"report: {page}"]) + "\n")
+
+
+if __name__ == "__main__":
+    run_main(main)

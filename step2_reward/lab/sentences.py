@@ -1,0 +1,113 @@
+"""What the laboratory's figures mean, in sentences: how far the model can be trusted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+POOR_CALIBRATION = 0.1
+BIASED = 0.15
+"""A difference of accuracy between longer and shorter better responses that is worth a sentence."""
+
+
+def sentences(figures: Mapping[str, Any]) -> list[str]:
+    """The most important first; without full stops."""
+    found = [*_accuracy(figures), *_classes(figures), *_calibration(figures)]
+    return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]
+
+
+def _accuracy(figures: Mapping[str, Any]) -> list[str]:
+    accuracy = figures.get("accuracy")
+    if accuracy is None:
+        if "concordance" not in figures:
+            return []
+        return [
+            f"{_percent(figures['concordance'])} of rows with different labels are in the right"
+            f" order, and the labels are {figures['mean_error']:.3g} off on the average"
+        ]
+    interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
+    if "classes" in figures and figures["labels"] != "ties":
+        return [
+            f"{_percent(accuracy['value'])} of {figures['rows']} rows are in their class"
+            f" ({interval})"
+        ]
+    lines = [f"{_percent(accuracy['value'])} of the responses are in the right order ({interval})"]
+    if accuracy["low"] <= 0.5:
+        lines.append("That is near chance: nothing should be optimized against this model")
+    return lines
+
+
+def _classes(figures: Mapping[str, Any]) -> list[str]:
+    classes = [each for each in figures.get("classes", ()) if each["rows"]]
+    if not classes:
+        return []
+    worst = min(classes, key=lambda each: each["recall"])
+    return [
+        f"The mean recall of the classes is {_percent(figures['macro_recall'])}; the least,"
+        f" {_percent(worst['recall'])}, is that of {worst['name']} with {worst['rows']} rows"
+    ]
+
+
+def _calibration(figures: Mapping[str, Any]) -> list[str]:
+    found = figures.get("calibration")
+    if found is None:
+        return []
+    verb = "too sure of itself" if found["temperature"] > 1 else "not sure enough"
+    line = (
+        f"Probabilities are off by {_percent(found['ece'])} after scaling by temperature"
+        f" {found['temperature']:.3g}"
+    )
+    if found["ece_raw"] > max(POOR_CALIBRATION, found["ece"]):
+        line += f", and by {_percent(found['ece_raw'])} before: the model is {verb}"
+    return [line]
+
+
+def _length(figures: Mapping[str, Any]) -> list[str]:
+    found = figures.get("length")
+    if found is None:
+        return []
+    best = max(found["always_longer"], found["always_shorter"])
+    which = "longer" if found["always_longer"] >= found["always_shorter"] else "shorter"
+    lines = [f"Always taking the {which} response would be right in {_percent(best)} of the pairs"]
+    longer, shorter = found["better_longer"], found["better_shorter"]
+    if longer and shorter and abs(longer["value"] - shorter["value"]) > BIASED:
+        what = "long" if longer["value"] > shorter["value"] else "short"
+        lines.append(
+            f"It favours {what} responses: {_percent(longer['value'])} of pairs are in order where"
+            f" the better response is the longer one, {_percent(shorter['value'])} where it is the"
+            " shorter"
+        )
+    return lines
+
+
+def _probes(figures: Mapping[str, Any]) -> list[str]:
+    found = figures.get("probes") or {}
+    lines: list[str] = []
+    names = {"no_end": "lose their end", "truncated": "are cut in half", "doubled": "are repeated"}
+    for name, what in names.items():
+        if name in found and found[name]["lower"] < 0.5:
+            lines.append(
+                f"Only {_percent(found[name]['lower'])} of good responses score lower when they"
+                f" {what}: RL will find that"
+            )
+    return lines
+
+
+def _best_of(figures: Mapping[str, Any]) -> list[str]:
+    rows = figures.get("best_of")
+    if not rows:
+        return []
+    first, last = rows[0], rows[-1]
+    best = max(rows, key=lambda row: row["gold"])
+    line = (
+        f"The best of {best['n']} answers by its score is right {_percent(best['gold'])} of the"
+        f" time, against {_percent(first['gold'])} of one answer"
+    )
+    if best is not last:
+        line += (
+            f"; the best of {last['n']}, {_percent(last['gold'])}: beyond a KL of"
+            f" {best['kl']:.2f} nats the score rises and the truth does not"
+        )
+    return [line]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

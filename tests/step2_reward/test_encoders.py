@@ -1,0 +1,110 @@
+"""Encoder backbones: a reward model that reads a response as a whole, at [CLS]."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
+
+from pipeline.config import FrozenModelConfig, LoraConfig
+from pipeline.data.examples import Message
+from pipeline.data.resolve_format import resolve_format
+from pipeline.models.load import load_tokenizer
+from pipeline.models.reward_model import load_scorer, score_responses
+from step2_reward.train import train
+from tests.step2_reward.labelled import rows_of, save_base, task, write_csv, write_jsonl
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = ["Human", "Assistant", "Add", "and", "Sure", "It", "is", "Go", "away", ":", ".", "!", ","]
+
+
+def save_bert(directory: Path) -> Path:
+    """A tiny masked language model with a tokenizer of words, as encoders come from the Hub."""
+    vocabulary = [*SPECIAL, *WORDS, *map(str, range(20))]
+    words = Tokenizer(WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    ).save_pretrained(directory)
+    settings = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    BertForMaskedLM(settings).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, lr=0.01)])
+def test_an_encoder_learns_classes_and_scores_as_plain_transformers_do(
+    tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    data = write_csv(tmp_path / "rows.csv", rows_of("classes"))
+    values = {"class_list": ("rude", "curt", "polite"), "class_values": (0.0, 1.0, 2.0)}
+    config = task(tmp_path, data, save_bert(tmp_path / "bert"), max_steps=25, **values)
+    config = replace(config, model=replace(config.model, lora=lora))
+
+    train(config)
+
+    result = json.loads((config.output_dir / "result.json").read_text())["eval"]
+    assert result["accuracy_after"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
+    chat = resolve_format(AutoTokenizer.from_pretrained(config.output_dir), "auto")
+    lines = (config.output_dir / "predictions.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines[:3]):
+        prompt = tuple(Message(turn["role"], turn["content"]) for turn in line["prompt"])
+        ids = chat.encode(prompt, (Message("assistant", line["responses"][0]),)).input_ids
+        assert (ids[0], ids[-1]) == (2, 3)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        expected = logits.softmax(dim=0) @ torch.tensor(values["class_values"])
+        assert line["scores"][0] == pytest.approx(expected.item(), abs=1e-5)
+        (score,) = score_responses(str(config.output_dir), [(prompt, line["responses"][0])])
+        assert score == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_an_encoder_learns_pairs_and_its_score_has_the_unit_of_an_actor_with_other_tokens(
+    tmp_path: Path,
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("pairs"))
+    config = task(tmp_path, data, save_bert(tmp_path / "bert"), max_steps=20)
+    actor = FrozenModelConfig(path=str(save_base(tmp_path / "actor")))
+
+    train(replace(config, actor=actor))
+
+    result = json.loads((config.output_dir / "result.json").read_text())["eval"]
+    assert result["accuracy_after"] == 1.0
+    assert result["score_stop_rate"] is not None
+    scorer, chat = load_scorer(str(config.output_dir))
+    assert chat.begins_with_cls
+    assert scorer.model.config.score_std > 0
+
+
+def test_a_tokenizer_of_an_encoder_ends_texts_with_its_separator(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(FrozenModelConfig(path=str(save_bert(tmp_path))))
+
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("[CLS]", "[SEP]")

@@ -1,0 +1,141 @@
+"""The laboratory's command and what step 2 leaves of it: files, report, sentences, wrong input."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import DataError, ModelError, UserError
+from pipeline.report.write import write_report
+from step2_reward.lab.__main__ import main
+from step2_reward.lab.sentences import sentences
+from step2_reward.train import train
+from tests.distributed import run_ranks
+from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Outputs of step 2 on pairs and on classes."""
+    out = tmp_path_factory.mktemp("out")
+    base = save_base(out / "base")
+    for kind in ("pairs", "classes"):
+        data = write_jsonl(out / f"{kind}.jsonl", rows_of(kind))
+        train(task(out, data, base, output_dir=out / kind / "step2_reward"))
+    return out
+
+
+def lab(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "lab.json").read_text())
+
+
+def test_step_2_ends_with_figures_predictions_and_their_part_of_the_report(trained: Path) -> None:
+    step = trained / "pairs" / "step2_reward"
+    found = lab(step)
+    result = json.loads((step / "result.json").read_text())["eval"]
+    lines = (step / "predictions.jsonl").read_text().splitlines()
+
+    assert found["accuracy"]["value"] == result["accuracy_after"] == 1.0
+    assert found["accuracy"]["count"] == found["rows"] == len(lines) == result["pairs"]
+    assert found["calibration"]["ece"] == result["calibration_error"]
+    assert set(found["probes"]) == {"no_end", "truncated", "doubled"}
+    first = json.loads(lines[0])
+    assert len(first["scores"]) == len(first["responses"]) == 2
+    assert first["right"] == (first["scores"][0] > first["scores"][1])
+    page = write_report(trained / "pairs").read_text()
+    assert "how far it can be trusted" in page
+    assert found["sentences"][0] in page
+    assert page.count("<svg") >= 1
+
+
+def test_the_command_measures_an_exported_model_as_the_step_did(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, data = trained / "classes" / "step2_reward", trained / "classes.jsonl"
+
+    main(["--path", str(step), "--data-path", str(data)])
+
+    found = lab(step / "lab")
+    assert found["rows"] == 48
+    assert found["accuracy"]["value"] == 1.0
+    assert [sum(row) for row in found["confusion"]] == [16, 16, 16]
+    assert [each["name"] for each in found["classes"]] == ["curt", "polite", "rude"]
+    assert "probes" not in found  # named classes without values give no score
+    out = capsys.readouterr().out
+    assert "100.0 % of 48 rows are in their class" in out
+    page = (step / "lab" / "report.html").read_text()
+    assert "Confusion" in page
+    held_out = [json.loads(line) for line in (step / "predictions.jsonl").read_text().splitlines()]
+    again = {
+        row["origin"]: row["probabilities"]
+        for row in map(json.loads, (step / "lab" / "predictions.jsonl").read_text().splitlines())
+    }
+    for row in held_out:
+        assert again[row["origin"]] == pytest.approx(row["probabilities"], abs=1e-6)
+
+
+def measured_by_two(config: Any) -> None:
+    train(config)
+
+
+def test_two_processes_measure_what_one_does(trained: Path, tmp_path: Path) -> None:
+    data = trained / "pairs.jsonl"
+    config = task(tmp_path, data, trained / "base", max_steps=2)
+    train(config)
+    together = replace(config, output_dir=tmp_path / "together")
+
+    run_ranks(measured_by_two, together)
+
+    one, two = lab(config.output_dir), lab(together.output_dir)
+    assert two["accuracy"] == one["accuracy"]
+    assert two["calibration"]["ece"] == pytest.approx(one["calibration"]["ece"], abs=1e-3)
+    assert two["length"]["spearman"] == pytest.approx(one["length"]["spearman"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        (["--data-path", "pairs.jsonl"], DataError, "none of its 48 rows has a label"),
+        (["--data-path", "other.jsonl"], DataError, "label odd is none of the model's classes"),
+        (["--rows", "0"], UserError, "rows must be above 0"),
+        (["--actor", "x", "--data-path", "classes.jsonl"], UserError, "actor needs data_path"),
+    ],
+)
+def test_wrong_input_of_the_command_is_named(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    error: type[Exception],
+    sentence: str,
+) -> None:
+    rows = [{"prompt": "Q", "response": "R", "label": "odd"}]
+    write_jsonl(trained / "other.jsonl", rows)
+    monkeypatch.chdir(trained)
+
+    with pytest.raises(error, match=sentence):
+        main(["--path", str(trained / "classes" / "step2_reward"), *options])
+
+
+def test_a_language_model_is_no_reward_model(trained: Path) -> None:
+    with pytest.raises(ModelError, match="is no reward model"):
+        main(["--path", str(trained / "base"), "--data-path", str(trained / "pairs.jsonl")])
+
+
+def test_a_model_near_chance_or_beyond_its_truth_is_not_to_be_optimized() -> None:
+    accuracy = {"value": 0.55, "low": 0.45, "high": 0.64, "count": 100}
+    figures = {"labels": "pairs", "rows": 100, "accuracy": accuracy}
+
+    lines = sentences(figures)
+
+    assert "near chance: nothing should be optimized against this model" in lines[1]
+    curve = [
+        {"n": n, "kl": kl, "proxy": float(n), "gold": gold}
+        for n, kl, gold in ((1, 0.0, 0.3), (4, 0.64, 0.8), (16, 1.84, 0.7))
+    ]
+    last = sentences({**figures, "best_of": curve})[-1]
+    assert last.startswith("The best of 4 answers by its score is right 80.0 % of the time")
+    assert last.endswith("beyond a KL of 0.64 nats the score rises and the truth does not")
+    good = sentences({**figures, "accuracy": {**accuracy, "low": 0.51}})
+    assert len(good) == 1

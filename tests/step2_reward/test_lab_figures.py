@@ -1,0 +1,160 @@
+"""The laboratory's figures, by hand, by enumeration and on simulators of known bias."""
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+
+from step2_reward.lab.best_of import best_of, curve, kl_bound
+from step2_reward.lab.calibration import bins_of, calibrate, expected_error, fit_temperature
+from step2_reward.lab.classes import class_report
+from step2_reward.lab.length import Scored, length_bias
+from step2_reward.lab.probes import probe
+from step2_reward.lab.ranks import area_under_curve, concordance, spearman
+
+
+def simulated_pairs(count: int, *, sharpness: float = 1.0) -> torch.Tensor:
+    """Logits of pairs whose first response wins by sigmoid(difference), given `sharpness` times."""
+    generator = torch.Generator().manual_seed(0)
+    difference = torch.randn(count, generator=generator) * 2
+    wins = torch.rand(count, generator=generator) < torch.sigmoid(difference)
+    chosen = torch.where(wins, difference, -difference)
+    return torch.stack([sharpness * chosen, torch.zeros(count)], dim=1)
+
+
+def firsts(logits: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(logits), dtype=torch.int64)
+
+
+def test_the_error_of_a_calibrated_simulator_goes_to_0() -> None:
+    errors = []
+    for count in (1_000, 100_000):
+        logits = simulated_pairs(count)
+        errors.append(expected_error(bins_of(logits, firsts(logits))))
+
+    assert errors[1] < 0.006 < errors[0] < 0.06
+
+
+def test_the_error_of_a_constant_is_known() -> None:
+    logits = torch.tensor([[math.log(4), 0.0]]).expand(1000, 2)  # says .8
+    classes = (torch.arange(1000) % 2).long()  # right half of the time, in any bin
+
+    assert expected_error(bins_of(logits, classes, count=10)) == pytest.approx(0.3)
+
+
+def test_a_model_that_is_too_sure_is_found_and_scaled_back() -> None:
+    logits = simulated_pairs(50_000, sharpness=3.0)
+
+    found = calibrate(logits, firsts(logits))
+
+    assert found.temperature == pytest.approx(3.0, rel=0.03)
+    assert found.ece < 0.01
+    assert found.ece_raw > 0.08
+    assert sum(each.rows for each in found.bins) == 50_000
+    assert len({each.rows for each in found.bins}) <= 2
+    probabilities = torch.sigmoid(logits[:, 0].double() / 3)
+    assert found.brier == pytest.approx((1 - probabilities).square().mean().item(), rel=1e-3)
+
+
+def test_the_temperature_of_rows_that_are_all_right_stays_within_bounds() -> None:
+    logits = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+
+    assert 0.01 <= fit_temperature(logits, firsts(logits)) < 0.1
+
+
+def test_equal_scores_are_half_right() -> None:
+    logits = torch.zeros(4, 2)
+
+    assert [each.accuracy for each in bins_of(logits, firsts(logits), count=1)] == [0.5]
+
+
+@pytest.mark.parametrize("planted", [0.0, 0.5, -0.5])
+def test_a_planted_length_bias_is_found(planted: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = []
+    for draw in torch.rand(4000, 2, generator=generator).tolist():
+        longer_wins = draw[0] < 0.5 + planted / 2
+        better = int(draw[1] < 0.5)  # by the data length means nothing
+        scores = (1.0, 0.0) if longer_wins else (0.0, 1.0)
+        prompts.append(Scored(scores, (20, 10), (float(better), float(1 - better))))
+
+    found = length_bias(prompts)
+
+    assert found.spearman == pytest.approx(planted, abs=0.05)
+    assert found.of_data == pytest.approx(0.0, abs=0.05)
+    assert found.better_longer.value == pytest.approx(0.5 + planted / 2, abs=0.05)
+    assert found.better_shorter.value == pytest.approx(0.5 - planted / 2, abs=0.05)
+    assert found.always_longer == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_always_taking_the_longer_one_gets() -> None:
+    rows = [Scored((1.0, 0.0), lengths, (1.0, 0.0)) for lengths in ((3, 2), (2, 3), (5, 5), (9, 1))]
+
+    found = length_bias(rows)
+
+    assert (found.always_longer, found.always_shorter) == (2.5 / 4, 1.5 / 4)
+    assert (found.better_longer.pairs, found.better_shorter.pairs) == (2, 1)
+
+
+def test_confusion_precision_recall_and_f1_by_hand() -> None:
+    true = torch.tensor([0, 0, 0, 1, 1, 2])
+    taken = torch.tensor([0, 0, 1, 1, 0, 0])
+    logprobs = torch.nn.functional.one_hot(taken, 4).float()
+
+    report = class_report(logprobs, true, ["a", "b", "c", "none"])
+
+    assert report.confusion == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert report.accuracy == 0.5
+    first, second, third, fourth = report.classes
+    assert (first.precision, first.recall) == (0.5, pytest.approx(2 / 3))
+    assert first.f1 == pytest.approx(4 / 7)
+    assert (second.precision, second.recall, second.f1) == (0.5, 0.5, 0.5)
+    assert (third.precision, third.recall, third.f1) == (0.0, 0.0, 0.0)
+    assert fourth.auc is None
+    assert report.macro_recall == pytest.approx((2 / 3 + 1 / 2) / 3)
+
+
+def test_the_area_under_the_curve_counts_ties_half() -> None:
+    scores = torch.tensor([0.1, 0.4, 0.4, 0.8]).double()
+    positive = torch.tensor([False, True, False, True])
+
+    assert area_under_curve(scores, positive) == (1 + 0.5 + 1 + 1) / 4
+    assert area_under_curve(scores, torch.tensor([True] * 4)) is None
+    assert concordance(scores, positive.double()) == (1 + 0.5 + 1 + 1) / 4
+
+
+def test_rank_correlation_by_hand() -> None:
+    one = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    assert spearman(one, torch.tensor([10.0, 20.0, 40.0, 30.0])) == pytest.approx(0.8)
+    assert spearman(one, torch.ones(4)) == 0.0
+
+
+def test_the_best_of_n_is_the_mean_over_all_subsets() -> None:
+    proxy, gold = [0.3, 0.9, 0.1, 0.9, 0.5], [1.0, 0.0, 0.0, 1.0, 0.5]
+
+    for n in range(1, 6):
+        best: list[tuple[float, float]] = []
+        for subset in combinations(range(5), n):
+            most = max(proxy[place] for place in subset)
+            ties = [gold[place] for place in subset if proxy[place] == most]
+            best.append((most, sum(ties) / len(ties)))
+        expected = [sum(each) / len(best) for each in zip(*best, strict=True)]
+        assert best_of(proxy, gold, n) == pytest.approx(expected)
+
+
+def test_the_curve_begins_at_the_mean_and_the_bound_at_0() -> None:
+    found = curve([[0.0, 1.0, 2.0]] * 2, [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+
+    assert [each.n for each in found] == [1, 2, 3]
+    assert found[0].gold == pytest.approx(1 / 3)
+    assert found[0].kl == kl_bound(1) == 0.0
+    assert found[2].kl == pytest.approx(math.log(3) - 2 / 3)
+    assert (found[2].proxy, found[2].gold) == (2.0, 0.0)
+
+
+def test_a_probe_is_in_standard_deviations() -> None:
+    found = probe([1.0, 2.0], [0.0, 3.0], std=0.5)
+
+    assert (found.change, found.lower, found.responses) == (0.0, 0.5, 2)

@@ -1,0 +1,84 @@
+"""Reward models of classes, and encoders, in step 3: scores, refusals, the critic's head."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.errors import ModelError
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import base_model
+from pipeline.models.load import load_classifier
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import Critic, load_critic, load_reward
+from tests.step2_reward.test_encoders import save_bert
+from tests.step3_ppo.toy import toy_config
+
+CPU = torch.device("cpu")
+BATCH = collate([Encoded([1, 20, 21, 30, 2], [False] * 3 + [True] * 2)])
+
+
+def of_classes(toy: Path, directory: Path, *, values: list[float] | None) -> PPOConfig:
+    """The toy reward model with a head of three classes, as step 2 exports it."""
+    config = toy_config(toy)
+    model = load_classifier(config.reward, device=CPU, num_labels=3, seed=5)
+    model.config.update({"class_values": values} if values else {})
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    path = str(directory)
+    return replace(
+        config,
+        reward=replace(config.reward, path=path),
+        critic=replace(config.critic, path=path),
+    )
+
+
+def test_the_score_of_classes_is_their_expected_value(toy: Path, tmp_path: Path) -> None:
+    config = of_classes(toy, tmp_path, values=[0.0, 1.0, 4.0])
+    plain = load_classifier(config.reward, device=CPU)
+
+    reward = load_reward(config, build_tokenizer(), device=CPU)
+
+    assert reward is not None
+    with torch.no_grad():
+        hidden = plain.base_model(BATCH.input_ids[None])[0][0, -1]
+        expected = (plain.score(hidden).softmax(dim=0) * torch.tensor([0.0, 1.0, 4.0])).sum()
+    assert reward.scores(BATCH).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_classes_without_values_are_no_reward(toy: Path, tmp_path: Path) -> None:
+    config = of_classes(toy, tmp_path, values=None)
+
+    with pytest.raises(ModelError, match="its 3 classes have no values, so that it gives no score"):
+        load_reward(config, build_tokenizer(), device=CPU)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_critic_from_a_model_of_classes_has_a_head_of_its_own(
+    toy: Path, tmp_path: Path, stage: int
+) -> None:
+    config = of_classes(toy, tmp_path, values=[0.0, 1.0, 4.0])
+    settings = json.loads((tmp_path / "config.json").read_text())
+    moments = {"score_mean": 2.0, "score_std": 3.0}
+    (tmp_path / "config.json").write_text(json.dumps(settings | moments))
+    config = replace(config, critic=replace(config.critic, zero_stage=stage))
+
+    critic = load_critic(config, build_tokenizer(), device=CPU)
+
+    assert critic is not None
+    assert base_model(critic).score.weight.shape[0] == 1
+    made = Critic(critic, normalize=True)
+    assert (made.mean, made.std) == (0.0, 1.0)  # of the other head they mean nothing
+    assert made(BATCH).isfinite().all()
+
+
+def test_an_encoder_is_no_critic(toy: Path, tmp_path: Path) -> None:
+    config = toy_config(toy)
+    config = replace(config, critic=replace(config.critic, path=str(save_bert(tmp_path))))
+
+    with pytest.raises(ModelError, match="a critic values every token of it; set ppo"):
+        load_critic(config, build_tokenizer(), device=CPU)
