@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> None:
         usage=(
             "inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
             "inference.serve --run OUT [--SETTING VALUE ...]",
+            "inference.serve --watch OUT [--SETTING VALUE ...]",
         ),
         about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
         " docs/serving.md.",
@@ -36,18 +37,26 @@ def main(argv: Sequence[str]) -> None:
     places = paths_to_serve(config)
     reward = config.reward or (reward_of_run(config.run) if config.run else None)
 
+    from inference.ratings.file import RatingsFile
     from inference.serve.loading import load
     from inference.serve.server import listen, serve
+    from inference.serve.watch import WatchedRun
     from pipeline.run import configure_logging
 
+    rated, seen = config.ratings_path, config.watch or config.run
+    ratings = RatingsFile(rated) if rated is not None else None
+    watched = WatchedRun(seen) if seen is not None else None
     configure_logging(is_main=True)
     with closing(listen(config)) as listener:  # before the models, which take long
         state = load(config, places, reward, keys)
+        state.ratings, state.watched = ratings, watched
         host, port = listener.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"
         name = f"[{host}]" if ":" in host else host
         if not config.is_local and not keys:
             remark("there is no key: whoever reaches this port uses the models")
+        if ratings is not None:
+            remark(f"ratings go to {ratings.path}")
         what = "page and API" if config.page else "API"
         say(f"{scheme}://{name}:{port} : {what} (OpenAI's clients: {scheme}://{name}:{port}/v1)")
         serve(state, listener)

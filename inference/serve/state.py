@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from inference.ratings.file import RatingsFile
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel
+from inference.serve.watch import WatchedRun
 
 if TYPE_CHECKING:
     from inference.serve.reward import ServedReward
@@ -27,6 +29,8 @@ class State:
     broker: Broker
     models: dict[str, ServedModel] = field(default_factory=dict)
     reward: "ServedReward | None" = None
+    ratings: RatingsFile | None = None
+    watched: WatchedRun | None = None
     created: int = 0
     """When it started, in seconds since 1970."""
 
@@ -37,7 +41,9 @@ class State:
             ApiError: there is none of this name, or none yet.
         """
         if not self.models:
-            raise ApiError(503, "the models are being loaded; try again later", retry_after=1)
+            raise ApiError(
+                404, "no model is served; start the server with --path DIR", code="model_not_found"
+            )
         if not name:
             return next(iter(self.models.values()))
         if name not in self.models:
