@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,8 @@ from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
 from inference.serve.models import ModelPath
 from inference.serve.page_files import HERE
 from inference.serve.watch import WatchedRun
-from tests.inference.serve.serving import Running, get, post, serving
+from tests.inference.serve.serving import Running, get, in_browser, post, serving, until
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-in_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs chromium, a package of most distributions"
-)
 TWO = (ModelPath("first", "embedded"), ModelPath("second", "embedded", seed=1))
 
 MARKUP = (
@@ -55,17 +50,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         running.state.ratings = RatingsFile(out / "ratings.jsonl")
         running.state.watched = WatchedRun(out)
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    with playwright.sync_playwright() as play:
-        opened = play.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield opened
-        opened.close()
 
 
 @pytest.fixture
@@ -142,7 +126,7 @@ def test_stop_ends_the_response_in_the_server(page: Any, served: Running) -> Non
         page.get_by_text("stopped").wait_for()
     page.get_by_role("button", name="Regenerate").wait_for()
 
-    assert served.is_idle()
+    assert until(served.is_idle)
 
 
 @in_browser
