@@ -1,8 +1,9 @@
 """What all routes share."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -13,6 +14,12 @@ from inference.serve.errors import ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel
 from inference.serve.watch import WatchedRun
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG = 20_000
+"""Characters that take a few milliseconds to be made into tokens."""
 
 if TYPE_CHECKING:
     from inference.serve.reward import ServedReward
@@ -54,6 +61,16 @@ class State:
                 code="model_not_found",
             )
         return self.models[name]
+
+
+async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a function returns that reads `size` characters; many of them are read by a thread.
+
+    So a long text doesn't hold up the streams of others.
+    """
+    if size < LONG:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def state_of(request: Request) -> State:
