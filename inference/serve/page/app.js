@@ -15,20 +15,21 @@ async function show() {
   leave();
   leave = () => {};
   say("");
-  const [name, query] = (location.hash.slice(1) || "chat").split("?");
-  const view = VIEWS[name] ? name : "chat";
-  document.title = view[0].toUpperCase() + view.slice(1);
-  for (const link of document.querySelectorAll("nav a")) {
-    const current = link.getAttribute("href") === `#${view}`;
-    if (current) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
   const place = document.getElementById("view");
   place.replaceChildren();
   try {
     const server = await get("/api/server");
-    document.querySelector('nav a[href="#rate"]').hidden = !server.ratings;
-    document.querySelector('nav a[href="#watch"]').hidden = !server.watch;
+    const talks = server.models.length > 0;
+    const offered = { chat: talks, compare: talks, rate: talks && server.ratings, watch: server.watch };
+    const [name, query] = location.hash.slice(1).split("?");
+    const view = VIEWS[name] ? name : talks ? "chat" : "watch";
+    document.title = view[0].toUpperCase() + view.slice(1);
+    for (const link of document.querySelectorAll("nav a")) {
+      const target = link.getAttribute("href").slice(1);
+      link.hidden = !offered[target];
+      if (target === view) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
     leave = (await VIEWS[view](place, server, new URLSearchParams(query))) ?? (() => {});
   } catch (error) {
     if (!(error instanceof Refused) && error.name !== "TypeError") throw error;

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
 from inference.serve.models import ModelPath
 from inference.serve.page_files import HERE
 from inference.serve.watch import WatchedRun
-from tests.inference.serve.serving import Running, get, in_browser, post, serving, until
+from tests.inference.serve.serving import Running, chat, get, in_browser, post, serving, until
 
 TWO = (ModelPath("first", "embedded"), ModelPath("second", "embedded", seed=1))
 
@@ -220,6 +221,23 @@ def test_a_run_is_drawn_as_it_grows(page: Any, served: Running) -> None:
         file.write('{"step": 30, "loss": 0.75}\n')
 
     page.get_by_role("img", name="last training 0.75").wait_for()
+
+
+@in_browser
+def test_a_run_is_watched_without_a_model(browser: Any, tmp_path: Path) -> None:
+    step = tmp_path / "step1_sft"
+    step.mkdir()
+    (step / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n')
+    with serving((), watch=tmp_path) as server:
+        server.state.watched = WatchedRun(tmp_path)
+        page = browser.new_page()
+        page.goto(server.url)
+        page.get_by_role("img", name="Loss by step").wait_for()
+
+        assert [each.inner_text() for each in page.locator("nav a:visible").all()] == ["Watch"]
+        assert get(server, "/v1/models").json["data"] == []
+        assert post(server, "/v1/chat/completions", chat()).error["code"] == "model_not_found"
+        page.close()
 
 
 def test_a_rating_that_contradicts_itself_is_refused(served: Running) -> None:
