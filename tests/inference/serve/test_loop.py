@@ -44,7 +44,7 @@ def test_40_clicks_by_a_rule_make_a_reward_model_that_follows_it(
 ) -> None:
     """The rule: of two samples of step 1 the polite one; else it is a tie."""
     out = str(tmp_path / "out")
-    train("--step", "1", "--output-dir", out)
+    train("--step", "1", "--sft.max_steps", "300", "--output-dir", out)
     file = tmp_path / "out" / "ratings.jsonl"
     prompts = [f"What is {one} plus {two}?" for one in range(2, 14) for two in range(2, 14)]
     (sft,) = [each for each in models_of_run(Path(out)) if each.name == "step1_sft"]
@@ -64,7 +64,8 @@ def test_40_clicks_by_a_rule_make_a_reward_model_that_follows_it(
     assert len(chosen) >= CLICKS
     assert all(is_polite(each["answers"][each["choice"]]["text"]) for each in chosen)
     options = ("--data-split", "0,1,0", "--reward.data.eval_fraction", "0.3", "--overwrite")
-    train("--step", "2", "--data-path", str(file), *options, "--output-dir", out)
+    steps = ("--reward.max_steps", "60", "--reward.batch_size", "16")
+    train("--step", "2", "--data-path", str(file), *steps, *options, "--output-dir", out)
     result = json.loads((tmp_path / "out" / "step2_reward" / "result.json").read_text())
     assert result["eval"]["pairs"] >= 8
     assert result["eval"]["accuracy_after"] > 0.7
