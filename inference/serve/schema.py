@@ -19,6 +19,9 @@ ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
 }
+KINDS_OF_VALUES = ("str", "int", "float", "bool")
+"""What pydantic puts behind the name of a field that may be of several kinds."""
+
 MAX_STOPS = 16
 SEED = 2**63
 """Seeds lie within 64 bits, with a sign."""
@@ -67,6 +70,15 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
+    tool_calls: object = None
+    function_call: object = None
+
+    @model_validator(mode="after")
+    def check(self) -> "ChatMessage":
+        """Calls of tools have no place in a chat template that was trained without them."""
+        if self.tool_calls or self.function_call:
+            raise ValueError("tool calls are not supported; leave such messages out")
+        return self
 
     @property
     def message(self) -> Message:
@@ -277,9 +289,11 @@ def _as_word(name: str) -> str:
 def _refusal(error: ValidationError) -> ApiError:
     """The first thing that is wrong, in a sentence that begins with the field's name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    loc = [part for part in first["loc"] if part not in KINDS_OF_VALUES]
+    place = [part for part in loc if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     name = name.lstrip(".")[:100] or "body"
-    message = first["msg"][:1].lower() + first["msg"][1:200]
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:200]
     param = str(first["loc"][0])[:64] if first["loc"] else None
     return ApiError(400, f"{name}: {message}", param=param)
