@@ -57,6 +57,8 @@ ELSEWHERE = {
     "rewards.select": "tests/rewards/test_select.py, as a model that knows nothing chooses nothing",
     "--data-path right.jsonl": "a run on the rows of the command before",
     "--config guessing-grpo.yaml": "tests/test_environments_end_to_end.py, in a short form",
+    "ratings.jsonl": "tests/inference/ratings/test_ratings.py, as a run has none yet",
+    "inference.ratings": "tests/inference/ratings/test_ratings.py, as a run has none yet",
     "inference.serve": "tests/inference/serve/test_command.py, as a server does not end",
     "--environment": "tests/test_environments_end_to_end.py, in a short form",
 }

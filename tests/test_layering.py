@@ -44,7 +44,7 @@ FLOORS = (
 """The rooms of `pipeline`, from the ground up: a room imports rooms of lower floors."""
 
 INFERENCE_FLOORS = (
-    {"settings", "streaming", "tp_group"},
+    {"settings", "streaming", "tp_group", "ratings"},
     {"engine"},
     {"weights", "generation"},
     {"self_test", "files", "chat", "serve"},

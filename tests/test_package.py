@@ -116,15 +116,17 @@ def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) 
     assert config.endswith("site-packages/rlhf_pipeline/pipeline/config/__init__.py")
 
 
-def test_the_sources_of_kernels_are_in_the_wheel(installed: Path) -> None:
+def test_the_sources_of_kernels_and_the_page_are_in_the_wheel(installed: Path) -> None:
     sources = {
         file.relative_to(ROOT)
-        for kind in ("cpp", "cu", "cuh", "h")
-        for file in (ROOT / "pipeline").rglob(f"*.{kind}")
+        for kind in ("cpp", "cu", "cuh", "h", "js", "css", "html")
+        for room in ("pipeline", "inference")
+        for file in (ROOT / room).rglob(f"*.{kind}")
     }
     (package,) = installed.parent.glob("lib/python*/site-packages/rlhf_pipeline")
 
     assert Path("pipeline/kernels/include/prelude.cuh") in sources
+    assert Path("inference/serve/page/index.html") in sources
     assert not {each for each in sources if not (package / each).exists()}
 
 

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from inference.serve import routes_other
+from inference.serve import routes_other, routes_page
 from inference.serve.errors import KINDS, LEFT, ApiError
 from inference.serve.page_files import page_routes
 from inference.serve.routes_chat import chat_completions
@@ -31,6 +31,11 @@ def build_app(state: State) -> ASGIApp:
         Route("/health", routes_other.health, methods=get),
         Route("/ready", routes_other.ready, methods=get),
         Route("/version", routes_other.version, methods=get),
+        Route("/api/server", routes_page.server, methods=get),
+        Route("/api/ratings", routes_page.add_rating, methods=post),
+        Route("/api/ratings/undo", routes_page.undo_rating, methods=post),
+        Route("/api/ratings/summary", routes_page.summary, methods=get),
+        Route("/api/watch", routes_page.watch, methods=get),
     ]
     if state.config.metrics:
         routes.append(Route("/metrics", routes_other.metrics, methods=get))

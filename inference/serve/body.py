@@ -84,6 +84,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _depth(body: bytes) -> int:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return 0
     deepest = depth = 0
     for byte in re.findall(rb"[\[\]{}]", _STRING.sub(b"", body)):
         depth += 1 if byte in b"[{" else -1

@@ -3,11 +3,15 @@
 import importlib.util
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from inference.serve.config import ServeConfig, read_keys
 from pipeline.cli import remark, say
 from pipeline.command import read_command
 from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from inference.ratings.file import RatingsFile
 
 NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
@@ -26,6 +30,7 @@ def main(argv: Sequence[str]) -> None:
         usage=(
             "inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
             "inference.serve --run OUT [--SETTING VALUE ...]",
+            "inference.serve --watch OUT [--SETTING VALUE ...]",
         ),
         about="Serve models to OpenAI's clients, with a page to chat, compare and rate:"
         " docs/serving.md.",
@@ -38,19 +43,46 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.serve.loading import load
     from inference.serve.server import listen, serve
+    from inference.serve.watch import WatchedRun
     from pipeline.run import configure_logging
 
+    seen = config.watch or config.run
+    ratings = open_ratings(config)
+    watched = WatchedRun(seen) if seen is not None else None
     configure_logging(is_main=True)
     with closing(listen(config)) as listener:  # before the models, which take long
         state = load(config, places, reward, keys)
+        state.ratings, state.watched = ratings, watched
         host, port = listener.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"
         name = f"[{host}]" if ":" in host else host
         if not config.is_local and not keys:
             remark("there is no key: whoever reaches this port uses the models")
+        if ratings is not None:
+            remark(f"ratings go to {ratings.path}")
         what = "page and API" if config.page else "API"
         say(f"{scheme}://{name}:{port} : {what} (OpenAI's clients: {scheme}://{name}:{port}/v1)")
         serve(state, listener)
+
+
+def open_ratings(config: ServeConfig) -> "RatingsFile | None":
+    """The file of ratings; of a run that can't be written to, none.
+
+    Raises:
+        ConfigError: a file that was named can't be written.
+    """
+    from inference.ratings.file import RatingsFile
+
+    path = config.ratings_path
+    if path is None:
+        return None
+    try:
+        return RatingsFile(path)
+    except ConfigError as error:
+        if config.ratings is not None:
+            raise
+        remark(f"no ratings are taken: {error}")
+        return None
 
 
 def require_packages() -> None:

@@ -27,6 +27,12 @@ class ServeConfig:
     reward: str | None = None
     """Reward model, as OUT/step2_reward, for /v1/score; --run finds its own."""
 
+    watch: Path | None = None
+    """A run's output directory to show as it learns; --run shows its own. Needs no model."""
+
+    ratings: Path | None = None
+    """File that ratings are appended to; null takes OUT/ratings.jsonl with --run, else none."""
+
     host: str = "127.0.0.1"
     """Address to listen on; others than this machine's own need a key."""
 
@@ -100,10 +106,12 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.path or self.run),
+            bool(self.path or self.run or self.watch),
             "--path is missing: give a model directory, or --run OUT for the models of a run",
         )
         require(0 <= self.port < 65536, f"port must lie in [0, 65535]: {self.port}")
+        if self.watch is not None:
+            require(self.watch.is_dir(), f"watch: {self.watch}: no such directory")
         for name in ("slots", "context", "cache_gib"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0: {value}")
@@ -128,6 +136,13 @@ class ServeConfig:
     def is_local(self) -> bool:
         """Whether this machine alone reaches the server."""
         return self.host in LOOPBACK
+
+    @property
+    def ratings_path(self) -> Path | None:
+        """Where ratings go; None takes none."""
+        if self.ratings is None and self.run is not None:
+            return self.run / "ratings.jsonl"
+        return self.ratings
 
     @property
     def max_body(self) -> int:

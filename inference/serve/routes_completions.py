@@ -14,10 +14,10 @@ from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
 from inference.serve.generation import Piece, Wanted
 from inference.serve.prompt_logprobs import prompt_logprobs
-from inference.serve.sampling import check_prompt, seed_of, wanted_of
+from inference.serve.sampling import check_prompt, check_tokens, seed_of, wanted_of
 from inference.serve.schema import CompletionRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import State, client_of, state_of
+from inference.serve.state import State, client_of, off_loop, state_of
 from inference.serve.stream import DONE, SIGN_OF_LIFE, EventStream, event, until_gone
 from inference.streaming import plain_text
 
@@ -66,7 +66,8 @@ async def completions(request: Request) -> Response:
     config = state.config
     body = await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
     fields, ignored = read_request(CompletionRequest, body)
-    read = _read(state, fields, client_of(request))
+    size = sum(map(len, fields.prompts))
+    read = await off_loop(size, _read, state, fields, client_of(request))
     headers = {"x-ignored-fields": ignored} if ignored else {}
     echoed = await until_gone(request.receive, _echoed(read))
     if not fields.stream:
@@ -84,10 +85,9 @@ def _read(state: State, fields: CompletionRequest, client: str) -> Completion:
         raise ApiError(400, "prompt is empty; give a text or token ids", param="prompt")
     if fields.best_of not in (None, fields.n or 1):
         raise ApiError(400, "best_of is not supported: leave it out, or as n", param="best_of")
-    prompts = [
-        served.encode_text(each) if isinstance(each, str) else _checked(served, each)
-        for each in given
-    ]
+    prompts = [served.encode_text(each) if isinstance(each, str) else each for each in given]
+    for prompt in prompts:
+        check_tokens(served, prompt)
     if fields.echo:
         texts = [
             each if isinstance(each, str) else plain_text(served.tokenizer, each) for each in given
@@ -118,18 +118,6 @@ def _wanted(
         num_top=fields.logprobs,
         continues=True,
     )
-
-
-def _checked(served: ServedModel, ids: list[int]) -> list[int]:
-    outside = [token for token in ids if token >= served.vocabulary]
-    if outside:
-        raise ApiError(
-            400,
-            f"prompt has the token id {outside[0]}, and those of {served.name} are 0 to"
-            f" {served.vocabulary - 1}; use its own tokenizer",
-            param="prompt",
-        )
-    return ids
 
 
 async def _whole(read: Completion, echoed: Sequence[Sequence[Reported | None]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
 from inference.serve.schema import DetokenizeRequest, ScoreRequest, TokenizeRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import State, state_of
+from inference.serve.state import State, off_loop, state_of
 from inference.serve.stream import until_gone
 from inference.streaming import plain_text
 from pipeline import __version__
@@ -79,7 +79,8 @@ async def tokenize(request: Request) -> Response:
         dialogue = [each.message for each in fields.messages]
         ids = served.encode_chat(dialogue, continues=dialogue[-1].role == "assistant")
     else:
-        ids = served.encode_text(fields.prompt or "", special=fields.add_special_tokens)
+        text = fields.prompt or ""
+        ids = await off_loop(len(text), served.encode_text, text, special=fields.add_special_tokens)
     return json_response({"count": len(ids), "max_model_len": served.context, "tokens": ids})
 
 

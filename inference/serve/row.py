@@ -44,9 +44,13 @@ class Row:
             return None
         self._piece.text += self._text.finish()
         if event.error is not None:
-            self._piece.error = "the response could not be generated; the server's log says why"
-        else:
-            self._piece.finish = _finish(event, stopped=self.stopped)
+            return self.failed()
+        self._piece.finish = _finish(event, stopped=self.stopped)
+        return self._take()
+
+    def failed(self) -> Piece:
+        """The last piece of a response that can't go on."""
+        self._piece.error = "the response could not be generated; the server's log says why"
         return self._take()
 
     def _take(self) -> Piece:

@@ -43,6 +43,8 @@ def wanted_of(
         raise ApiError(400, f"n must be at most {config.max_n}, got {count}", param="n")
     if count * len(prompts) > MOST_ROWS:
         raise ApiError(400, f"a request has at most {MOST_ROWS} responses", param="n")
+    for prompt in prompts:
+        check_tokens(served, prompt)
     sampler = _sampler(request, served, seed)
     return [
         Wanted(
@@ -101,6 +103,21 @@ def check_prompt(served: ServedModel, num_prompt: int, *, after: int = 1) -> int
             code="context_length_exceeded",
         )
     return room
+
+
+def check_tokens(served: ServedModel, ids: Sequence[int]) -> None:
+    """Refuse token ids that the model has none of, of a request or of a tokenizer not its own.
+
+    Raises:
+        ApiError: there is one.
+    """
+    if ids and max(ids) >= served.vocabulary:
+        raise ApiError(
+            400,
+            f"prompt has the token id {max(ids)}, and those of {served.name} are 0 to"
+            f" {served.vocabulary - 1}; use its own tokenizer",
+            param="prompt",
+        )
 
 
 def _sampler(request: SamplingFields, served: ServedModel, seed: int) -> Sampler:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inference.serve.errors import ApiError
 from pipeline.data.examples import Message, Role
@@ -19,6 +19,9 @@ ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
 }
+KINDS_OF_VALUES = ("str", "int", "float", "bool")
+"""What pydantic puts behind the name of a field that may be of several kinds."""
+
 MAX_STOPS = 16
 SEED = 2**63
 """Seeds lie within 64 bits, with a sign."""
@@ -67,6 +70,15 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
+    tool_calls: object = None
+    function_call: object = None
+
+    @model_validator(mode="after")
+    def check(self) -> "ChatMessage":
+        """Calls of tools have no place in a chat template that was trained without them."""
+        if self.tool_calls or self.function_call:
+            raise ValueError("tool calls are not supported; leave such messages out")
+        return self
 
     @property
     def message(self) -> Message:
@@ -183,6 +195,72 @@ class ScoreRequest(BaseModel):
     messages: list[ChatMessage] = Field(min_length=2, max_length=4096)
 
 
+class RatedMessage(BaseModel):
+    """A turn of the dialogue before a rated response."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class RatedAnswer(BaseModel):
+    """A response that was rated, and what it came from."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = Field(max_length=512)
+    weights_hash: str | None = Field(default=None, max_length=64)
+    text: str = Field(max_length=2**20)
+    token_ids: list[TokenId] = []
+    seed: int | None = None
+    sampling: dict[str, float | int | str | None] = {}
+    finish: str | None = Field(default=None, max_length=32)
+    score: float | None = None
+
+
+class RatingRequest(BaseModel):
+    """`POST /api/ratings`: docs/rating.md."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    kind: Literal["pair", "thumb", "edit"]
+    rater: str = Field(default="", max_length=64)
+    messages: list[RatedMessage] = Field(min_length=1, max_length=4096)
+    answers: list[RatedAnswer] = Field(min_length=1, max_length=2)
+    choice: Literal[0, 1] | None = None
+    strength: Literal[1, 2, 3] | None = None
+    tie: bool = False
+    edit: str | None = Field(default=None, min_length=1, max_length=2**20)
+    reason: str = Field(default="", max_length=256)
+    comment: str = Field(default="", max_length=4096)
+    shown: list[Literal[0, 1]] | None = None
+    blind: bool = False
+    seconds: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def check(self) -> "RatingRequest":
+        """Each kind has its own fields."""
+        if self.messages[-1].role != "user":
+            raise ValueError("messages must end in a user's turn")
+        if len(self.answers) != (2 if self.kind == "pair" else 1):
+            raise ValueError("a pair has two answers, a thumb and an edit one")
+        if (self.kind == "thumb" and self.choice is None) or (self.tie and self.choice is not None):
+            raise ValueError("a thumb has a choice, and a tie none")
+        if (self.kind == "edit") != (self.edit is not None):
+            raise ValueError("an edit has its text in edit, and nothing else has")
+        return self
+
+
+class UndoRequest(BaseModel):
+    """`POST /api/ratings/undo`."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str = Field(max_length=64)
+    rater: str = Field(default="", max_length=64)
+
+
 def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
     """The request, and the names of fields that count for nothing, for a header.
 
@@ -211,9 +289,11 @@ def _as_word(name: str) -> str:
 def _refusal(error: ValidationError) -> ApiError:
     """The first thing that is wrong, in a sentence that begins with the field's name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    loc = [part for part in first["loc"] if part not in KINDS_OF_VALUES]
+    place = [part for part in loc if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     name = name.lstrip(".")[:100] or "body"
-    message = first["msg"][:1].lower() + first["msg"][1:200]
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:200]
     param = str(first["loc"][0])[:64] if first["loc"] else None
     return ApiError(400, f"{name}: {message}", param=param)

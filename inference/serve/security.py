@@ -97,7 +97,10 @@ class Doorkeeper:
         """On this machine's own addresses, no other name leads here: a page may have rebound it."""
         if not self._config.is_local:
             return
-        name = urlsplit(f"//{headers.get('host', '')}").hostname
+        try:
+            name = urlsplit(f"//{headers.get('host', '')}").hostname
+        except ValueError:  # brackets without an address
+            name = None
         if name not in LOOPBACK:
             raise ApiError(403, "the Host header names another machine; use 127.0.0.1 or localhost")
 

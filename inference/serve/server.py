@@ -121,12 +121,11 @@ class Server(uvicorn.Server):
     async def run(self, listener: socket.socket) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Answer requests until a signal, or until generation fails."""
         state = self.state
-        if state.models or state.reward is not None:
-            self._worker = Worker(
-                state.models, deliver=deliver, failed=self._fail, metrics=state.metrics
-            )
-            self._worker.start()
-            state.broker.attach(self._worker)
+        self._worker = Worker(
+            state.models, deliver=deliver, failed=self._fail, metrics=state.metrics
+        )
+        self._worker.start()
+        state.broker.attach(self._worker)
         state.created = int(time.time())
         try:
             await self.serve([listener])

@@ -1,16 +1,25 @@
 """What all routes share."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
+from inference.ratings.file import RatingsFile
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel
+from inference.serve.watch import WatchedRun
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG = 20_000
+"""Characters that take a few milliseconds to be made into tokens."""
 
 if TYPE_CHECKING:
     from inference.serve.reward import ServedReward
@@ -27,6 +36,8 @@ class State:
     broker: Broker
     models: dict[str, ServedModel] = field(default_factory=dict)
     reward: "ServedReward | None" = None
+    ratings: RatingsFile | None = None
+    watched: WatchedRun | None = None
     created: int = 0
     """When it started, in seconds since 1970."""
 
@@ -37,7 +48,9 @@ class State:
             ApiError: there is none of this name, or none yet.
         """
         if not self.models:
-            raise ApiError(503, "the models are being loaded; try again later", retry_after=1)
+            raise ApiError(
+                404, "no model is served; start the server with --path DIR", code="model_not_found"
+            )
         if not name:
             return next(iter(self.models.values()))
         if name not in self.models:
@@ -48,6 +61,16 @@ class State:
                 code="model_not_found",
             )
         return self.models[name]
+
+
+async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a function returns that reads `size` characters; many of them are read by a thread.
+
+    So a long text doesn't hold up the streams of others.
+    """
+    if size < LONG:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def state_of(request: Request) -> State:

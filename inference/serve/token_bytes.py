@@ -25,10 +25,17 @@ class TokenBytes:
         self._has_byte_pieces = "ByteFallback" in kinds
         self.is_exact = self._is_byte_level or self._has_byte_pieces
         """Whether the bytes of tokens join to those of their text."""
+        self._known: dict[int, bytes] = {}
         self._bytes = _byte_of_character() if self._is_byte_level else {}
 
     def of(self, token: int) -> bytes:
         """What a token adds to a text; nothing where it is special."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._read(token)
+        return found
+
+    def _read(self, token: int) -> bytes:
         if token in self.special or token >= len(self.tokenizer):
             return b""
         piece = self.tokenizer.convert_ids_to_tokens(token)

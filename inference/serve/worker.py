@@ -20,6 +20,7 @@ from inference.serve.generation import Job, Piece, Wanted
 from inference.serve.metrics import Metrics
 from inference.serve.row import Row
 from inference.serve.served import ServedModel
+from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Worker:
             self._end(job)
         pieces: list[tuple[Job, Piece]] = []
         for name, served in self._models.items():
-            self._admit(name, served)
+            self._admit(name, served, pieces)
             if served.batch.busy:
                 self._step(served, pieces)
         self._metrics.running(self._rows_of(), {n: len(q) for n, q in self._queues.items()})
@@ -150,7 +151,7 @@ class Worker:
             counts[row.wanted.model] += 1
         return counts
 
-    def _admit(self, name: str, served: ServedModel) -> None:
+    def _admit(self, name: str, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
         """Give free slots to the prompts that wait."""
         queue = self._queues[name]
         running = sum(row.wanted.model == name for row in self._rows.values()) if queue else 0
@@ -160,7 +161,11 @@ class Worker:
             wanted = job.wanted[number]
             first = sum(len(each.keys) for each in job.wanted[:number])
             for row, key in enumerate(wanted.keys, start=first):
-                ticket = served.batch.submit(_request(wanted, key))
+                try:
+                    ticket = served.batch.submit(_request(wanted, key))
+                except DataError as error:
+                    pieces.append((job, Piece(row, error=str(error))))
+                    continue
                 self._rows[ticket] = Row(job, row, wanted, served)
                 self._jobs[job].tickets.add(ticket)
             running += len(wanted.keys)
@@ -181,8 +186,8 @@ class Worker:
             row = self._rows[event.ticket]
             if isinstance(event, Token):
                 self._metrics.token(row, now)
-                piece = row.token(event)
-                if row.stopped:
+                piece = self._token(row, event)
+                if row.stopped or (piece is not None and piece.error is not None):
                     served.batch.cancel(event.ticket)
             else:
                 piece = self._ended(row, event)
@@ -190,6 +195,14 @@ class Worker:
                 pieces.append((row.job, piece))
             if isinstance(event, Ended):
                 self._count_end(row.job, event.ticket)
+
+    def _token(self, row: Row, event: Token) -> Piece | None:
+        """What a token adds; a tokenizer that fails on it ends its response alone."""
+        try:
+            return row.token(event)
+        except Exception:
+            logger.exception("the token %d has no text", event.id)
+            return row.failed()
 
     def _ended(self, row: Row, event: Ended) -> Piece | None:
         del self._rows[event.ticket]

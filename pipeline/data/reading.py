@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.config import RowColumns
 from pipeline.data.examples import Example
 from pipeline.data.named import NamedSet, named_set
+from pipeline.data.ratings import standing
 from pipeline.data.shapes import check_fields, read_row
 from pipeline.data.sources import Reader, Row, Source
 from pipeline.data.turns import NO_ANSWER, Reading, names
@@ -116,7 +117,7 @@ def _convert(source: Source, wanted: Wanted, known: NamedSet | None) -> _Convert
             reading.left_out[NO_ANSWER] += read.count(None)
         return [each for each in read if each is not None]
 
-    train, held_out = examples(source.train), examples(source.eval)
+    train, held_out = examples(standing(source.train)), examples(standing(source.eval))
     notes = []
     if known is None:
         unused = reading.columns - reading.used

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.config import RowColumns
+from pipeline.data import ratings
 from pipeline.data.dialogues import Turns, common_prompt, last_response
 from pipeline.data.examples import Example, Message
 from pipeline.data.labels import best_first, label_of, ranks_of, tie_of, winner_of
@@ -99,7 +100,9 @@ def _example(
     row = Row(columns, origin)
     if "weight" in row.columns and _weight(row) == 0:
         raise LeftOut(ZERO_WEIGHT)
-    example = replace(shape.read(row), margin=_margin(row), origin=row.origin)
+    example = shape.read(row)
+    margin = example.margin if example.margin is not None else _margin(row)
+    example = replace(example, margin=margin, origin=row.origin)
     for messages in (example.chosen, example.rejected, *example.responses):
         if any(turn.role == "assistant" and not turn.content.strip() for turn in messages):
             raise LeftOut(EMPTY_RESPONSE)
@@ -331,6 +334,7 @@ _ALPACA = ("input", "context", "history", "system")
 _BESIDE = ("prompt", "conversations", "messages", "instruction", *_ALPACA)
 
 SHAPES = (
+    Shape(ratings.NEEDS, ratings.rating_example, ratings.MAY_HAVE),
     Shape(("chosen", "rejected"), _preference, (*_BESIDE, "tie")),
     *(
         Shape(("responses", ranks, dialogue), _ranking, ("system",))

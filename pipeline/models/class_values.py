@@ -31,8 +31,9 @@ def require_score(classifier: PreTrainedModel) -> None:
     Raises:
         ModelError: it has several labels without values.
     """
-    if classifier.config.num_labels > 1:
-        class_values(classifier, classifier.config.num_labels)
+    count = classifier.config.num_labels or 1
+    if count > 1:
+        class_values(classifier, count)
 
 
 def class_values(classifier: PreTrainedModel, count: int) -> list[float]:

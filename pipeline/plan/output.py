@@ -34,6 +34,8 @@ LOCK = ".lock"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 FILES = "run.json"
+RATINGS = "ratings.jsonl"
+"""What people rated in the page of `python -m inference.serve --run`."""
 AUTOTUNE = "autotune"
 """Directory of the trials that looked for the fastest settings, and of what they found."""
 
@@ -211,7 +213,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _strangers(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Names in the output directory that no run makes; hidden files don't count."""
-    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, *directories(stages)}
+    ours = {SUMMARY, REPORT, FILES, AUTOTUNE, RATINGS, *directories(stages)}
     if not out.is_dir():
         return []
     # A run that was cut off while it wrote one of them leaves it under a temporary name.

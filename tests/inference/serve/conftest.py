@@ -1,13 +1,25 @@
-"""A server for the tests of one file."""
+"""A server, and a browser, for the tests of one file."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.inference.serve.serving import Running, serving
+from tests.inference.serve.serving import CHROMIUM, Running, serving
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with serving() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with playwright.sync_playwright() as play:
+        opened = play.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield opened
+        opened.close()

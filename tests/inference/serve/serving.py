@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
@@ -10,12 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from inference.serve.config import ServeConfig, read_keys
 from inference.serve.loading import load
 from inference.serve.models import ModelPath
 from inference.serve.server import Server, listen
 from inference.serve.state import State
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs chromium, a package of most distributions"
+)
 TINY = "embedded"
 """Its weights are noise, so that it says the halves of characters too, and ends rarely."""
 

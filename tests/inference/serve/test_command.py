@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.serve.command import main
+from inference.serve.command import main, open_ratings
 from inference.serve.config import ServeConfig
 from inference.serve.memory import plan_memory
 from inference.serve.models import ModelPath, gather_paths, models_of_run, paths_to_serve
@@ -137,6 +137,19 @@ def test_memory_is_shared_out_before_anything_is_loaded() -> None:
     }
     with pytest.raises(ConfigError, match="lower --slots or --context"):
         plan_memory(places, None, ServeConfig(path=("x",), slots=11, cache_gib=21 * slot / 2**30))
+
+
+def test_ratings_of_a_run_that_can_not_be_written_to_are_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory stands where the file would be."""
+    (tmp_path / "ratings.jsonl").mkdir()
+
+    assert open_ratings(ServeConfig(run=tmp_path)) is None
+    assert "no ratings are taken: --ratings" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="can't be written"):
+        open_ratings(ServeConfig(path=("x",), ratings=tmp_path))
+    assert open_ratings(ServeConfig(path=("x",))) is None
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

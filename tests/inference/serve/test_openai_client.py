@@ -281,6 +281,71 @@ def test_errors_become_the_exceptions_of_the_client(server: Running) -> None:
     assert tools.value.param == "tools"
 
 
+UNSET: dict[str, Any] = dict.fromkeys(
+    ("tools", "tool_choice", "response_format", "seed", "stop", "user", "logit_bias", "logprobs")
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "every field, most of them null": {
+        **chat(max_tokens=2, stream=False, top_p=1, presence_penalty=0, frequency_penalty=0),
+        **UNSET,
+        "parallel_tool_calls": None,
+    },
+    "a message in parts": {
+        **chat(max_completion_tokens=2),
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+    },
+    "names, and an earlier response as a client's object": {
+        **chat(max_tokens=2),
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": "Hi", "name": "anna"},
+            {"role": "assistant", "content": "Yes", "tool_calls": None, "refusal": None},
+            {"role": "user", "content": "Go"},
+        ],
+    },
+    "a completion with the defaults of old clients": {
+        "model": "tiny",
+        "prompt": ["Hi"],
+        "max_tokens": 2,
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "temperature": 0.7,
+        "logprobs": None,
+        "suffix": None,
+        "top_p": 1.0,
+    },
+}
+"""Bodies as other clients send them."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_requests_of_other_clients_are_answered(server: Running, name: str) -> None:
+    path = COMPLETIONS if "prompt" in SHAPES[name] else "/v1/chat/completions"
+
+    answer = post(server, path, SHAPES[name])
+
+    assert answer.status == 200, answer.error
+    assert "x-ignored-fields" not in answer.headers
+
+
+def test_messages_that_can_not_be_read_are_named(server: Running) -> None:
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for message, sentence in (
+        ({"role": "tool", "content": "4"}, "messages[0].role: input should be 'system',"),
+        ({"role": "user", "content": None}, "messages[0].content: input should be a valid string"),
+        ({"role": "user", "content": image}, "messages[0].content"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{}]},
+            "messages[0]: tool calls are not supported; leave such messages out",
+        ),
+    ):
+        answer = post(server, "/v1/chat/completions", {"messages": [message]})
+
+        assert answer.status == 400
+        assert answer.error["message"].startswith(sentence)
+
+
 def test_a_wrong_key_is_an_authentication_error_and_a_full_queue_a_rate_limit() -> None:
     with serving(api_key=("secret-key",), queue=1) as server:
         with client_of(server) as client, pytest.raises(openai.AuthenticationError):

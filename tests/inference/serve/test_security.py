@@ -88,7 +88,8 @@ def test_texts_are_in_no_log(server: Running, caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_name_that_was_bound_to_this_machine_does_not_lead_in(server: Running) -> None:
-    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]"):
+    others = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]", "[", "a]")
+    for host in others:
         assert get(server, "/v1/models", Host=host).status == 403
     for host in ("127.0.0.1", "localhost:8000", "[::1]:80"):
         assert get(server, "/v1/models", Host=host).status == 200

@@ -1,0 +1,43 @@
+// Which view is shown; each is a function that fills <main> and returns what ends it.
+
+import { Refused, get } from "./api.js";
+import { chatView } from "./chat.js";
+import { compareView } from "./compare.js";
+import { say } from "./dom.js";
+import { rateView } from "./rate.js";
+import { initialize } from "./settings.js";
+import { watchView } from "./watch.js";
+
+const VIEWS = { chat: chatView, compare: compareView, rate: rateView, watch: watchView };
+let leave = () => {};
+
+async function show() {
+  leave();
+  leave = () => {};
+  say("");
+  const place = document.getElementById("view");
+  place.replaceChildren();
+  try {
+    const server = await get("/api/server");
+    const talks = server.models.length > 0;
+    const offered = { chat: talks, compare: talks, rate: talks && server.ratings, watch: server.watch };
+    const [name, query] = location.hash.slice(1).split("?");
+    const view = VIEWS[name] ? name : talks ? "chat" : "watch";
+    document.title = view[0].toUpperCase() + view.slice(1);
+    for (const link of document.querySelectorAll("nav a")) {
+      const target = link.getAttribute("href").slice(1);
+      link.hidden = !offered[target];
+      if (target === view) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    leave = (await VIEWS[view](place, server, new URLSearchParams(query))) ?? (() => {});
+  } catch (error) {
+    if (!(error instanceof Refused) && error.name !== "TypeError") throw error;
+    say(error instanceof Refused ? error.message : "the server can't be reached", true);
+  }
+}
+
+initialize();
+addEventListener("hashchange", show);
+document.getElementById("settings").elements.key.addEventListener("change", show);
+show();

@@ -1,0 +1,246 @@
+"""The file of ratings, what is exported of it, and what it says of its raters."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.ratings.__main__ import main
+from inference.ratings.agreement import agreement
+from inference.ratings.export import export, merge
+from inference.ratings.file import RatingsFile, read_ratings, standing_ratings
+from pipeline.data.examples import Message
+from pipeline.data.reading import RowReader, Wanted
+from pipeline.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parent.parent.parent.parent
+QUESTION = {"role": "user", "content": "Q"}
+
+
+def pair(choice: int | None, **changes: Any) -> dict[str, Any]:
+    """A comparison of the responses `short` and `a longer one`."""
+    return {
+        "kind": "pair",
+        "rater": "anna",
+        "messages": [QUESTION],
+        "answers": [{"model": "m", "text": "short"}, {"model": "m", "text": "a longer one"}],
+        "choice": choice,
+        "tie": False,
+        **changes,
+    }
+
+
+def written(path: Path, *ratings: dict[str, Any]) -> list[str]:
+    file = RatingsFile(path)
+    return [file.add(rating) for rating in ratings]
+
+
+def test_what_was_taken_back_stays_in_the_file_and_stands_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "ratings.jsonl"
+    first, second = written(path, pair(0), pair(1))
+
+    RatingsFile(path).undo(first, "anna")
+
+    lines = read_ratings(path)
+    assert [each["kind"] for each in lines] == ["pair", "pair", "undo"]
+    assert [each["id"] for each in standing_ratings(lines)] == [second]
+    with pytest.raises(KeyError):
+        RatingsFile(path).undo("no such id", "anna")
+
+
+def test_half_a_line_that_a_kill_left_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.jsonl"
+    (first,) = written(path, pair(0))
+    with path.open("a") as file:
+        file.write('{"schema": 1, "id": "x", "ki')
+
+    (second,) = written(path, pair(1))
+
+    assert [each["id"] for each in read_ratings(path)] == [first, second]
+
+
+def test_killed_at_any_instant_every_rating_that_counted_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.jsonl"
+    program = f"""
+from pathlib import Path
+from inference.ratings.file import RatingsFile
+file = RatingsFile(Path({str(path)!r}))
+while True:
+    print(file.add({pair(0)!r}), flush=True)
+"""
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            counted = [process.stdout.readline().strip() for _ in range(20)]
+            os.kill(process.pid, signal.SIGKILL)
+        RatingsFile(path)  # which cuts what was not whole
+
+        assert set(counted) <= {each["id"] for each in read_ratings(path)}
+
+
+def test_steps_read_the_file_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.jsonl"
+    gone, *_ = written(
+        path,
+        pair(1),
+        pair(0, strength=2),
+        pair(None, tie=True),
+        pair(None),
+        {**pair(None), "kind": "edit", "answers": pair(0)["answers"][:1], "edit": " better "},
+        {**pair(1), "kind": "thumb", "answers": pair(0)["answers"][:1]},
+        {**pair(0), "kind": "thumb", "answers": pair(0)["answers"][:1]},
+    )
+    RatingsFile(path).undo(gone, "anna")
+    notes: list[str] = []
+
+    (read,) = RowReader().read([str(path)], Wanted({}), step=2, notes=notes)
+
+    prompt = (Message("user", "Q"),)
+    found = [(each.prompt, each.chosen, each.rejected, each.margin) for each in read.train]
+    short, longer, better = (Message("assistant", t) for t in ("short", "a longer one", "better"))
+    assert found == [
+        (prompt, (short,), (longer,), 2.0),
+        (prompt, (better,), (), None),
+        (prompt, (short,), (), None),
+        (prompt, (), (short,), None),
+    ]
+    assert any("left out 2 rows that prefer neither response" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kind": "score"}, "there is no kind of rating 'score'"),
+        ({"choice": 2}, "choice is 0 or 1: 2"),
+        ({"answers": "x"}, "answers must be a list of objects"),
+        ({"answers": [{}, {}]}, "an answer has no text"),
+    ],
+    ids=str,
+)
+def test_a_rating_that_can_not_be_read_is_named(
+    tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    path = tmp_path / "ratings.jsonl"
+    written(path, pair(0) | change)
+
+    with pytest.raises(DataError, match=sentence) as raised:
+        RowReader().read([str(path)], Wanted({}), step=2, notes=[])
+
+    assert str(raised.value).startswith(f"{path} line 1: ")
+
+
+def test_agreement_is_that_of_a_table_computed_by_hand() -> None:
+    left_first, right_first = {"shown": [0, 1], "blind": True}, {"shown": [1, 0], "blind": True}
+    other = {"messages": [{"role": "user", "content": "R"}]}
+    ratings = [
+        pair(0, id="1", **left_first),
+        pair(0, id="2", **right_first),  # anna again, alike
+        pair(0, id="3", rater="ben"),
+        pair(1, id="4", rater="ben", **other, **left_first),
+        pair(0, id="5", rater="anna", **other),
+    ]
+
+    found = agreement(ratings)
+
+    assert (found.ratings, found.pairs, found.blind) == (5, 5, 3)
+    assert found.left == pytest.approx(1 / 3)  # the first alone took what stood left
+    assert found.longer == pytest.approx(1 / 5)
+    assert found.self_agreement == 1.0
+    # anna and ben: short-short twice, and of the other prompt longer against short. Observed 2/3;
+    # of six labels five are "second" by their letters: expected 25/36 + 1/36.
+    assert found.kappa == pytest.approx((2 / 3 - 26 / 36) / (1 - 26 / 36))
+    assert agreement([]).kappa is None
+
+
+def test_the_majority_of_raters_is_exported() -> None:
+    ratings = [
+        pair(0, id="1", strength=1),
+        pair(0, id="2", strength=2, rater="ben"),
+        pair(1, id="3", strength=3, rater="eva"),
+        pair(1, id="4", messages=[QUESTION, {"role": "assistant", "content": "A"}, QUESTION]),
+        pair(0, id="5", messages=[{"role": "user", "content": "split"}]),
+        pair(1, id="6", messages=[{"role": "user", "content": "split"}]),
+        {**pair(None), "id": "7", "kind": "edit", "edit": "better"},
+    ]
+
+    pairs, whole = export(ratings, "pairs"), export(ratings, "hh")
+
+    assert pairs.undecided == 1
+    assert pairs.rows[0] == {
+        "prompt": [QUESTION],
+        "chosen": "short",
+        "rejected": "a longer one",
+        "margin": 1.5,
+    }
+    assert pairs.rows[-1] == {"prompt": [QUESTION], "chosen": "better"}
+    assert whole.rows[1]["chosen"] == (
+        "\n\nHuman: Q\n\nAssistant: A\n\nHuman: Q\n\nAssistant: a longer one"
+    )
+
+
+def test_merging_keeps_each_rating_once() -> None:
+    one = [{"id": "2", "kind": "pair"}, {"id": "1", "kind": "pair"}]
+
+    assert [each["id"] for each in merge([one, one, [{"id": "3"}]])] == ["1", "2", "3"]
+
+
+def test_the_commands_write_what_steps_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other, out = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "out.jsonl"))
+    written(one, pair(0, shown=[0, 1], blind=True), pair(None))
+    written(other, pair(1, rater="ben", messages=[{"role": "user", "content": "R"}]))
+
+    main(["merge", str(one), str(other), "--out", str(tmp_path / "both.jsonl")])
+    main(["export", str(tmp_path / "both.jsonl"), "--out", str(out)])
+    main(["agreement", str(one)])
+
+    text = capsys.readouterr().out
+    assert "both.jsonl: 3 lines" in text
+    assert "out.jsonl: 2 rows" in text
+    assert re.search("left response was chosen +1.000\n", text)
+    assert [json.loads(line)["chosen"] for line in out.read_text().splitlines()] == [
+        "short",
+        "a longer one",
+    ]
+    (read,) = RowReader().read([str(out)], Wanted({}), step=2, notes=[])
+    assert len(read.train) == 2
+
+
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    with pytest.raises(DataError, match="line 1 is no rating: it has no id, kind and schema"):
+        read_ratings(path)
+    with pytest.raises(ConfigError, match="can't be written"):
+        RatingsFile(tmp_path)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk."""
+    path = tmp_path / "ratings.jsonl"
+    (first,) = written(path, pair(0))
+    size = path.stat().st_size
+    program = f"""
+import resource, signal
+from pathlib import Path
+from inference.ratings.file import RatingsFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 20}, {size + 20}))
+RatingsFile(Path({str(path)!r})).add({pair(1)!r})
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    assert "DataError: " in ended.stderr
+    assert "can't be written: File too large" in ended.stderr
+    assert [each["id"] for each in read_ratings(path)] == [first]

@@ -1,0 +1,122 @@
+"""A run as it learns: what grew is read, what was cut is read anew, whatever a file holds."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from inference.serve.watch import MetricsTail, WatchedRun, thinned
+
+
+def lines(*steps: int, name: str = "loss") -> str:
+    return "".join(json.dumps({"step": step, name: step / 2}) + "\n" for step in steps)
+
+
+def test_lines_are_taken_in_as_they_come_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    tail.read()
+    assert tail.series == {}
+
+    path.write_text(lines(1, 2) + '{"step": 3, "lo')
+    tail.read()
+    assert tail.series["loss"] == [(1, 0.5), (2, 1.0)]
+    with path.open("a") as file:
+        file.write('ss": 7}\nno json\n[]\n{"step": 4, "loss": null, "note": "x"}\n' + lines(5))
+    tail.read()
+
+    assert tail.series["loss"] == [(1, 0.5), (2, 1.0), (3, 7), (5, 2.5)]
+    assert tail.count == 7
+
+
+def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2, 3))
+    tail = MetricsTail(path)
+    tail.read()
+
+    path.write_text(lines(1, 2))  # as a resumed run does
+    tail.read()
+    assert [step for step, _ in tail.series["loss"]] == [1, 2]
+    path.write_text(lines(1, 2, 3, 4, name="accuracy"))
+    tail.read()
+    assert set(tail.series) == {"step", "accuracy"}
+    path.unlink()
+    tail.read()
+    assert tail.series == {}
+
+
+def test_of_a_million_lines_the_curve_and_every_evaluation_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        file.writelines(f'{{"step": {step}, "loss": 1}}\n' for step in range(1_000_000))
+        file.write('{"step": 1000000, "eval_loss": 2}\n')
+    tail = MetricsTail(path)
+
+    tail.read()
+
+    assert tail.count == 1_000_001
+    assert 15_000 < len(tail.series["loss"]) <= 20_000
+    assert tail.series["eval_loss"] == [(1_000_000, 2)]
+    points = thinned(tail.series["loss"])
+    assert len(points) == 400
+    assert points[0] == tail.series["loss"][0]
+    assert points[-1] == tail.series["loss"][-1]
+
+
+def test_a_view_says_what_is_new_and_how_each_step_stands(tmp_path: Path) -> None:
+    watched = WatchedRun(tmp_path)
+    assert "has no step yet" in watched.view("", "")["notice"]
+    for name in ("step1_sft", "step2_reward"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(lines(1, 2))
+    (tmp_path / "step1_sft" / "result.json").write_text("{}")
+    os.utime(tmp_path / "step1_sft" / "metrics.jsonl", (1, 1))
+
+    first = watched.view("", "")
+    again = watched.view("", first["version"])
+
+    assert first["step"] == "step2_reward"
+    assert [(each["name"], each["state"]) for each in first["steps"]] == [
+        ("step1_sft", "finished"),
+        ("step2_reward", "not finished"),
+    ]
+    (chart,) = first["charts"]
+    assert chart["curves"] == [{"name": "training", "points": [(1, 0.5), (2, 1.0)]}]
+    assert again["unchanged"] is True
+    (tmp_path / "step2_reward" / "diverged.json").write_text('{"sentence": "the loss is NaN"}')
+    later = watched.view("", first["version"])
+    assert later["alarms"] == ["the loss is NaN"]
+    assert watched.view("step1_sft", "")["step"] == "step1_sft"
+    assert watched.view("../../etc", "")["step"] == "step2_reward"
+
+
+def test_a_run_that_writes_nothing_for_long_is_called_so(tmp_path: Path) -> None:
+    step = tmp_path / "step1_sft"
+    step.mkdir()
+    (step / "config.yaml").write_text("")
+    (step / "metrics.jsonl").write_text(lines(1, 2))
+    now = time.time()
+    os.utime(step / "config.yaml", (now - 120, now - 120))
+    os.utime(step / "metrics.jsonl", (now - 100, now - 100))
+
+    notice = WatchedRun(tmp_path).view("", "")["notice"]
+
+    assert notice.startswith("step1_sft has written nothing for 100 seconds, a line took 10.0")
+    (step / "result.json").write_text("{}")
+    assert WatchedRun(tmp_path).view("", "")["notice"] == ""
+
+
+def test_samples_that_are_being_written_are_left_out(tmp_path: Path) -> None:
+    step = tmp_path / "step3_ppo"
+    step.mkdir()
+    (step / "metrics.jsonl").write_text(lines(1, 2))
+    row = {"prompt": [{"role": "user", "content": "Q"}], "answers": {"base": {"text": "A"}}}
+    watched = WatchedRun(tmp_path)
+    for content in ("{", "[]", '{"rows": 3}'):
+        (step / "samples.json").write_text(content)
+        assert watched.view("", "")["samples"] == []
+
+    (step / "samples.json").write_text(json.dumps({"rows": [row] * 20}))
+
+    assert watched.view("", "")["samples"] == [{"prompt": "Q", "answers": {"base": "A"}}] * 8
