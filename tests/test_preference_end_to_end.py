@@ -1,0 +1,98 @@
+"""Preference methods as a user runs them: one command, real processes, the promised files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from tests.step3_ppo.toy import save_models
+from tests.step3_preference.toy import save_toy, write_rows
+from tests.test_methods_end_to_end import STEP3, run
+
+SHORT = [
+    *("--preference.max_steps", "3", "--preference.eval_every", "1"),
+    *("--preference.batch_size", "8", "--preference.max_new_tokens", "6"),
+    *("--preference.data.max_eval_rows", "8", "--preference.base.path", "null"),
+]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    return json.loads((out / "summary.json").read_text())["steps"]
+
+
+def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward_model(
+    tmp_path: Path,
+) -> None:
+    save_models(tmp_path)
+    paths = {"ppo.actor": "actor", "ppo.critic": "reward", "ppo.reward": "reward"}
+    paths |= {"preference.model": "actor", "preference.reward": "reward"}
+    models = [
+        word for role, name in paths.items() for word in (f"--{role}.path", f"{tmp_path}/{name}")
+    ]
+    rate = ("--preference.model.optim.lr", "1e-2", "--preference.keep_best", "false")
+    out = tmp_path / "out"
+
+    both = run(out, "--method", "ppo", "dpo", *STEP3[:-2], *SHORT, *models, *rate)
+
+    assert both.returncode == 0, both.stderr
+    assert summary(out).keys() == {"step3_ppo", "step3_dpo"}
+    assert "At equal KL of " in both.stdout
+    figures = summary(out)["step3_dpo"]["eval"]
+    assert figures["judge"].keys() == {"step1_sft", "step3_dpo"}
+    assert figures["kl"] > 0
+    assert {"score_before", "score_after", "win_rate", "margin_after"} <= figures.keys()
+    page = (out / "report.html").read_text()
+    assert "The methods side by side" in page
+    assert "implicit rewards put" in page
+
+
+def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_done(
+    tmp_path: Path,
+) -> None:
+    save_toy(tmp_path)
+    out = tmp_path / "out"
+    command = [
+        *("--step", "3", "--method", "kto", "--plan", "off", "--num-processes", "2"),
+        *("--deployment-type", "single_node", "--actor-model", str(tmp_path / "actor")),
+        *("--preference.model.path", str(tmp_path / "actor"), "--lora", "2"),
+        *("--data-path", str(tmp_path / "labelled.jsonl"), "--data-split", "0,0,1"),
+        *(*SHORT, "--preference.max_prompt_length", "48", "--max-length", "64"),
+    ]
+
+    done = run(out, *command)
+
+    assert done.returncode == 0, done.stderr
+    figures = summary(out)["step3_kto"]["eval"]
+    assert figures["win_rate"] is None  # nobody judges
+    assert figures["pairs"] == 8
+    assert (out / "step3_kto" / "actor" / "adapter" / "adapter_config.json").is_file()
+    AutoModelForCausalLM.from_pretrained(out / "step3_kto" / "actor")
+    again = run(out, *command, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "step 3 is finished, skipped" in again.stdout
+
+
+def test_wrong_rows_are_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    save_toy(tmp_path)
+    same = {"chosen": "It is four.", "rejected": "It is four."}
+    write_rows(tmp_path / "same.jsonl", [{"prompt": f"What is {n}?", **same} for n in range(9)])
+    common = (
+        *("--step", "3", "--preference.model.path", str(tmp_path / "actor"), *SHORT),
+        *("--actor-model", str(tmp_path / "actor"), "--preference.max_prompt_length", "48"),
+    )
+
+    equal = run(
+        *(tmp_path / "a", "--method", "dpo", *common),
+        *("--data-path", str(tmp_path / "same.jsonl"), "--plan", "off"),
+    )
+    unpaired = run(
+        *(tmp_path / "b", "--method", "dpo", *common),
+        *("--data-path", str(tmp_path / "labelled.jsonl")),
+    )
+
+    assert (equal.returncode, unpaired.returncode) == (2, 2), (equal.stderr, unpaired.stderr)
+    assert "training rows can be learned from" in equal.stderr
+    assert "have equal responses" in equal.stderr
+    assert "no row has what step 3 needs, a chosen and a rejected response" in unpaired.stderr
+    assert "Traceback" not in equal.stderr + unpaired.stderr
