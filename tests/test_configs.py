@@ -17,7 +17,7 @@ from train import STAGES
 ROOT = Path(__file__).parent.parent
 CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "grpo": PPOConfig}
 MODULES = {f"{stage.module}": stage.config_class for stage in STAGES}
-OWN = ("embedded", "embedded-grpo", "guessing-grpo")
+OWN = ("embedded", "embedded-grpo", "guessing-grpo", "stories")
 PRESETS = sorted(p for section in CLASSES for p in (ROOT / "configs" / section).glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "scripts").glob("step*/*/*/run_*.sh"))
 
