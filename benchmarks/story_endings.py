@@ -1,216 +1,216 @@
 """Real text: RL on a rule about how stories end, for a small pretrained model of stories.
 
-python -m benchmarks.story_endings --model STORIES260K --out DIR [--method grpo] [--seed 1]
+python -m benchmarks.story_endings --model STORIES260K --out DIR [--seeds 1 2 3]
 
-The model writes stories. Those that end become rows: the last sentence is the demonstration,
-all before it the prompt, so that step 1 learns no more than the chat format. Step 3 then asks for
-endings, and a program rewards those that name a friend in the last sentence. `--method grpo` has
-the program as reward function; `--method ppo` trains a reward model on pairs that the program made,
-two endings of the same story of which one keeps the rule, and the program only measures (`gold`).
+Makes rows (`benchmarks.story_rows`), then runs the commands of docs/rewards.md: step 1; pairs of
+responses by the rule (`benchmarks.story_rule`); and for each seed GRPO with the rule as its reward
+function, and PPO with a reward model of the pairs, which never sees the rule. What DIR already
+holds is kept, so that a command that was cut off goes on where it stopped.
 
-The table has the share of sampled endings to held-out stories that keep the rule, before and after,
-the KL divergence from step 1, and the times; endings follow, to be read.
+The table has, by model, the share of sampled responses to held-out prompts that keep the rule; the
+perplexity of the responses under the model as it was pretrained, which tells stories from words
+that merely please; and how many of them end in different sentences. Responses follow, to be read.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from benchmarks.ppo_robustness import processor
+from benchmarks.story_rows import borders
+from benchmarks.story_rule import keeps_rule, sentences_of
 from inference.generation import generate
+from pipeline.data.examples import Message
+from pipeline.data.resolve_format import resolve_format
 from pipeline.models.chat import decode_response
 from pipeline.models.load import load_for_inference
+from pipeline.report.intervals import share_interval
 
 ROOT = Path(__file__).parent.parent
-BEGIN_ID, END_IDS = 1, (1, 2)
-"""Of stories260K, which ends a story by the beginning of the next."""
-
-MAX_NEW_TOKENS = 56
-TRIES = 8
-"""Endings of a story among which a pair is looked for."""
-
-SHOWN = 4
-"""Endings that are printed."""
-
-RULE = '''"""The rule: the last sentence names a friend."""
-
-from benchmarks.story_endings import names_a_friend
+RULE = "benchmarks/story_rule.py:ends_well"
+METHODS = ("grpo", "ppo")
+MAX_NEW_TOKENS = 96
+PROMPTS_OF_PAIRS = {"train": 700, "test": 150}
+SHOWN = 3
+"""Prompts whose responses are printed."""
 
 
-def friend(episodes):
-    """1 for a response that ended by itself and keeps the rule, else 0."""
-    return [float(each.stopped and names_a_friend(each.response)) for each in episodes]
-'''
-"""A file of the user's, as --reward-function takes it."""
+@dataclass(frozen=True)
+class Sampled:
+    """A response to a held-out prompt."""
 
+    text: str
+    stopped: bool
 
-def names_a_friend(ending: str) -> bool:
-    """Whether the last sentence has the word."""
-    sentences = re.findall(r"[^.!?]+", ending)
-    return bool(sentences) and "friend" in sentences[-1].lower()
-
-
-def of_grpo(rule: Path, pairs: Path) -> list[str]:
-    """The rule as reward function, without reward model and critic."""
-    del pairs
-    options = [
-        "--method",
-        "grpo",
-        "--reward-function",
-        f"{rule}:friend",
-        "--ppo.aggregate",
-        "token",
-    ]
-    options += ["--ppo.batch_size", "128", "--ppo.max_steps", "40", "--ppo.kl_in", "reward"]
-    return [*options, "--ppo.kl_coef", "0.05", "--ppo.actor.optim.lr", "2e-4"]
-
-
-def of_ppo(rule: Path, pairs: Path) -> list[str]:
-    """A reward model of pairs that the rule made; the rule measures."""
-    gold = json.dumps({"kind": "function", "path": f"{rule}:friend"})
-    options = ["--method", "ppo", "--ppo.gold", gold, "--reward.data.path", str(pairs)]
-    options += ["--reward.epochs", "4", "--reward.model.optim.lr", "1e-3"]
-    options += ["--ppo.batch_size", "128", "--ppo.max_steps", "40", "--ppo.kl_coef", "0.05"]
-    return [*options, "--ppo.actor.optim.lr", "5e-4", "--ppo.critic.optim.lr", "1e-3"]
-
-
-OPTIONS = {"grpo": of_grpo, "ppo": of_ppo}
-COMMON = [
-    *("--format", "plain", "--data-split", "4,3,3", "--max-length", "480"),
-    *("--sft.epochs", "6", "--sft.model.optim.lr", "5e-4", "--sft.batch_size", "8"),
-    *("--ppo.max_prompt_length", "400", "--ppo.max_new_tokens", str(MAX_NEW_TOKENS)),
-    *("--ppo.epochs", "100", "--ppo.micro_batch_size", "32"),
-]
+    @property
+    def keeps_rule(self) -> bool:
+        """As the reward function has it."""
+        return self.stopped and keeps_rule(self.text)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Make the rows, train, and print the table."""
+    """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(description="RL on a rule about how stories end.")
-    parser.add_argument("--model", type=Path, required=True, help="directory of stories260K")
+    parser.add_argument("--model", type=Path, required=True, help="a causal LM of short stories")
     parser.add_argument("--out", type=Path, required=True, help="where rows and runs go, and stay")
-    parser.add_argument("--method", choices=["grpo", "ppo"], default="grpo")
-    parser.add_argument("--stories", type=int, default=3000, help="to sample")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stories", type=int, default=2400, help="to sample")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args(argv)
-    rows, rule = args.out / "rows", args.out / "rule.py"
-    if not rows.is_dir():
-        make_rows(args.model, rows, rule, count=args.stories)
-    run = args.out / f"{args.method}-seed{args.seed}"
-    pairs = args.out / "pairs"
-    if args.method == "ppo" and not pairs.is_dir():
-        make_pairs(args.model, rows, pairs)
-    began = time.monotonic()
-    train(args.model, run, rows, [*OPTIONS[args.method](rule, pairs), "--seed", str(args.seed)])
-    seconds = time.monotonic() - began
+    out, model = args.out.absolute(), args.model.absolute()
+    if not (out / "rows" / "train.jsonl").is_file():
+        run("-m", "benchmarks.story_rows", "--model", model, "--output", out / "rows",
+            "--stories", args.stories)  # fmt: skip
+    for seed in args.seeds:
+        train(model, out, seed, "--step", 1)
+        make_pairs(out, seed)
+        train(model, out, seed, "--step", 2, 3, "--reward.data.path", out / f"pairs{seed}")
     print(f"{processor()}, Python {platform.python_version()}\n")
-    print(table(args.method, args.seed, run, seconds))
+    print(report(model, out, args.seeds))
 
 
-def make_rows(model_path: Path, rows: Path, rule: Path, *, count: int) -> None:
-    """Stories of the model as prompts and endings, some held out; pairs where the rule parts two.
+def train(model: Path, out: Path, seed: int, *options: object) -> None:
+    """Steps of a seed's run; one that is finished stays as it is."""
+    run("train.py", "--config", "stories.yaml", "--method", *METHODS, "--actor-model", model,
+        "--data-path", out / "rows", "--format", "benchmarks/story.jinja", "--seed", seed,
+        "--output-dir", out / f"seed{seed}", *options, "--resume")  # fmt: skip
 
-    Every story is written three times from where its ending begins: the first is the demonstration.
-    """
-    model, tokenizer = load_for_inference(model_path, precision="fp32")
-    stories = generate(
+
+def make_pairs(out: Path, seed: int) -> None:
+    """Of each prompt two responses of step 1's model, one that keeps the rule and one that not."""
+    for name, limit in PROMPTS_OF_PAIRS.items():
+        pairs = out / f"pairs{seed}" / f"{name}.jsonl"
+        if not pairs.is_file():
+            run("-m", "rewards.select", "--path", out / f"seed{seed}" / "step1_sft",
+                "--prompts", out / "rows" / f"{name}.jsonl", "--limit", limit,
+                "--reward-function", RULE, "--write", "pairs", "--best-of", 8,
+                "--max-new-tokens", MAX_NEW_TOKENS, "--batch-size", 128,
+                "--output", pairs)  # fmt: skip
+
+
+def run(*words: object) -> None:
+    """Run a command of the project, which is printed first."""
+    command = [str(word) for word in words]
+    print("python", *command, flush=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
+
+
+def report(model: Path, out: Path, seeds: Sequence[int]) -> str:
+    """The table, and responses of the models of the first seed below it."""
+    lines = (out / "rows" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    prompts = [str(row["prompt"]) for row in rows]
+    base, tokenizer = load_for_inference(model, precision="fp32")
+    written = {"demonstrations": [Sampled(str(row["response"]), True) for row in rows]}
+    figures: dict[str, dict[str, Any]] = {}
+    for seed in seeds:
+        run_of_seed = out / f"seed{seed}"
+        written[f"step 1, seed {seed}"] = respond(run_of_seed / "step1_sft", prompts)
+        steps = json.loads((run_of_seed / "summary.json").read_text(encoding="utf-8"))["steps"]
+        for method in METHODS:
+            name = f"{method}, seed {seed}"
+            figures[name] = steps[f"step3_{method}"]
+            written[name] = respond(run_of_seed / f"step3_{method}" / "actor", prompts)
+    columns = ("model", "keep the rule", "95 % interval", "perplexity", "tokens", "last sentences")
+    columns += ("KL per response", "seconds")
+    table = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, responses in written.items():
+        cells = [name, *describe(base, tokenizer, prompts, responses)]
+        step = figures.get(name)
+        cells += [f"{step['eval']['kl']:.2f}", f"{step['seconds']:.0f}"] if step else ["", ""]
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*table, "", *reward_models(out, seeds), *samples(prompts, written, seeds[0])])
+
+
+def reward_models(out: Path, seeds: Sequence[int]) -> list[str]:
+    """How many held-out pairs of the rule each reward model has in order."""
+    lines = []
+    for seed in seeds:
+        result = out / f"seed{seed}" / "step2_reward" / "result.json"
+        figures = json.loads(result.read_text(encoding="utf-8"))["eval"]
+        accuracy = f"{figures['accuracy_after']:.1%} of {figures['pairs']}"
+        lines.append(f"reward model, seed {seed}: {accuracy} held-out pairs in order")
+    return lines
+
+
+def respond(path: Path, prompts: Sequence[str]) -> list[Sampled]:
+    """A response to each prompt, sampled as in training."""
+    model, tokenizer = load_for_inference(path, precision="fp32")
+    chat = resolve_format(tokenizer, "auto")
+    responses = generate(
         model,
-        [[BEGIN_ID]] * count,
-        keys=range(count),
-        max_new_tokens=384,
-        temperature=0.8,
-        stop_ids=END_IDS,
+        [chat.encode_prompt([Message("user", prompt)]) for prompt in prompts],
+        max_new_tokens=MAX_NEW_TOKENS,
+        temperature=1.0,
+        stop_ids=chat.stop_ids,
         seed=0,
         batch_size=128,
     )
-    texts = [decode_response(tokenizer, each.ids) for each in stories]
-    parts = [split(text) for text, each in zip(texts, stories, strict=True) if each.stopped]
-    cut = [part for part in parts if part is not None]
-    held_out = len(cut) // 5
-    rows.mkdir(parents=True)
-    rule.write_text(RULE)
-    for name, chosen in (("test", cut[:held_out]), ("train", cut[held_out:])):
-        lines = [json.dumps({"prompt": prompt, "response": ending}) for prompt, ending in chosen]
-        (rows / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    print(f"{len(cut)} of {count} stories ended; {held_out} are held out")
+    return [Sampled(decode_response(tokenizer, each.ids), each.stopped) for each in responses]
 
 
-def split(story: str) -> tuple[str, str] | None:
-    """All but the last sentence, and that; None of a story too short for that."""
-    sentences = re.findall(r"[^.!?]*[.!?]+\"?", " ".join(story.split()))
-    if len(sentences) < 6:
-        return None
-    return "".join(sentences[:-1]).strip(), sentences[-1].strip()
+def describe(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    responses: Sequence[Sampled],
+) -> list[str]:
+    """Of responses: how many keep the rule, the base's perplexity, length, different ends."""
+    count, kept = len(responses), sum(each.keeps_rule for each in responses)
+    low, high = share_interval(kept, count)
+    nll, tokens = surprise(base, tokenizer, prompts, responses)
+    ends = {(sentences_of(each.text) or [""])[-1].strip() for each in responses}
+    return [
+        f"{kept / count:.1%} of {count}",
+        f"{low:.1%} to {high:.1%}",
+        f"{math.exp(nll / tokens):.2f}",
+        f"{tokens / count:.0f}",
+        f"{len(ends) / count:.0%} different",
+    ]
 
 
-def make_pairs(model_path: Path, rows: Path, pairs: Path) -> None:
-    """Of each story two endings of the model, one that keeps the rule and one that does not."""
-    model, tokenizer = load_for_inference(model_path, precision="fp32")
-    pairs.mkdir(parents=True)
-    for name in ("train", "test"):
-        prompts = [
-            json.loads(line)["prompt"] for line in (rows / f"{name}.jsonl").read_text().splitlines()
-        ]
-        ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-        endings = generate(
-            model,
-            [each for each in ids for _ in range(TRIES)],
-            max_new_tokens=MAX_NEW_TOKENS,
-            temperature=1.0,
-            stop_ids=END_IDS,
-            seed=1,
-            batch_size=128,
-        )
-        lines = []
-        for place, prompt in enumerate(prompts):
-            own = endings[place * TRIES : (place + 1) * TRIES]
-            texts = [decode_response(tokenizer, each.ids) for each in own]
-            kept = [names_a_friend(text) for text in texts]
-            if any(kept) and not all(kept):
-                chosen, rejected = texts[kept.index(True)], texts[kept.index(False)]
-                pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-                lines.append(json.dumps(pair))
-        (pairs / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-        print(f"{len(lines)} pairs of {len(prompts)} stories in {name}.jsonl")
+@torch.no_grad()
+def surprise(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    responses: Sequence[Sampled],
+) -> tuple[float, int]:
+    """Nats of all responses as texts that go on from their prompts, and their tokens.
+
+    The end is not counted: the pretrained model has never ended a text where these do.
+    """
+    begin, _ = borders(tokenizer)
+    nats, tokens = 0.0, 0
+    for prompt, each in zip(prompts, responses, strict=True):
+        start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        whole = tokenizer(f"{prompt} {each.text}", add_special_tokens=False)["input_ids"]
+        logits = base(input_ids=torch.tensor([[begin, *whole]])).logits[0, start:-1]
+        targets = torch.tensor(whole[start:])
+        nats += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        tokens += len(targets)
+    return nats, tokens
 
 
-def train(model: Path, run: Path, rows: Path, options: Sequence[str]) -> None:
-    """All steps that the method needs; a run that is finished stays as it is."""
-    command = [sys.executable, "train.py", "--actor-model", str(model), "--data-path", str(rows)]
-    command += [*COMMON, *options, "--output-dir", str(run), "--resume"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-
-
-def table(method: str, seed: int, run: Path, seconds: float) -> str:
-    """The figures of a run as a line of a table, and some endings below it."""
-    step = run / "step3_ppo"
-    figures = json.loads((step / "result.json").read_text())["eval"]
-    rows = json.loads((step / "samples.json").read_text())["rows"]
-    kept = {model: share_kept(rows, model) for model in ("step1_sft", "step3_ppo")}
-    columns = ("method", "seed", "before", "after", "KL per response", "stop rate", "seconds")
-    cells = (
-        *(method, str(seed), f"{kept['step1_sft']:.1%}", f"{kept['step3_ppo']:.1%}"),
-        *(f"{figures['kl']:.2f}", f"{figures['sampled_stop_rate']:.1%}", f"{seconds:.0f}"),
-    )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", f"| {' | '.join(cells)} |"]
-    for row in rows[:SHOWN]:
-        lines.append(f"\n... {row['prompt'][-1]['content'][-160:]}")
-        lines += [f"  {model}: {row['answers'][model]['text']}" for model in kept]
-    return "\n".join(lines)
-
-
-def share_kept(rows: Sequence[Any], model: str) -> float:
-    """Of sampled endings that ended by themselves and keep the rule, over all."""
-    answers = [row["answers"][model] for row in rows]
-    return sum(each["stopped"] and names_a_friend(each["text"]) for each in answers) / len(answers)
+def samples(prompts: Sequence[str], written: dict[str, list[Sampled]], seed: int) -> list[str]:
+    """Responses of the models before and after, to the first prompts."""
+    names = [f"step 1, seed {seed}", *(f"{method}, seed {seed}" for method in METHODS)]
+    lines = []
+    for place, prompt in enumerate(prompts[:SHOWN]):
+        lines.append(f"\n{prompt}")
+        lines += [f"  {name}: {written[name][place].text}" for name in names]
+    return lines
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from pipeline.errors import ConfigError
@@ -102,7 +103,7 @@ def _parsed(
         if (item := items_class(kind)) is not None:
             found = list_of_word(item, " ".join(words))
             given = words if found is None else [json.dumps(found)]
-            _check_items(item, _from_json(given), f"{section}{name}", place="")
+            _check_items(item, _read_list(given), f"{section}{name}", place="")
         arguments.append(f"--{name}={as_word(f'--{section}{name}', kind, given)}")
     try:
         return _parser(config_class).parse_args(arguments)
@@ -153,11 +154,13 @@ def _check_names(config_class: type, layer: Layer, section: str) -> None:
     walk(layer.settings, "")
 
 
-def _from_json(words: Sequence[str]) -> object:
+def _read_list(words: Sequence[str]) -> object:
+    """What jsonargparse will read: JSON, or YAML as in settings files; else the text itself."""
+    text = " ".join(words)
     try:
-        return json.loads(" ".join(words))
-    except ValueError:
-        return " ".join(words)
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _check_items(item_class: type, value: object, name: str, *, place: str) -> None:
