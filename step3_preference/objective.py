@@ -104,8 +104,9 @@ def objective(
     with torch.no_grad():
         per_token = logp / lengths
         right = (above > 0).sum() + 0.5 * (above == 0).sum()
-        of_sides = (config.beta * chosen, config.beta * rejected, *per_token.split(number)[:1])
-        sums = [loss, right, *(each.sum() for each in of_sides), per_token[number:].sum()]
+        sides = (config.beta * chosen, config.beta * rejected)
+        sides += (per_token[:number], per_token[number:])
+        sums = [loss, right, *(each.sum() for each in sides)]
     counts = (float(number), float(len(values) - number))
     return loss, Figures((*torch.stack([each.float() for each in sums]).tolist(), *counts))
 

@@ -1,0 +1,29 @@
+"""The loss and the figures of a micro-batch."""
+
+import pytest
+import torch
+
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from step3_preference.config import PreferenceConfig
+from step3_preference.objective import Point, objective
+from step3_preference.rows import RowBatch
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_responses_of_one_kind_alone_have_a_loss_and_figures(*, good: bool) -> None:
+    both = (0, 1)
+    batch = RowBatch(
+        collate([Encoded.untrained((1, 2, 3))]), (2, 4), both if good else (), () if good else both
+    )
+    logp, reference = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0])
+    config = PreferenceConfig(method="kto", loss="kto", beta=0.5)
+
+    loss, figures = objective(batch, logp, reference, config, Point(0.0, 1.0, 1.0))
+
+    # A response is worth 1 - sigmoid(0.5 r) if it is good, 1 - sigmoid(-0.5 r) if not: r is 1, -1.
+    assert loss.item() == pytest.approx(1.0)
+    means = figures.means(2, paired=False)
+    side = "chosen" if good else "rejected"
+    assert means[f"logp_{side}"] == pytest.approx((-1 / 2 - 3 / 4) / 2)
+    assert means[f"reward_{side}"] == pytest.approx(0.0)
