@@ -140,9 +140,8 @@ class GuardSettings:
     """What is watched while a run goes on."""
 
     guards: tuple[GuardConfig, ...] = WARNING
-    """What is watched, and what becomes of the run: a list of signal, limit, window (3) and action,
-    laid over the usual guards, which warn; strict has those over several iterations roll back, none
-    switches all off (docs/guards.md). What stops or rolls back needs save_every in iterations."""
+    """What is watched: a list of signal, limit, window, action, over the usual guards; or warn,
+    strict, none (docs/guards.md)."""
 
     @property
     def acting_guards(self) -> tuple[GuardConfig, ...]:

@@ -55,9 +55,8 @@ class Request(Deployment, Autotuning):
     """Class that plays the other side in step 3, FILE.py:CLASS, or one of docs/environments.md."""
 
     guards: Literal["warn", "strict", "none"] | None = None
-    """What becomes of step 3 where a guard finds it out of order: warn, the default, says so;
-    strict takes it back to its last healthy checkpoint and needs --save-every in iterations; none
-    does not look. --ppo.guards has them one by one (docs/guards.md)."""
+    """Where step 3 goes wrong: warn (the default), go back to a healthy checkpoint (strict, with
+    --save-every in iterations), or nothing: docs/guards.md."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 1 and 3."""
