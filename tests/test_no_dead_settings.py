@@ -18,11 +18,12 @@ import rewards.select_config
 import step1_sft.config
 import step2_reward.config
 import step3_ppo.config
+import step3_preference.config
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("evaluation", "inference", "pipeline", "rewards"),
-    *("step1_sft", "step2_reward", "step3_ppo"),
+    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
 )
 CONFIG_MODULES = (
     evaluation.config,
@@ -38,6 +39,7 @@ CONFIG_MODULES = (
     step1_sft.config,
     step2_reward.config,
     step3_ppo.config,
+    step3_preference.config,
 )
 NOT_SETTINGS = {"Stage", "CommandLine"}
 
