@@ -21,11 +21,12 @@ import step2_reward.config
 import step2_reward.lab.config
 import step2_reward.label_config
 import step3_ppo.config
+import step3_preference.config
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("evaluation", "inference", "pipeline", "rewards"),
-    *("step1_sft", "step2_reward", "step3_ppo"),
+    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
 )
 CONFIG_MODULES = (
     evaluation.config,
@@ -44,6 +45,7 @@ CONFIG_MODULES = (
     step2_reward.lab.config,
     step2_reward.label_config,
     step3_ppo.config,
+    step3_preference.config,
 )
 NOT_SETTINGS = {"Stage", "CommandLine"}
 
