@@ -240,6 +240,24 @@ def test_a_run_is_watched_without_a_model(browser: Any, tmp_path: Path) -> None:
         page.close()
 
 
+@in_browser
+def test_a_key_is_entered_once_and_kept_until_the_browser_is_closed(browser: Any) -> None:
+    with serving(api_key=("secret-key",), max_tokens_default=4) as server:
+        page = browser.new_page()
+        page.set_default_timeout(20_000)
+        page.goto(server.url)
+        page.get_by_text("this server needs an API key").wait_for()
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("API key").fill("secret-key")
+        page.keyboard.press("Tab")
+        page.get_by_label("Model").wait_for()
+        page.reload()
+        ask(page, "Hello")
+
+        assert "secret" not in json.dumps(page.evaluate("({...localStorage})"))
+        page.close()
+
+
 def test_a_rating_that_contradicts_itself_is_refused(served: Running) -> None:
     answer = {"model": "first", "text": "Hi"}
     messages = [{"role": "user", "content": "Hello"}]
