@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 HERE = Path(__file__).parent / "page"
@@ -15,10 +15,21 @@ KINDS = {
 }
 
 
+VIEWS = ("chat", "compare", "rate", "watch")
+
+
 def page_routes() -> list[Route]:
-    """A route for each file; the page itself is at /."""
+    """A route for each file; the page itself is at /, and its views can be typed by name."""
     files = [file for file in sorted(HERE.iterdir()) if file.suffix in KINDS]
-    return [_route(file) for file in files]
+    return [*(_route(file) for file in files), *(_to_view(name) for name in VIEWS)]
+
+
+def _to_view(name: str) -> Route:
+    async def redirect(request: Request) -> Response:
+        del request
+        return RedirectResponse(f"/#{name}")
+
+    return Route(f"/{name}", redirect, methods=["GET"])
 
 
 def _route(file: Path) -> Route:

@@ -53,6 +53,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+@pytest.mark.parametrize("view", ["chat", "compare", "rate", "watch"])
+def test_a_view_can_be_typed_by_its_name(served: Running, view: str) -> None:
+    answer = get(served, f"/{view}")
+
+    assert answer.status == 307
+    assert answer.headers["location"] == f"/#{view}"
+
+
 @pytest.fixture
 def page(browser: Any, served: Running) -> Iterator[Any]:
     """A page 360 pixels wide, on which no script fails and no policy is broken."""
