@@ -171,7 +171,7 @@ nonsense | 'nonsense' | options start with --
 --ppo.kl_coeff 1 | ppo.kl_coeff | did you mean ppo.kl_coef
 --ppo.rollout_size 8 | ppo.rollout_size 8 | ppo.batch_size
 --ppo.gamma 2 | ppo.gamma | [0, 1]
---ppo.temperature -1 | ppo.temperature | above 0
+--ppo.temperature 0 | ppo.temperature | above 0
 --ppo.max_new_tokens 0 | ppo.max_new_tokens | above 0
 --ppo.max_new_tokens 4000 | ppo.max_new_tokens 4000 | lower one of them
 --ppo.kl_coef x | ppo.kl_coef | a number

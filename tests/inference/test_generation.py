@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from inference.engine import batch, slots
 from inference.engine.sampling import Sampler
-from inference.generation import generate, generate_each
+from inference.generation import free_bytes, generate, generate_each
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
@@ -434,3 +435,10 @@ def mildly_random(family: str) -> PreTrainedModel:
     """A model with weights of the size that training starts from."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
+
+
+def test_on_a_processor_half_of_what_is_available_may_hold_keys_and_values() -> None:
+    # Other processes take and give back memory between the two looks.
+    half = psutil.virtual_memory().available / 2
+
+    assert free_bytes(torch.device("cpu")) == pytest.approx(half, rel=0.2)

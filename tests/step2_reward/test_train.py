@@ -28,7 +28,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.normalization import mean_and_std
 from step2_reward.pair_objective import evaluate
 from step2_reward.pairs import cut, encode
-from step2_reward.train import train
+from step2_reward.train import badness, train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
 
@@ -216,3 +216,12 @@ def test_two_processes_train_and_measure_as_one_does(tmp_path: Path) -> None:
     first, second = run_ranks(figures_of, replace(config, output_dir=tmp_path / "together"))
 
     assert first == second == pytest.approx(alone, rel=1e-3, abs=1e-5)
+
+
+def test_one_more_pair_in_order_is_better_whatever_the_loss() -> None:
+    more = {"accuracy": 0.701, "loss": 50.0}
+    fewer = {"accuracy": 0.7, "loss": 0.5}
+    sure = {"accuracy": 0.7, "loss": 0.4}
+
+    assert badness(more) < badness(sure) < badness(fewer)
+    assert badness(fewer, "loss") < badness(more, "loss")

@@ -255,6 +255,12 @@ def test_an_unclear_choice_of_splits_asks_for_a_name(hub: Callable[..., str]) ->
     assert read_texts(f"{name}@test_sft:2", 2) == (["test_sft"], [])
 
 
+def test_a_test_split_that_is_learned_from_does_not_evaluate_itself(
+    hub: Callable[..., str],
+) -> None:
+    assert read_texts(f"{hub('train', 'test')}@test", 1) == (["test"], [])
+
+
 def test_hub_splits_without_training_rows_are_named(hub: Callable[..., str]) -> None:
     message = refused(hub("a", "b"))
 

@@ -398,6 +398,12 @@ def test_what_is_used_and_what_is_left_out_is_told(tmp_path: Path) -> None:
     ]
 
 
+def test_where_every_row_can_be_used_none_is_counted_as_left_out(tmp_path: Path) -> None:
+    notes = load(write(tmp_path / "rows.jsonl", demonstrations(30))).notes
+
+    assert not [note for note in notes if "lack" in note or "left out" in note]
+
+
 def test_rows_with_tool_calls_alone_are_refused(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "Q"}, {"role": "tool", "content": "A"}]}
     path = write(tmp_path / "rows.jsonl", [row, row])

@@ -1,5 +1,6 @@
 """Chat templates of tokenizers and of files, as formats."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,13 @@ def test_a_template_takes_arguments_and_keeps_them() -> None:
 def test_an_argument_that_the_template_never_reads_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.template_args enable_thinkng: the chat template"):
         resolve_format(chatml_tokenizer(QWEN3), "auto", {"enable_thinkng": False})
+
+
+@pytest.mark.parametrize("name", ["messages", "two words"])
+def test_what_is_no_argument_of_a_template_is_refused(name: str) -> None:
+    sentence = f"data.template_args {name} is not an argument that can be set"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        resolve_format(chatml_tokenizer(QWEN3), "auto", {name: False})
 
 
 @pytest.mark.parametrize("opening", ["<think>", "<think>\\n"])
