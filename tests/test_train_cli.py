@@ -35,7 +35,7 @@ def test_help_lists_every_option_at_once(tmp_path: Path) -> None:
     assert ended.returncode == 0
     for setting in list_settings(Request):
         assert f"--{setting.name.replace('_', '-')} " in ended.stdout
-    assert "python -m step3_ppo.train --help" in ended.stdout
+    assert "python -m step1_sft.train --help" in ended.stdout
     assert max(len(line) for line in ended.stdout.splitlines()) <= 100
     # Processor time: the machine may be busy with something else.
     assert after.ru_utime - before.ru_utime < 1.0

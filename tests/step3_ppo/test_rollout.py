@@ -233,6 +233,7 @@ def test_statistics_by_hand(toy: Path, models: Models) -> None:
     expected = {
         "score": 3.0,
         "score_std": (14 / 3) ** 0.5,
+        "score_stderr": (14 / 2 / 3) ** 0.5,
         "reward_score": 1.0,
         "uncounted": 0.0,
         "kl": 0.5 * 8 / 3,
