@@ -22,8 +22,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "rdpo": _row(label_smoothing=0.1, robust=True),
         # Lambert et al. 2024 (Tulu 3), section 5.2.
         "ldpo": _row(logp="mean", beta=5.0),
-        # Azar et al. 2023, eq. 17, with log-probabilities per token.
-        "ipo": _row(loss="ipo"),
+        # Azar et al. 2023, eq. 17, with log-probabilities per token: half a nat of each to gain.
+        "ipo": _row(loss="ipo", beta=1.0),
         # Zhao et al. 2023 (SLiC), with the reference of Liu et al. 2024 (RSO, eq. 11).
         "hinge": _row(loss="hinge"),
         # Meng et al. 2024, eq. 6.

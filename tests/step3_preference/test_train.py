@@ -26,7 +26,7 @@ FIRST = {
     "cdpo": math.log(2),
     "rdpo": math.log(2),
     "ldpo": math.log(2),
-    "ipo": 25.0,
+    "ipo": 0.25,
     "hinge": 1.0,
     "kto": 0.5,
 }
