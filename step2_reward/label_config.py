@@ -32,21 +32,11 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
 class LabelSettings:
     """What a reward model learns from."""
 
-    labels: Literal["auto", "pairs", "ties", "classes", "ordinal", "scalar", "rankings"] = "auto"
+    labels: Literal["auto", LabelKind] = "auto"
     """What rows say of responses (docs/reward_models.md): pairs, pairs that may be ties, classes,
     ordered classes, numbers, or ranked lists; auto goes by the rows' columns."""
 
-    loss: Literal[
-        "auto",
-        "bradley_terry",
-        "focal",
-        "rao_kupper",
-        "cross_entropy",
-        "proportional_odds",
-        "mse",
-        "bce",
-        "plackett_luce",
-    ] = "auto"
+    loss: Literal["auto", Loss] = "auto"
     """How labels are learned; auto takes the usual loss of each kind. Others are focal (pairs,
     classes) and bce (numbers from 0 to 1)."""
 
