@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _write_model(directory: Path, *, seed: int) -> None:
-    """A base model narrow enough to learn sums in about a minute on two CPU cores."""
+    """A base model narrow enough to learn sums on a laptop."""
     from pipeline.models.embedded import build_model, build_tokenizer  # loads torch
 
     require(
