@@ -10,15 +10,18 @@ import { watchView } from "./watch.js";
 
 const VIEWS = { chat: chatView, compare: compareView, rate: rateView, watch: watchView };
 let leave = () => {};
+let latest = 0;
 
 async function show() {
   leave();
   leave = () => {};
   say("");
+  const own = ++latest;
   const place = document.getElementById("view");
   place.replaceChildren();
   try {
     const server = await get("/api/server");
+    if (own !== latest) return; // another view was chosen meanwhile
     const talks = server.models.length > 0;
     const offered = { chat: talks, compare: talks, rate: talks && server.ratings, watch: server.watch };
     const [name, query] = location.hash.slice(1).split("?");
@@ -30,7 +33,7 @@ async function show() {
       if (target === view) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
-    leave = (await VIEWS[view](place, server, new URLSearchParams(query))) ?? (() => {});
+    leave = VIEWS[view](place, server, new URLSearchParams(query)) ?? (() => {});
   } catch (error) {
     if (!(error instanceof Refused) && error.name !== "TypeError") throw error;
     say(error instanceof Refused ? error.message : "the server can't be reached", true);

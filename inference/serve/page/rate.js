@@ -20,7 +20,13 @@ export function promptsIn(text) {
   });
 }
 
-export async function rateView(place, server) {
+export function rateView(place, server) {
+  let controller = null;
+  let rating = null;
+  let queue = [];
+  let at = 0;
+  let rated = 0;
+  const done = [];
   const names = server.models.map((model) => model.id);
   const pickers = [0, 1].map((at) => {
     const options = names.map((name) => element("option", {}, name));
@@ -44,22 +50,22 @@ export async function rateView(place, server) {
   );
   const stage = element("div", { hidden: true });
   place.append(begin, stage);
-  await summarize();
-
-  let controller = null;
-  let rating = null;
-  let queue = [];
-  let at = 0;
-  let rated = 0;
-  const done = [];
+  summarize();
 
   async function summarize() {
-    const found = await get("/api/ratings/summary");
+    try {
+      summary.textContent = told(await get("/api/ratings/summary"));
+    } catch (error) {
+      say(error.message, true);
+    }
+  }
+
+  function told(found) {
     const parts = [`${found.ratings} ratings in ${found.path}`];
     if (found.left !== null) parts.push(`of ${found.blind} blind choices ${Math.round(100 * found.left)} % took the left response`);
     if (found.self_agreement !== null) parts.push(`raters agree with themselves in ${Math.round(100 * found.self_agreement)} %`);
     if (found.kappa !== null) parts.push(`and with one another with a kappa of ${found.kappa.toFixed(2)}`);
-    summary.textContent = `${parts.join("; ")}.`;
+    return `${parts.join("; ")}.`;
   }
 
   function start() {

@@ -7,7 +7,7 @@ const EVERY = 2000; // milliseconds between two looks
 const COLORS = ["#1a5fb4", "#c2540a"];
 const DARK = ["#8ab8f5", "#f0a36b"];
 
-export async function watchView(place, server) {
+export function watchView(place, server) {
   if (!server.watch) {
     place.append(element("p", { class: "hint" }, "No run is watched. Start the server with --watch OUT or --run OUT."));
     return null;
@@ -84,7 +84,7 @@ export async function watchView(place, server) {
   const scheme = matchMedia("(prefers-color-scheme: dark)");
   addEventListener("resize", repaint);
   scheme.addEventListener("change", repaint);
-  await look();
+  look();
   return () => {
     ended = true;
     clearTimeout(timer);

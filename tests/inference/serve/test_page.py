@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,44 @@ def test_pairs_are_rated_by_keyboard_and_taken_back(page: Any, served: Running) 
     assert [pair["messages"][-1]["content"] for pair in found] == ["One?", "Two?"]
     assert found[0]["choice"] == found[0]["shown"][1]
     assert (found[1]["choice"], found[1]["tie"]) == (None, False)
+
+
+def keep(held: list[Any], route: Any) -> None:
+    """A request that waits until the test lets it go on."""
+    held.append(route)
+
+
+@in_browser
+def test_rating_begins_while_the_summary_is_still_on_its_way(page: Any) -> None:
+    asked: list[Any] = []
+    page.route("**/api/ratings/summary", partial(keep, asked))
+    page.get_by_role("link", name="Rate").click()
+    page.get_by_label("Prompts", exact=True).fill("One?")
+    page.get_by_role("button", name="Begin").click()
+
+    page.get_by_role("group", name="Rating").wait_for()
+
+    (held,) = asked
+    held.continue_()
+
+
+@in_browser
+def test_the_last_of_two_views_chosen_at_once_is_shown_alone(page: Any) -> None:
+    page.get_by_label("Message", exact=True).wait_for()
+    held: list[Any] = []
+    page.route("**/api/server", partial(keep, held))
+    page.get_by_role("link", name="Watch").click()
+    page.get_by_role("link", name="Compare").click()
+    page.wait_for_function("location.hash === '#compare'")
+    while len(held) < 2:
+        page.wait_for_timeout(10)
+    for request in reversed(held):
+        request.continue_()
+
+    page.get_by_label("Prompt", exact=True).wait_for()
+    page.wait_for_load_state("networkidle")
+    assert page.get_by_role("group", name="Steps").count() == 0
+    assert page.title() == "Compare"
 
 
 @in_browser
