@@ -24,7 +24,7 @@ CLASSES = {
     "preference": PreferenceConfig,
 }
 MODULES = {f"{stage.module}": stage.config_class for stage in STAGES}
-OWN = ("embedded", "embedded-grpo", "guessing-grpo", "stories")
+OWN = ("arithmetic-grpo", "embedded", "embedded-grpo", "guessing-grpo", "stories")
 PRESETS = sorted(p for section in CLASSES for p in (ROOT / "configs" / section).glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "scripts").glob("step*/*/*/run_*.sh"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.data.arithmetic import main as write_sums
 from pipeline.plan.request import Request
 from pipeline.settings.describe import list_settings
 from tests.families import tiny_config
@@ -115,3 +116,21 @@ def test_a_dry_run_works_from_any_directory_and_leaves_nothing(tmp_path: Path) -
     assert "  rows       not known: on the Hub, read when the run begins\n" in ended.stdout
     assert "data       Dahoas/rm-static, split 2,4,4" in ended.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sums_and_their_base_model_are_all_that_their_preset_needs(tmp_path: Path) -> None:
+    write_sums(["--out", str(tmp_path / "sums"), "--model", str(tmp_path / "base")])
+
+    ended = train(
+        tmp_path,
+        *("--config", "arithmetic-grpo.yaml", "--actor-model", "base", "--data-path", "sums"),
+        *("--output-dir", "out", "--dry-run"),
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "The plan: 2 steps" in ended.stdout
+    # Both steps have all sums; neither has one that is held out.
+    assert ended.stdout.count("  rows       7,588 to train on, 512 held out") == 2
+    assert "150 iterations of 32 rows" in ended.stdout
+    assert "left out" not in ended.stdout  # no prompt and no response is too long
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "sums"]

@@ -30,6 +30,7 @@ GROUPS = ("--ppo.advantage", "grpo", "--ppo.group_size", "8")
         (("--reward-function", "score.py:check", *GROUPS), (1, 3)),
         (("--reward", "math", "model"), (1, 2, 3)),
         (("--config", "embedded-grpo.yaml"), (1, 3)),
+        (("--config", "arithmetic-grpo.yaml"), (1, 3)),
         (("--ppo.gold.name", "gold", "--ppo.gold.kind", "math"), (1, 2, 3)),
         (("--ppo.reward.path", "DIR", "--ppo.critic.path", "DIR"), (1, 2, 3)),
         (("--reward", "math", "--step", "3"), (3,)),

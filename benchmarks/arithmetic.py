@@ -1,0 +1,128 @@
+"""Sums that a program checks: how far does each method of step 3 take a model of sums?
+
+    python -m benchmarks.arithmetic --out DIR [--seeds 1 2 3] [--methods grpo rloo raft] \
+        [--digits 2] [--rows 8100] [--options "--ppo.max_steps 300 --sft.max_steps 3000"]
+
+For each seed the sums, their demonstrations (right in half), the base model's random weights and
+all draws of training are that seed's. `train.py --config arithmetic-grpo.yaml` then runs step 1
+once and step 3 by each method, with `--options` after the preset's settings. What DIR already holds
+is kept, so that a command that was cut off goes on where it stopped.
+
+The table has exact match on 512 sums that no step trained on, sampled (temperature 1) and greedy,
+of step 1's model and of the exported actor. The share of grpo's gain is that of the sampled rate.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ppo_robustness import percent, processor
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = (
+    *("method", "seed", "sampled: step 1", "exported actor", "greedy: step 1", "exported actor"),
+    *("share of grpo's gain", "KL per response", "of iteration", "responses"),
+    *("seconds of step 1", "of step 3"),
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run what is missing and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="where the runs go, and stay")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--methods", nargs="+", default=["grpo"])
+    parser.add_argument("--digits", type=int, default=2, help="of each number")
+    parser.add_argument("--rows", type=int, default=8100, help="different sums, at most")
+    parser.add_argument("--options", default="", help="further options of train.py, in one text")
+    args = parser.parse_args(argv)
+    print(f"{processor()}, Python {platform.python_version()}\n")
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
+    for seed in args.seeds:
+        directory = args.out / f"seed{seed}"
+        write_sums(directory, seed, digits=args.digits, rows=args.rows)
+        train(directory, seed, args.methods, shlex.split(args.options))
+        for line in lines(directory / "run", seed, args.methods):
+            print(line, flush=True)
+
+
+def write_sums(directory: Path, seed: int, *, digits: int, rows: int) -> None:
+    """The rows and the base model of a seed, where they are not there."""
+    if (directory / "sums").is_dir():
+        return
+    words = ["--digits", str(digits), "--rows", str(rows), "--seed", str(seed)]
+    words += ["--out", str(directory / "sums"), "--model", str(directory / "base")]
+    run("-m", "pipeline.data.arithmetic", *words, log=directory.with_name(f"{directory.name}.log"))
+
+
+def train(directory: Path, seed: int, methods: Sequence[str], options: Sequence[str]) -> None:
+    """Step 1, and step 3 by each method; what is finished is skipped."""
+    words = ["--config", "arithmetic-grpo.yaml", "--method", *methods, "--seed", str(seed)]
+    words += ["--actor-model", str(directory / "base"), "--data-path", str(directory / "sums")]
+    words += ["--output-dir", str(directory / "run"), "--resume", *options]
+    run("train.py", *words, log=directory.with_name(f"{directory.name}.log"))
+
+
+def run(*words: str, log: Path) -> None:
+    """A command of the project, what it prints appended to the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with log.open("a") as file:
+        ended = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            check=False,
+        )
+    if ended.returncode:
+        sys.exit(f"{shlex.join(words)} ended with exit code {ended.returncode}; see {log}")
+
+
+def lines(directory: Path, seed: int, methods: Sequence[str]) -> list[str]:
+    """A line of the table for each method."""
+    first = result(directory / "step1_sft")
+    by_method = {method: result(step_of(directory, method)) for method in methods}
+    grpo = gain(by_method["grpo"]) if "grpo" in by_method else None
+    found = []
+    for method, outcome in by_method.items():
+        figures = outcome["eval"]
+        share = gain(outcome) / grpo if grpo else None
+        cells = [
+            *(method, str(seed), percent(figures["sampled_reward_before"])),
+            *(percent(figures["sampled_reward_after"]), percent(figures["reward_before"])),
+            *(percent(figures["reward_after"]), "-" if share is None else f"{share:.2f}"),
+            *(f"{figures['kl']:.2f}", str(figures["best_step"]), f"{outcome['samples']:,}"),
+            *(f"{first['seconds']:.0f}", f"{outcome['seconds']:.0f}"),
+        ]
+        found.append("| " + " | ".join(cells) + " |")
+    return found
+
+
+def step_of(directory: Path, method: str) -> Path:
+    """Where a method's step 3 is: of one method alone in `step3_ppo`."""
+    own = directory / f"step3_{method}"
+    return own if own.is_dir() else directory / "step3_ppo"
+
+
+def result(step: Path) -> Mapping[str, Any]:
+    """What a finished step left: its figures, and what they took."""
+    return json.loads((step / "result.json").read_text())
+
+
+def gain(outcome: Mapping[str, Any]) -> float:
+    """How far the rate of right answers, sampled, rose over step 1's."""
+    figures = outcome["eval"]
+    return figures["sampled_reward_after"] - figures["sampled_reward_before"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
