@@ -91,7 +91,7 @@ class RewardConfig:
     """model: its directory, null takes step 2's; function: file.py:name; json_schema: the file of
     the schema; remote and judge: an address; generative: a directory or a name on the Hub."""
 
-    pattern: str | None = None
+    pattern: str = ""  # a text or None would be None at "####", a comment to YAML
     """regex: what the response must contain, `.` matches line ends too; exact: what finds the
     answer in the response, in its first group, at its last match."""
 
@@ -160,7 +160,7 @@ class RewardConfig:
         if needed := _NEEDED.get(self.kind):
             name, meaning = needed
             require(
-                getattr(self, name) is not None,
+                getattr(self, name) not in (None, ""),
                 f"{where}.{name} is missing: kind {self.kind} needs {meaning}",
             )
         require(

@@ -14,7 +14,7 @@ def exact_scorer(config: RewardConfig) -> Scorer:
     With a pattern its first group, at its last match, is compared instead of the whole response;
     where it doesn't match the response is wrong. A row without an answer has no reward.
     """
-    pattern = None if config.pattern is None else compiled(config)
+    pattern = compiled(config) if config.pattern else None
     column = config.reads_column
 
     def score(episode: Episode) -> float | None:
@@ -41,7 +41,7 @@ def regex_scorer(config: RewardConfig) -> Scorer:
 def compiled(config: RewardConfig) -> re.Pattern[str]:
     """The pattern of the settings; a `ConfigError` says what is wrong with it."""
     try:
-        return re.compile(config.pattern or "", re.DOTALL)
+        return re.compile(config.pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
             f"rewards.{config.name}.pattern is no regular expression: {error}"

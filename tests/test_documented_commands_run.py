@@ -15,10 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.plan.methods import side_by_side
+from pipeline.plan.request import parse_request
 from tests.families import tiny_causal_lm, tiny_config
 from tests.pipeline.data.tokenizers import byte_level
 from tests.test_documented_commands import FILES, ROOT, lines
 from tests.test_end_to_end import SHORT
+from train import STAGES
 
 ELSEWHERE = {
     "make ": "by whoever tests or installs",
@@ -35,6 +38,8 @@ ELSEWHERE = {
     "--output-dir out/hand": "tests/faults/test_many_machines.py",
     "--include localhost:0,2": "tests/pipeline/launch/, as two GPUs are needed",
     "--autotune": "tests/pipeline/autotune/",
+    "--config ppo/qwen2.5-7b.yaml": "a GPU; tests/test_configs.py reads it",
+    "--path OUT/step2_reward --data-path held_out.csv": "tests/step2_reward/test_lab.py",
     "out/autotune/best.yaml": "tests/pipeline/autotune/",
     "stories260k": "a run of an hour, whose figures are in docs/results.md",
     "--sft.model.lora.rank 8": "a run of minutes, whose figures are in docs/results.md",
@@ -65,8 +70,16 @@ ELSEWHERE = {
 }
 """Parts of commands that are not run here, and the test, or the reason."""
 
-WHOLE_RUNS = {"python train.py", "python train.py --deployment-type single_node"}
-"""Minutes each; test_end_to_end.py runs them in a short form."""
+FEW_STEPS = {
+    "preference": ["--preference.max_steps", "2", "--preference.data.max_eval_rows", "16"],
+    "ppo": SHORT,
+    "python -m step2_reward.train": ["--max_steps", "2"],
+    "python -m step3_ppo.train": [
+        *("--max_steps", "2", "--data.max_eval_rows", "16", "--rollout_size", "16"),
+        *("--batch_size", "8", "--max_prompt_length", "100", "--max_new_tokens", "16"),
+    ],
+}
+"""Options after those of the page, by what runs: what takes minutes there takes a few steps."""
 
 MODELS = ("DIR", "BASE", "facebook/opt-125m", "facebook/opt-350m", "facebook/opt-1.3b")
 MODELS += ("facebook/opt-13b", "meta-llama/Llama-3.1-70B")
@@ -79,7 +92,26 @@ def listed() -> list[str]:
 
 def is_short(command: str) -> bool:
     """Whether a command is run here."""
-    return command not in WHOLE_RUNS and not any(part in command for part in ELSEWHERE)
+    return not any(part in command for part in ELSEWHERE)
+
+
+def shortened(command: str) -> str:
+    """A command of a page, without its ellipsis, that trains for a few steps.
+
+    It goes into a directory of its own if the page names none.
+    """
+    command = command.replace(" ... ", " ").removesuffix(" ...")
+    if "--dry-run" in command:
+        return command
+    program, *rest = shlex.split(command)
+    if rest[0] == "train.py":
+        methods = parse_request(rest[1:], STAGES).request.method
+        sections = {stage.section for stage in side_by_side(STAGES, methods)}
+        few = [word for section in sections for word in FEW_STEPS.get(section, [])]
+        fresh = [] if "--output-dir" in rest else ["--output-dir", f"out-{abs(hash(command))}"]
+    else:
+        few, fresh = FEW_STEPS.get(" ".join([program, *rest[:2]]), []), []
+    return f"{command} {shlex.join([*few, *fresh])}"
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +130,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(40)
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    for name in ("my.jsonl", "pairs.jsonl", "IN.jsonl", "FILE"):
+    for name in ("my.jsonl", "pairs.jsonl", "IN.jsonl", "rows.jsonl"):
         (home / name).write_text(lines)
+    kept = [{"prompt": f"{n} + 1?", "response": f"{n + 1}", "label": n % 2 == 0} for n in range(40)]
+    (home / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    table = "prompt,response,label\n" + "".join(f"{n} + 1?,{n + 1},{n % 3}\n" for n in range(40))
+    for name in ("rows.csv", "held_out.csv"):
+        (home / name).write_text(table)
+    (written,) = re.findall(r"```python\n(# score\.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
+    (home / "score.py").write_text(written + CHECK)
     solved = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
     (home / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
     tokenizer = byte_level(bos=True)
@@ -113,6 +152,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SAVED = ("--save-every", "1")
+
+REWARDS = ROOT / "docs" / "rewards.md"
+
+CHECK = """
+def check(episodes):
+    return [float(len(episode.response) > 3) for episode in episodes]
+"""
+"""The reward function that several pages name, beside the one that docs/rewards.md gives."""
 
 
 def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
@@ -130,13 +177,13 @@ def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_short_commands_of_the_docs_run_as_they_stand(checkout: Path) -> None:
     short = [command for command in listed() if is_short(command)]
 
     failed = []
     for command in short:
-        ended = run(command.replace(" ... ", " "), checkout)
+        ended = run(shortened(command), checkout)
         if ended.returncode != 0:
             failed.append(f"{command}: {ended.returncode}\n{ended.stderr[-600:]}")
 

@@ -1,7 +1,7 @@
 """Sums as data that a program verifies: `python -m pipeline.data.arithmetic --out DIR`.
 
-A row has a prompt `57+26=`, a demonstration of step 1, right in a share of the rows and any other
-sum of such numbers in the rest, and the column `answer` with the right sum, which the reward `math`
+A row has a prompt `57+26=`, a demonstration of step 1, right in a share of the rows and with
+one wrong digit in the rest, and the column `answer` with the right sum, which the reward `math`
 reads. The directory is a data path: `--data-path DIR --reward math`.
 """
 

@@ -70,13 +70,22 @@ def sums(config: ArithmeticConfig) -> list[dict[str, Any]]:
         right = first + second
         shown = right
         if random.random() >= config.right:
-            least, most = 2 * numbers[0], 2 * numbers[-1]
-            shown = random.randrange(least, most)  # of all but the right one
-            shown += shown >= right
+            shown = _with_a_wrong_digit(right, random)
         calls = config.calculator and shown == right
         response = _with_calculator(first, second) if calls else str(shown)
         rows.append({"prompt": f"{first}+{second}=", "response": response, "answer": str(right)})
     return rows
+
+
+def _with_a_wrong_digit(number: int, random: Random) -> int:
+    """A number as long, with another digit at one place; a first digit other than 0.
+
+    Most digits of wrong demonstrations are right, so that a small model learns sums from a mixture.
+    """
+    digits = str(number)
+    place = random.randrange(len(digits))
+    others = [d for d in "0123456789" if d != digits[place] and (place > 0 or d != "0")]
+    return int(digits[:place] + random.choice(others) + digits[place + 1 :])
 
 
 def _with_calculator(first: int, second: int) -> list[dict[str, str]]:

@@ -101,6 +101,8 @@ def test_a_word_describes_a_source() -> None:
     assert read_spec("math") == RewardConfig(name="math", kind="math")
     assert read_spec("math", ["math"]).name == "math_2"
     assert read_spec("regex:a:b") == RewardConfig(name="regex", kind="regex", pattern="a:b")
+    for text in ("####", "null", "&a", "a # b"):  # which YAML would not read as these texts
+        assert read_spec(json.dumps({"kind": "regex", "pattern": text})).pattern == text
     assert read_spec("length:5") == RewardConfig(name="length", kind="length", max_tokens=5)
     function = RewardConfig(name="f", kind="function", path="dir/a.py:f")
     assert read_spec("dir/a.py:f") == function
