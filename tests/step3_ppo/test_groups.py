@@ -93,7 +93,12 @@ def _train(config: PPOConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("advantage", "aggregate"), [("grpo", "token"), ("rloo", "sequence"), ("grpo", "constant")]
+    ("advantage", "aggregate"),
+    [
+        ("grpo", "token"),
+        pytest.param("rloo", "sequence", marks=pytest.mark.grid),
+        pytest.param("grpo", "constant", marks=pytest.mark.grid),
+    ],
 )
 def test_one_and_two_processes_learn_the_same(
     toy: Path, tmp_path: Path, advantage: str, aggregate: str

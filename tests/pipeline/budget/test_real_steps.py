@@ -1,5 +1,6 @@
 """The plan is within 5 % of what real steps take, by kind; `benchmarks/plan.py` has all cases."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,21 +9,29 @@ from benchmarks.plan_worker import KINDS, compare
 from pipeline.models.number_formats import is_slow
 from tests.distributed import run_ranks
 
-CASES = (
-    *(("opt", 0, "none"), ("opt", 3, "nvme")),
-    *(("gpt2", 1, "cpu"), ("gpt2", 3, "none")),
-    *(("llama", 2, "nvme"), ("llama", 3, "cpu")),
-    *(("qwen3", 0, "cpu"), ("qwen3", 2, "none")),
+Case = tuple[str, int, str]
+"""A family, a ZeRO stage, and what is offloaded."""
+
+CASES: Sequence[Case] = (
+    ("opt", 0, "none"),
+    ("gpt2", 1, "cpu"),
+    ("llama", 3, "cpu"),
+    ("qwen3", 2, "none"),
 )
-"""Families, ZeRO stages, and what is offloaded."""
+MORE: Sequence[Case] = (
+    ("opt", 3, "nvme"),
+    ("gpt2", 3, "none"),
+    ("llama", 2, "nvme"),
+    ("qwen3", 0, "cpu"),
+)
 
 
-def far_off(directory: Path) -> list[str]:
+def far_off(directory: Path, cases: Sequence[Case]) -> list[str]:
     """Kinds of which a process takes another number of bytes."""
     wrong: list[str] = []
     # Without instructions for it bf16 takes ten times as long: one case that splits its masters.
-    in_bf16 = CASES if not is_slow("bf16") else [("llama", 3, "cpu")]
-    for family, stage, offload in CASES:
+    in_bf16 = cases if not is_slow("bf16") else [("llama", 3, "cpu")]
+    for family, stage, offload in cases:
         precision = "bf16" if (family, stage, offload) in in_bf16 else "fp32"
         found = compare(family, stage, offload, precision, directory)
         for kind in KINDS:
@@ -33,5 +42,6 @@ def far_off(directory: Path) -> list[str]:
     return wrong
 
 
-def test_two_processes_take_what_was_planned(tmp_path: Path) -> None:
-    assert run_ranks(far_off, tmp_path, world_size=2) == [[], []]
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.grid)])
+def test_two_processes_take_what_was_planned(cases: Sequence[Case], tmp_path: Path) -> None:
+    assert run_ranks(far_off, tmp_path, cases, world_size=2) == [[], []]
