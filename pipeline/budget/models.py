@@ -11,6 +11,7 @@ from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,
     Precision,
+    Quantize,
     TrainedModelConfig,
     Workload,
 )
@@ -142,9 +143,16 @@ def _module(settings: FrozenModelConfig, *, scores: bool) -> "nn.Module | None":
             settings.lora if isinstance(settings, TrainedModelConfig) else None,
             trains=isinstance(settings, TrainedModelConfig),
             trust_remote_code=settings.trust_remote_code,
+            quantized=_quantized(settings),
         )
     except ModelError:
         return None
+
+
+def _quantized(settings: FrozenModelConfig) -> tuple[Quantize, bool]:
+    if isinstance(settings, TrainedModelConfig):
+        return settings.quantize, settings.double_quant
+    return "none", False
 
 
 @functools.lru_cache(maxsize=16)
@@ -156,6 +164,7 @@ def _on_meta(
     *,
     trains: bool,
     trust_remote_code: bool,
+    quantized: tuple[Quantize, bool],
 ) -> "nn.Module":
     import torch
 
@@ -163,7 +172,11 @@ def _on_meta(
 
     frozen = FrozenModelConfig(path=path, precision=precision, trust_remote_code=trust_remote_code)
     shared = {field.name: getattr(frozen, field.name) for field in fields(FrozenModelConfig)}
-    settings = TrainedModelConfig(**shared, lora=lora) if trains else frozen
+    quantize, double = quantized
+    if trains:
+        settings = TrainedModelConfig(**shared, lora=lora, quantize=quantize, double_quant=double)
+    else:
+        settings = frozen
     return model_on_meta(settings, task=task, device=torch.device("cpu"))
 
 

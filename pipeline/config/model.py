@@ -9,6 +9,7 @@ from pipeline.errors import require
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Kernels = Literal["auto", "required", "off"]
+Quantize = Literal["none", "nf4", "int8"]
 
 LORA_RATE = 10.0
 """Learning rate of adapters over that of whole weights: the best rates found lie about ten times
@@ -80,6 +81,15 @@ class TrainedModelConfig(FrozenModelConfig):
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
 
+    quantize: Quantize = "none"
+    """With lora, how the frozen linear weights of the blocks are stored: nf4 in 4.5 bits each
+    (QLoRA, load_in_4bit), int8 in 8.5; none as they are. Embeddings, norms and heads stay as they
+    are."""
+
+    double_quant: bool = False
+    """Store the scales of nf4 in 8 bits too, which leaves 4.13 bits a weight
+    (bnb_4bit_use_double_quant)."""
+
     head_lr: float | None = None
     """Learning rate of a score head, which step 2 draws anew; null uses `optim.lr`."""
 
@@ -107,6 +117,15 @@ class TrainedModelConfig(FrozenModelConfig):
         require(
             self.checkpoint_every > 0,
             f"checkpoint_every must be above 0, got {self.checkpoint_every}",
+        )
+        require(
+            self.quantize == "none" or self.lora is not None,
+            f"quantize {self.quantize} keeps the base as it is, which leaves nothing to train: add"
+            " adapters with lora.rank 16, or set quantize none to train all weights",
+        )
+        require(
+            self.quantize == "nf4" or not self.double_quant,
+            f"double_quant belongs to quantize nf4, not {self.quantize}; leave it out",
         )
         plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
         require(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.files.durable import settle, sync_directory
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
+from pipeline.models.quantized import dequantized_weights, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 from pipeline.parallel.mesh import current_mesh
 
@@ -98,7 +99,8 @@ def _write(
             plain.config.pad_token_id = tokenizer.pad_token_id
         adapter: dict[str, Tensor] = {}
         if isinstance(model, PeftModel):
-            weights = _merged(plain, weights, adapter)
+            merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter)
+            weights = rounded_weights(plain, merged_weights)
         left_out = _left_out(plain)
         weights = ((name, tensor) for name, tensor in weights if name not in left_out)
         if can_stream(plain):
