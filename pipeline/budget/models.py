@@ -76,8 +76,10 @@ class CountedModel:
 
     @property
     def parameters(self) -> int:
-        """Adapters included."""
-        return sum(param.numel() for param in self.present.parameters())
+        """Adapters included, and quantized weights counted as what they stand for."""
+        from pipeline.models.quantized import num_weights
+
+        return num_weights(self.present)
 
     @property
     def weight_bytes(self) -> int:

@@ -126,6 +126,14 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     }
 
 
+def num_weights(model: nn.Module) -> int:
+    """Numbers in the model's weights, however they are stored; tied ones once."""
+    layers = quantized_layers(model).values()
+    packed = {id(layer.get_parameter(name)) for layer in layers for name in parts_of(layer.form)}
+    plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
+    return plain + sum(layer.shape.numel() for layer in layers)
+
+
 def dequantized_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
