@@ -86,6 +86,20 @@ class CountedModel:
         """Of all weights, as they are loaded."""
         return sum(param.nbytes for param in self.present.parameters())
 
+    @property
+    def read_bytes(self) -> int:
+        """Of its weights while it is loaded.
+
+        One that only answers is read whole and then quantized; of one that learns, or is sharded,
+        each weight is quantized as it is read.
+        """
+        from pipeline.models.quantized import parts_bytes, quantized_layers
+
+        if self.trained is not None or self.is_sharded:
+            return self.weight_bytes
+        layers = quantized_layers(self.present).values()
+        return self.weight_bytes + sum(each.num_bytes - parts_bytes(each) for each in layers)
+
     def units(self) -> "list[UnitParams]":
         """What is gathered together, the root last."""
         from pipeline.engine.units import find_units
@@ -145,16 +159,10 @@ def _module(settings: FrozenModelConfig, *, scores: bool) -> "nn.Module | None":
             settings.lora if isinstance(settings, TrainedModelConfig) else None,
             trains=isinstance(settings, TrainedModelConfig),
             trust_remote_code=settings.trust_remote_code,
-            quantized=_quantized(settings),
+            quantized=(settings.quantize, settings.double_quant),
         )
     except ModelError:
         return None
-
-
-def _quantized(settings: FrozenModelConfig) -> tuple[Quantize, bool]:
-    if isinstance(settings, TrainedModelConfig):
-        return settings.quantize, settings.double_quant
-    return "none", False
 
 
 @functools.lru_cache(maxsize=16)
@@ -172,13 +180,16 @@ def _on_meta(
 
     from pipeline.models.meta import model_on_meta
 
-    frozen = FrozenModelConfig(path=path, precision=precision, trust_remote_code=trust_remote_code)
-    shared = {field.name: getattr(frozen, field.name) for field in fields(FrozenModelConfig)}
     quantize, double = quantized
-    if trains:
-        settings = TrainedModelConfig(**shared, lora=lora, quantize=quantize, double_quant=double)
-    else:
-        settings = frozen
+    frozen = FrozenModelConfig(
+        path=path,
+        precision=precision,
+        trust_remote_code=trust_remote_code,
+        quantize=quantize,
+        double_quant=double,
+    )
+    shared = {field.name: getattr(frozen, field.name) for field in fields(FrozenModelConfig)}
+    settings = TrainedModelConfig(**shared, lora=lora) if trains else frozen
     return model_on_meta(settings, task=task, device=torch.device("cpu"))
 
 

@@ -62,6 +62,21 @@ class FrozenModelConfig:
     """Load weights that are there as a pickle alone (pytorch_model.bin), which may run code. Only
     for sources you trust; the Hub has older models as safetensors too."""
 
+    quantize: Quantize = "none"
+    """How the linear weights of the blocks are stored where they don't learn: nf4 in 4.5 bits each
+    (QLoRA, load_in_4bit), int8 in 8.5, none as they are loaded. A model that learns needs lora for
+    it. Embeddings, norms and heads stay as they are."""
+
+    double_quant: bool = False
+    """Store the scales of nf4 in 8 bits too, which leaves 4.13 bits a weight
+    (bnb_4bit_use_double_quant)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.quantize == "nf4" or not self.double_quant,
+            f"double_quant belongs to quantize nf4, not {self.quantize}; leave it out",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(FrozenModelConfig):
@@ -80,15 +95,6 @@ class TrainedModelConfig(FrozenModelConfig):
 
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
-
-    quantize: Quantize = "none"
-    """With lora, how the frozen linear weights of the blocks are stored: nf4 in 4.5 bits each
-    (QLoRA, load_in_4bit), int8 in 8.5; none as they are. Embeddings, norms and heads stay as they
-    are."""
-
-    double_quant: bool = False
-    """Store the scales of nf4 in 8 bits too, which leaves 4.13 bits a weight
-    (bnb_4bit_use_double_quant)."""
 
     head_lr: float | None = None
     """Learning rate of a score head, which step 2 draws anew; null uses `optim.lr`."""
@@ -109,6 +115,7 @@ class TrainedModelConfig(FrozenModelConfig):
         return LORA_RATE * self.optim.lr if given is None else given
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.zero.offload.check(self.zero_stage)
         require(
             self.head_lr is None or self.head_lr > 0,
@@ -122,10 +129,6 @@ class TrainedModelConfig(FrozenModelConfig):
             self.quantize == "none" or self.lora is not None,
             f"quantize {self.quantize} keeps the base as it is, which leaves nothing to train: add"
             " adapters with lora.rank 16, or set quantize none to train all weights",
-        )
-        require(
-            self.quantize == "nf4" or not self.double_quant,
-            f"double_quant belongs to quantize nf4, not {self.quantize}; leave it out",
         )
         plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
         require(

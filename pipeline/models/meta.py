@@ -46,7 +46,7 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
         if config.lora is None:
             return model
         return quantized(add_lora(model, config.lora, task=task, seed=0), config)
-    return model.requires_grad_(False)
+    return quantized(model.requires_grad_(False), config)
 
 
 def _settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:

@@ -17,7 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.config import TrainedModelConfig
+from pipeline.config import FrozenModelConfig
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.units import ROOT, find_units
 from pipeline.errors import ConfigError
@@ -30,19 +30,27 @@ class QuantizedLinear(nn.Module):
     Args:
         layer: of which it takes the bias, and the numbers of the weight.
         form: how weights are stored.
+        device: where the vectors go; None leaves them where the weight is.
         lazy: whether a weight that is still in a file stays there until an engine reads its piece.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, layer: nn.Linear | Conv1D, form: Form, *, lazy: bool = False) -> None:
+    def __init__(
+        self,
+        layer: nn.Linear | Conv1D,
+        form: Form,
+        *,
+        device: torch.device | None = None,
+        lazy: bool = False,
+    ) -> None:
         super().__init__()
         weight = layer.weight
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
         rows, columns = weight.shape
         self.in_features, self.out_features = (rows, columns)[:: 1 if self.transposed else -1]
-        for name, vector in _parameters(weight, form, lazy=lazy).items():
+        for name, vector in _parameters(weight, form, device or weight.device, lazy=lazy).items():
             self.register_parameter(name, vector)
         self.bias = cast("nn.Parameter | None", layer.bias)
 
@@ -89,11 +97,18 @@ class _Product(torch.autograd.Function):
         return grads[0] @ (weight.T if ctx.layer.transposed else weight), None
 
 
-def quantized(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
+def quantized(
+    model: nn.Module,
+    config: FrozenModelConfig,
+    *,
+    device: torch.device | None = None,
+    lazy: bool = False,
+) -> nn.Module:
     """`model`, the frozen linear weights of its blocks replaced as the settings ask.
 
     Adapters, biases, norms, embeddings and heads stay as they are; so does a weight that lies in
-    two layers, and one that is no layer's own, as those of a mixture's experts.
+    two layers, and one that is no layer's own, as those of a mixture's experts. `device` and `lazy`
+    are those of `QuantizedLinear`.
 
     Raises:
         ConfigError: its blocks have no linear layer.
@@ -101,7 +116,7 @@ def quantized(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
     if config.quantize == "none":
         return model
     form = Form(config.quantize, double=config.double_quant)
-    if not quantize_layers(model, form, lazy=config.zero_stage == 3):
+    if not quantize_layers(model, form, device=device, lazy=lazy):
         raise ConfigError(
             f"quantize {config.quantize}: the blocks of {config.path} have no linear layer of"
             " their own to quantize; set quantize none"
@@ -109,11 +124,14 @@ def quantized(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
     return model
 
 
-def quantize_layers(model: nn.Module, form: Form, *, lazy: bool = False) -> int:
-    """Replace the linear layers of the blocks, and return how many there are."""
+def quantize_layers(
+    model: nn.Module, form: Form, *, device: torch.device | None = None, lazy: bool = False
+) -> int:
+    """Replace the linear layers of the blocks, one by one, and return how many there are."""
     layers = list(_layers(model))
     for module, name, layer in layers:
-        setattr(module, name, QuantizedLinear(layer, form, lazy=lazy))
+        setattr(module, name, QuantizedLinear(layer, form, device=device, lazy=lazy))
+        layer.register_parameter("weight", None)  # `layers` shall not keep what it stands for
     return len(layers)
 
 
@@ -132,6 +150,11 @@ def num_weights(model: nn.Module) -> int:
     packed = {id(layer.get_parameter(name)) for layer in layers for name in parts_of(layer.form)}
     plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
     return plain + sum(layer.shape.numel() for layer in layers)
+
+
+def parts_bytes(layer: QuantizedLinear) -> int:
+    """Of the vectors that stand for the layer's weight."""
+    return sum(layer.get_parameter(name).nbytes for name in parts_of(layer.form))
 
 
 def dequantized_weights(
@@ -185,18 +208,20 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv
                     yield module, name, child
 
 
-def _parameters(weight: Tensor, form: Form, *, lazy: bool) -> dict[str, nn.Parameter]:
+def _parameters(
+    weight: Tensor, form: Form, device: torch.device, *, lazy: bool
+) -> dict[str, nn.Parameter]:
     numel, parts = weight.numel(), parts_of(form)
     if not isinstance(weight, StoredParameter):
-        vectors = pack(weight, form)
+        vectors = pack(weight.detach().to(device), form)
     elif not lazy:
-        vectors = pack(weight.read(0, numel).to(weight.device), form)
+        vectors = pack(weight.read(0, numel).to(device), form)
     else:
         return {
             name: stored_like(
                 torch.empty(part.numel(numel), dtype=part.dtype, device="meta"),
                 partial(_read, name, part, form, weight.read, numel),
-                weight.device,
+                device,
             )
             for name, part in parts.items()
         }

@@ -100,7 +100,7 @@ def _quantized(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
     if config.quantize == "none":
         return model
     before = frozen_bytes(model)
-    quantized(model, config)
+    quantized(model, config, lazy=config.zero_stage == 3)
     logger.info(
         "%s: the linear weights of the blocks are stored as %s; all frozen weights take %.1f MB"
         " instead of %.1f MB",

@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
+from inference.generation import generate
 from inference.weights.hash import weights_hash
 from inference.weights.replica import Replica
-from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, Quantize, TrainedModelConfig
+from pipeline.config import (
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    Precision,
+    Quantize,
+    TrainedModelConfig,
+)
 from pipeline.data.batches import collate
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
+from pipeline.engine.frozen import FrozenEngine
 from pipeline.engine.predict import predict
 from pipeline.engine.state import frozen_fragments, trained_fragments
 from pipeline.engine.stored import StoredParameter
@@ -30,7 +39,7 @@ from pipeline.models.consolidate import consolidate, describe_model
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export
 from pipeline.models.forward import Policy, Scorer, base_model
-from pipeline.models.load import load_causal_lm
+from pipeline.models.load import load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
 from pipeline.models.meta import model_on_meta
 from pipeline.models.quantized import QuantizedLinear, quantize_layers
@@ -330,6 +339,61 @@ def test_a_reward_model_learns_its_head_whole_over_a_quantized_base(tmp_path: Pa
     torch.testing.assert_close(
         loaded(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits, rtol=1e-4, atol=1e-4
     )
+
+
+def scores(path: str, way: dict[str, Any]) -> list[Tensor]:
+    """What a frozen reward model says, whole and in shards."""
+    found = []
+    for stage in (0, 3):
+        config = FrozenModelConfig(path=path, **way)
+        model = load_classifier(config, device=CPU, defer=stage == 3)
+        assert len(plain_names(model)) == 14
+        counted = model_on_meta(config, task="classifier", device=CPU)
+        assert frozen_bytes(counted) == frozen_bytes(model)
+        engine = FrozenEngine(Scorer(model), TrainedModelConfig(zero_stage=stage))
+        with torch.no_grad():
+            found.append(engine(BATCH))
+    return found
+
+
+def test_a_frozen_reward_model_is_quantized_whole_and_in_shards_alike(tmp_path: Path) -> None:
+    path = saved(tiny_classifier("llama", vocab_size=VOCAB), tmp_path)
+    plain = load_classifier(FrozenModelConfig(path=path), device=CPU)
+    small = load_classifier(FrozenModelConfig(path=path, **NF4), device=CPU)
+    for name, layer in layers_of(small).items():
+        plain.get_submodule(name).get_parameter("weight").data.copy_(layer.weight)
+    with torch.no_grad():
+        expected = Scorer(plain)(BATCH)
+
+    for got in run_ranks(scores, path, NF4):
+        assert all(torch.equal(each, expected) for each in got)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_model_generates_what_its_dequantized_copy_does(
+    precision: Precision, tmp_path: Path
+) -> None:
+    path = base("llama", tmp_path)
+    small, plain = (
+        load_causal_lm(FrozenModelConfig(path=path, precision=precision, **way), device=CPU)
+        for way in (NF4, {})
+    )
+    for name, layer in layers_of(small).items():
+        plain.get_submodule(name).get_parameter("weight").data.copy_(layer.weight)
+
+    one, other = (
+        generate(
+            model,
+            [[5, 6, 7], [8, 9]],
+            max_new_tokens=12,
+            temperature=1.0,
+            stop_ids=[2],
+            seed=1,
+            keys=[0, 1],
+        )
+        for model in (small, plain)
+    )
+    assert [each.ids for each in one] == [each.ids for each in other]
 
 
 def test_recomputation_and_a_tied_weight_change_nothing(tmp_path: Path) -> None:
