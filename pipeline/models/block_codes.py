@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 BLOCK = 64
@@ -155,7 +155,8 @@ def unpack(packed: Packed, shape: torch.Size, form: Form, dtype: torch.dtype) ->
         stop = min(start + AT_ONCE, len(flat))
         piece = codes[start // per_weight : stop // per_weight]
         if form.codes == "nf4":
-            numbers = torch.index_select(_pairs(codes.device), 0, piece.int())
+            pairs = torch.index_select(_pairs(codes.device), 0, piece.int())
+            numbers = pairs.view(torch.float32)
         else:
             numbers = piece.float()
         blocks = numbers.view(-1, BLOCK)
@@ -166,9 +167,11 @@ def unpack(packed: Packed, shape: torch.Size, form: Form, dtype: torch.dtype) ->
 
 def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
     """Two codes in a byte, the first in its high half."""
-    levels = torch.tensor(NF4, device=normalized.device)
-    codes = torch.bucketize(normalized, (levels[1:] + levels[:-1]) / 2, out_int32=True)
-    return (codes[:, ::2] * 16 + codes[:, 1::2]).to(torch.uint8).view(-1)
+    levels = torch.tensor(NF4)
+    codes = torch.zeros_like(normalized, dtype=torch.uint8)
+    for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times as fast as bucketize
+        codes += normalized > middle
+    return (codes[:, ::2] * 16 + codes[:, 1::2]).view(-1)
 
 
 def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
@@ -176,10 +179,11 @@ def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"
 
 
 @functools.lru_cache(maxsize=8)
-def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
-    """The two numbers that each byte stands for."""
+def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
+    """The two fp32 numbers that each byte stands for, as one: to look them up is faster so."""
     levels = torch.tensor(NF4, device=device)
-    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    return both.view(torch.int64).view(-1)
 
 
 def _pack_scales(scales: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
