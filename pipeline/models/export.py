@@ -1,5 +1,6 @@
 """Writing models as Hugging Face directories that plain `transformers` loads."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -15,9 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.files.durable import settle, sync_directory
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
-from pipeline.models.quantized import dequantized_weights, rounded_weights
+from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 from pipeline.parallel.mesh import current_mesh
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_DIR = "adapter"
 ADAPTER_PREFIX = "base_model.model."
@@ -53,6 +56,13 @@ def export(
     mesh = current_mesh()
     if mesh.is_main:
         _write(model, named, tokenizer, directory)
+        if isinstance(model, PeftModel) and quantized_layers(model):
+            logger.info(
+                "%s is the quantized base and its adapter, merged; %s/ alone, over the original"
+                " weights, is another model",
+                directory,
+                directory / ADAPTER_DIR,
+            )
     else:
         for _ in named:
             pass
