@@ -230,6 +230,7 @@ def _savings(plan: Plan, stage: Stage) -> str:
         (model.zero_stage < 3 and (plan.processes or 1) > 1, f"{option}.zero_stage 3"),
         (model.zero.offload.optimizer == "none", f"{option}.zero.offload.optimizer cpu"),
         (model.lora is None, f"{option}.lora.rank 16"),
+        (model.lora is not None and model.quantize == "none", f"{option}.quantize nf4"),
     ]
     unused = [words for usable, words in ways if usable]
     shorter = f"a shorter --{stage.prefix}.data.max_length"

@@ -234,6 +234,10 @@ class PreferenceConfig(TaskSettings, StepConfig):
             " model.lora, or leave it at auto",
         )
         require(
+            self.reward.quantize == "none",
+            "preference.reward scores held-out answers as it was saved; leave its quantize at none",
+        )
+        require(
             self.precompute != "on" or not self.reference_free,
             "preference.precompute is of the reference, which reference_free leaves out",
         )

@@ -141,6 +141,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 0, fp16": {"zero_stage": 0, "precision": "fp16"},
     "stage 3, bf16": {"zero_stage": 3, "precision": "bf16"},
     "LoRA, stage 3": {"zero_stage": 3, "lora": LoraConfig(rank=2, dropout=0.1)},
+    "NF4, stage 3": {
+        "zero_stage": 3,
+        "precision": "bf16",
+        "lora": LoraConfig(rank=2),
+        "quantize": "nf4",
+        "double_quant": True,
+    },
 }
 
 
@@ -149,6 +156,12 @@ CASES = [
     pytest.param(step, way, id=f"{step}-{way}", marks=() if row == column else pytest.mark.grid)
     for row, step in enumerate(CONFIGS)
     for column, way in enumerate(("LoRA, stage 3", "stage 0, fp16", "stage 3, bf16"))
+]
+CASES += [
+    pytest.param(
+        step, "NF4, stage 3", id=f"{step}-NF4", marks=() if step == "ppo" else pytest.mark.grid
+    )
+    for step in CONFIGS
 ]
 
 

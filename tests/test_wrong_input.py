@@ -182,6 +182,9 @@ nonsense | 'nonsense' | options start with --
 --sft.model.optim.schedule cosin | cosin | did you mean cosine
 --sft.model.lora.rank 0 | sft.model.lora.rank | above 0
 --sft.model.lora.dropout 2 | sft.model.lora.dropout | [0, 1)
+--sft.model.quantize nf4 | sft.model.quantize nf4 | add adapters with lora.rank
+--sft.model.quantize int4 | sft.model.quantize | 'nf4', 'int8'
+--sft.model.double_quant true | double_quant | belongs to quantize nf4
 --sft.model.precision fp8 | sft.model.precision | 'fp32'
 --sft.model.zero_stage 5 | sft.model.zero_stage | one of 0, 1, 2, 3
 --sft.model.zero.offload.optimizer nvme | offload.optimizer nvme | offload.nvme_path

@@ -1,7 +1,8 @@
 """A second set of modules to generate with: of the trained model's class, plain and ungraded.
 
 Its weights are the trained model's own where those lie whole and unchanged in memory, else copies
-in one arena, made a unit at a time from what an engine gathers. Adapters are merged into copies.
+in one arena, made a unit at a time from what an engine gathers. Adapters are merged into copies,
+and quantized weights are dequantized there.
 Nothing of training - hooks, adapters, autograd - is in it, so that a process generates without the
 others.
 """
@@ -25,6 +26,7 @@ from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
+from pipeline.models.quantized import QuantizedLinear
 from pipeline.models.stream import meta_model
 from pipeline.parallel.group import ALONE, Group
 
@@ -40,6 +42,11 @@ class Slot:
     """Of the first place."""
 
     source: nn.Parameter
+    """Of a quantized weight, its codes."""
+
+    layer: QuantizedLinear | None
+    """Whose weight it is, where that is quantized."""
+
     adapter: LoraLayer | None
     spec: ShardSpec | None
     """Which part of the source this process has; None is all of it."""
@@ -53,7 +60,12 @@ class Slot:
     @property
     def num_bytes(self) -> int:
         """Of this process's part."""
-        return self.shape.numel() * self.source.element_size()
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its number format."""
+        return self.source.dtype if self.layer is None else self.layer.dtype
 
     def show(self, weight: Tensor) -> None:
         """Have the modules hold `weight`."""
@@ -63,7 +75,7 @@ class Slot:
 
     def value(self) -> Shaped[Tensor, "*S"]:
         """What the weight is now, read from where its source lies whole."""
-        whole = self.source.detach()
+        whole = self.source.detach() if self.layer is None else self.layer.dequantized()
         if self.adapter is not None:
             whole = merged(whole, self.adapter)
         return whole if self.spec is None else self.spec.of(whole)
@@ -107,14 +119,15 @@ class Replica:
         end = 0
         for name, module, leaf, _ in places(self.model):
             owner = name.rpartition(".")[0]
-            source, adapter = _source(self._plain, owner, leaf)
-            spec = sharding.spec(owner, leaf, source.shape)
+            source, layer, adapter = _source(self._plain, owner, leaf)
+            whole = source.shape if layer is None else layer.shape
+            spec = sharding.spec(owner, leaf, whole)
             key = id(source), id(adapter), spec
             if key not in slots:
-                shape = source.shape if spec is None else spec.shape(source.shape)
-                in_place = shares and adapter is None and spec is None
+                shape = whole if spec is None else spec.shape(whole)
+                in_place = shares and layer is None and adapter is None and spec is None
                 start = None if in_place else round_up(end, ALIGNMENT)
-                slot = slots[key] = Slot(name, source, adapter, spec, shape, start)
+                slot = slots[key] = Slot(name, source, layer, adapter, spec, shape, start)
                 end = end if in_place else _end(slot)
                 yield slot
             slots[key].places.append((module, leaf))
@@ -150,7 +163,7 @@ class Replica:
         if slot.start is None:
             return slot.source.detach()
         taken = arena[slot.start : _end(slot)]
-        return taken.view(slot.source.dtype).view(slot.shape)
+        return taken.view(slot.dtype).view(slot.shape)
 
     def _share_buffers(self) -> None:
         """Have the trained model's buffers: some families change theirs as they read."""
@@ -163,7 +176,7 @@ class Replica:
         """Give the memory back; the weights read as NaN until they are loaded again."""
         self._arena = None
         for slot in self.slots:
-            dtype, device = slot.source.dtype, slot.source.device
+            dtype, device = slot.dtype, slot.source.device
             nothing = float("nan") if dtype.is_floating_point else 0
             slot.show(torch.full((), nothing, dtype=dtype, device=device).expand(slot.shape))
 
@@ -200,10 +213,12 @@ def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
     return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
 
-def _source(plain: PreTrainedModel, owner: str, leaf: str) -> tuple[nn.Parameter, LoraLayer | None]:
-    """The trained weight under a name, and the adapter that changes it."""
-    module = plain.get_submodule(owner)
-    param = _plain_module(plain, owner).get_parameter(leaf)
-    if isinstance(module, LoraLayer) and leaf == "weight":
-        return param, module
-    return param, None
+def _source(
+    plain: PreTrainedModel, owner: str, leaf: str
+) -> tuple[nn.Parameter, QuantizedLinear | None, LoraLayer | None]:
+    """The trained weight under a name, its layer if it is quantized, and what adapts it."""
+    module, layer = plain.get_submodule(owner), _plain_module(plain, owner)
+    adapter = module if isinstance(module, LoraLayer) and leaf == "weight" else None
+    if isinstance(layer, QuantizedLinear) and leaf == "weight":
+        return layer.get_parameter("codes"), layer, adapter
+    return layer.get_parameter(leaf), None, adapter

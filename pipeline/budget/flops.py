@@ -9,11 +9,12 @@ Logits are counted for every token: where only some are trained, the last matrix
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.models.forward import base_model
+from pipeline.models.quantized import QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,20 @@ def model_flops(model: nn.Module) -> ModelFlops:
     config = base_model(model).config
     matrices = list(_matrices(model))
     return ModelFlops(
-        weights=sum(weight.numel() for weight in matrices),
-        trained=sum(weight.numel() for weight in matrices if weight.requires_grad),
+        weights=sum(numel for numel, _ in matrices),
+        trained=sum(numel for numel, learns in matrices if learns),
         layers=config.num_hidden_layers,
         width=config.num_attention_heads * _head_width(config),
     )
 
 
-def _matrices(model: nn.Module) -> Iterator[Tensor]:
+def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
+    """Of each the numbers in it, and whether they learn."""
     for module in model.modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            yield module.weight
+        if isinstance(module, QuantizedLinear):
+            yield module.shape.numel(), False
+        elif isinstance(module, nn.Linear | Conv1D):
+            yield module.weight.numel(), module.weight.requires_grad
 
 
 def _head_width(config: PreTrainedConfig) -> int:

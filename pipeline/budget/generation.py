@@ -9,8 +9,10 @@ from torch import Tensor
 from pipeline.budget.models import CountedModel
 from pipeline.config import Generation
 from pipeline.engine.units import ROOT
+from pipeline.models.block_codes import SCALES
 from pipeline.models.forward import context_length
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
+from pipeline.models.quantized import quantized_layers
 
 PREFILL = 2048
 """Prompt tokens of a pass, as `inference.engine.slots` reads them."""
@@ -39,20 +41,30 @@ def sampling_bytes(model: CountedModel) -> int:
 
 
 def replica_bytes(actor: CountedModel, generation: Generation) -> int:
-    """Copies of the weights to generate with: of what is sharded, merged or divided.
+    """Copies of the weights to generate with: of what is sharded, merged, divided or quantized.
 
     Matrices of the blocks are divided among the processes that generate together.
     """
     if actor.engine is None:
         return 0
+    layers = {id(layer.codes): layer for layer in quantized_layers(actor.present).values()}
     merged = {id(weight) for weight in _adapted(actor)}
     total = 0
     for unit in actor.units():
         for name, param in unit.params.items():
-            divided = unit.name != ROOT and param.ndim == 2 and generation.tensor_parallel > 1
-            if ".lora_" not in name and (actor.is_sharded or id(param) in merged or divided):
-                total += param.nbytes // (generation.tensor_parallel if divided else 1)
+            layer = layers.get(id(param))
+            is_matrix = layer is not None or param.ndim == 2
+            divided = unit.name != ROOT and is_matrix and generation.tensor_parallel > 1
+            copied = actor.is_sharded or layer is not None or id(param) in merged or divided
+            if copied and not _is_beside(name):
+                num_bytes = param.nbytes if layer is None else layer.num_bytes
+                total += num_bytes // (generation.tensor_parallel if divided else 1)
     return total
+
+
+def _is_beside(name: str) -> bool:
+    """Whether a parameter is part of an adapter, or of what a quantized weight is made of."""
+    return ".lora_" in name or name.rpartition(".")[2] in SCALES
 
 
 def weight_sync_bytes(actor: CountedModel) -> int:

@@ -11,6 +11,7 @@ from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,
     Precision,
+    Quantize,
     TrainedModelConfig,
     Workload,
 )
@@ -75,13 +76,29 @@ class CountedModel:
 
     @property
     def parameters(self) -> int:
-        """Adapters included."""
-        return sum(param.numel() for param in self.present.parameters())
+        """Adapters included, and quantized weights counted as what they stand for."""
+        from pipeline.models.quantized import num_weights
+
+        return num_weights(self.present)
 
     @property
     def weight_bytes(self) -> int:
         """Of all weights, as they are loaded."""
         return sum(param.nbytes for param in self.present.parameters())
+
+    @property
+    def read_bytes(self) -> int:
+        """Of its weights while it is loaded.
+
+        One that only answers is read whole and then quantized; of one that learns, or is sharded,
+        each weight is quantized as it is read.
+        """
+        from pipeline.models.quantized import parts_bytes, quantized_layers
+
+        if self.trained is not None or self.is_sharded:
+            return self.weight_bytes
+        layers = quantized_layers(self.present).values()
+        return self.weight_bytes + sum(each.num_bytes - parts_bytes(each) for each in layers)
 
     def units(self) -> "list[UnitParams]":
         """What is gathered together, the root last."""
@@ -142,6 +159,7 @@ def _module(settings: FrozenModelConfig, *, scores: bool) -> "nn.Module | None":
             settings.lora if isinstance(settings, TrainedModelConfig) else None,
             trains=isinstance(settings, TrainedModelConfig),
             trust_remote_code=settings.trust_remote_code,
+            quantized=(settings.quantize, settings.double_quant),
         )
     except ModelError:
         return None
@@ -156,12 +174,20 @@ def _on_meta(
     *,
     trains: bool,
     trust_remote_code: bool,
+    quantized: tuple[Quantize, bool],
 ) -> "nn.Module":
     import torch
 
     from pipeline.models.meta import model_on_meta
 
-    frozen = FrozenModelConfig(path=path, precision=precision, trust_remote_code=trust_remote_code)
+    quantize, double = quantized
+    frozen = FrozenModelConfig(
+        path=path,
+        precision=precision,
+        trust_remote_code=trust_remote_code,
+        quantize=quantize,
+        double_quant=double,
+    )
     shared = {field.name: getattr(frozen, field.name) for field in fields(FrozenModelConfig)}
     settings = TrainedModelConfig(**shared, lora=lora) if trains else frozen
     return model_on_meta(settings, task=task, device=torch.device("cpu"))

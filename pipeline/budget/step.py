@@ -125,7 +125,9 @@ class _Step:
             alone = frozenset({model.role})
             yield from self.held(model, kinds=("weights", "masters"))
             if self.machine.has_gpu and not model.is_sharded:
-                yield Item("weights", model.role, model.weight_bytes, "host", alone)
+                yield Item("weights", model.role, model.read_bytes, "host", alone)
+            elif model.read_bytes > model.weight_bytes:
+                yield Item("weights", model.role, model.read_bytes, moments=alone)
             if model.engine is not None:
                 sizes = (sum(each.nbytes for each in u.params.values()) for u in model.units())
                 yield Item("gathered", model.role, max(sizes), moments=alone)
@@ -257,7 +259,7 @@ class _Step:
             yield from self.replica()
         if self.machine.has_gpu:
             reading = frozenset({"load"})
-            yield Item("weights", base.role, base.weight_bytes, "host", reading)
+            yield Item("weights", base.role, base.read_bytes, "host", reading)
         assert self.workload.generation is not None
         # Alone, whoever generates together otherwise, and as many responses at once.
         alone = replace(

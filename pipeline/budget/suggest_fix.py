@@ -42,7 +42,8 @@ def suggest_fix(
     """The cheapest change found, None where nothing helps.
 
     One option is tried, then all up to one; then the options without what takes main
-    memory; adapters, which change the result; more GPUs.
+    memory; adapters, which change the result, and in the end 4 bits for the weights under them;
+    more GPUs.
 
     Args:
         config: the step's settings.
@@ -58,10 +59,11 @@ def suggest_fix(
         found = search.first(options)
         if found is not None:
             return Fix(found)
-    for options in (fallbacks, spare):
-        found = search.last([*options, adapters])
-        if found is not None:
-            return Fix(found)
+    for kind in (adapters, _quantized(config)):
+        for options in (fallbacks, spare):
+            found = search.last([*options, kind])
+            if found is not None:
+                return Fix(found)
     return _on_more_gpus(config, machine, count, (fallbacks, spare)) if machine.has_gpu else None
 
 
@@ -120,6 +122,16 @@ class _Search:
             else:
                 self.known[key] = shortage(self.count(other, self.machine), self.machine) is None
         return self.known[key]
+
+
+def _quantized(config: StepConfig) -> Settings:
+    """Adapters, where there are none, over weights in 4 bits."""
+    return {
+        name: value
+        for role, model in trained_models(config).items()
+        for name, value in ((f"{role}.lora.rank", 16), (f"{role}.quantize", "nf4"))
+        if value == "nf4" or model.lora is None
+    }
 
 
 def _on_more_gpus(

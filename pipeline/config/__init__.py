@@ -10,6 +10,7 @@ from pipeline.config.model import (
     Kernels,
     LoraConfig,
     Precision,
+    Quantize,
     TrainedModelConfig,
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
@@ -31,6 +32,7 @@ __all__ = [
     "OffloadConfig",
     "OptimConfig",
     "Precision",
+    "Quantize",
     "RowColumns",
     "RowShare",
     "RowUse",

@@ -9,6 +9,7 @@ from pipeline.errors import require
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Kernels = Literal["auto", "required", "off"]
+Quantize = Literal["none", "nf4", "int8"]
 
 LORA_RATE = 10.0
 """Learning rate of adapters over that of whole weights: the best rates found lie about ten times
@@ -61,6 +62,21 @@ class FrozenModelConfig:
     """Load weights that are there as a pickle alone (pytorch_model.bin), which may run code. Only
     for sources you trust; the Hub has older models as safetensors too."""
 
+    quantize: Quantize = "none"
+    """How the linear weights of the blocks are stored where they don't learn: nf4 in 4.5 bits each
+    (QLoRA, load_in_4bit), int8 in 8.5, none as they are loaded. A model that learns needs lora for
+    it. Embeddings, norms and heads stay as they are."""
+
+    double_quant: bool = False
+    """Store the scales of nf4 in 8 bits too, which leaves 4.13 bits a weight
+    (bnb_4bit_use_double_quant)."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.quantize == "nf4" or not self.double_quant,
+            f"double_quant belongs to quantize nf4, not {self.quantize}; leave it out",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig(FrozenModelConfig):
@@ -99,6 +115,7 @@ class TrainedModelConfig(FrozenModelConfig):
         return LORA_RATE * self.optim.lr if given is None else given
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.zero.offload.check(self.zero_stage)
         require(
             self.head_lr is None or self.head_lr > 0,
@@ -107,6 +124,11 @@ class TrainedModelConfig(FrozenModelConfig):
         require(
             self.checkpoint_every > 0,
             f"checkpoint_every must be above 0, got {self.checkpoint_every}",
+        )
+        require(
+            self.quantize == "none" or self.lora is not None,
+            f"quantize {self.quantize} keeps the base as it is, which leaves nothing to train: add"
+            " adapters with lora.rank 16, or set quantize none to train all weights",
         )
         plain_adam = self.optim.name in ("Adam", "AdamW") and not self.optim.params.get("amsgrad")
         require(

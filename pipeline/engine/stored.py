@@ -14,7 +14,7 @@ READ_AT_ONCE = 2**21
 
 
 class StoredParameter(nn.Parameter):
-    """A parameter with shape, dtype and device and no memory: every element reads as NaN.
+    """A parameter with shape, dtype and device and no memory: every element reads as NaN, or 0.
 
     It makes room for models that no process could hold whole. Until the engine has laid it out, it
     can be frozen, tied, wrapped and copied like any other.
@@ -38,7 +38,8 @@ def stored_like(
     param: Tensor, read: ReadElements, device: torch.device | None = None
 ) -> StoredParameter:
     """A parameter as `param` is, whose elements are what `read` says."""
-    hidden = torch.full((), float("nan"), dtype=param.dtype, device=device or param.device)
+    nothing = float("nan") if param.dtype.is_floating_point else 0
+    hidden = torch.full((), nothing, dtype=param.dtype, device=device or param.device)
     stored = StoredParameter(hidden.expand(param.shape), param.requires_grad)
     stored.read = read
     return stored

@@ -1,7 +1,7 @@
 """Models out of checkpoints: Hugging Face directories, without the processes that trained them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +18,12 @@ from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.engine.units import find_units
 from pipeline.errors import CheckpointError
 from pipeline.kernels.adamw.definition import round_weights
+from pipeline.models.block_codes import Form
 from pipeline.models.deferred import places
 from pipeline.models.export import export
 from pipeline.models.forward import base_model
 from pipeline.models.lora import Task, add_lora
+from pipeline.models.quantized import quantize_layers, quantized_layers
 from pipeline.models.stream import meta_model
 
 TOKENIZER = "tokenizer"
@@ -40,9 +42,9 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
                 "config": plain.config.to_dict(),
                 "generation": None if generation is None else generation.to_dict(),
                 "lora": _adapter(model) if isinstance(model, PeftModel) else None,
+                "quantize": _quantize(model),
                 "dtypes": {
-                    name: str(param.dtype).removeprefix("torch.")
-                    for name, param in model.named_parameters()
+                    name: str(dtype).removeprefix("torch.") for name, dtype in _dtypes(model)
                 },
             }
     return None
@@ -129,6 +131,10 @@ def _build(
         settings = {key: each for key, each in described["lora"].items() if key != "task"}
         settings["targets"] = tuple(settings["targets"])
         model = add_lora(plain, LoraConfig(**settings), task=task, seed=0)
+    if described.get("quantize") is not None:  # which earlier versions didn't have
+        quantize_layers(model, Form(**described["quantize"]))
+        for name, layer in quantized_layers(model).items():
+            layer.dtype = getattr(torch, described["dtypes"][f"{name}.weight"])
     names = {param: name for name, param in model.named_parameters()}
     made: dict[nn.Parameter, nn.Parameter] = {}
     for _, module, leaf, param in places(model):
@@ -138,6 +144,19 @@ def _build(
             made[param] = stored_like(like, partial(read, names[param], dtype), torch.device("cpu"))
         setattr(module, leaf, made[param])  # all names of a tied parameter get the same one
     return model
+
+
+def _dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    """Of all parameters, and of the weights that quantized layers stand for."""
+    for name, param in model.named_parameters():
+        yield name, param.dtype
+    for name, layer in quantized_layers(model).items():
+        yield f"{name}.weight", layer.dtype
+
+
+def _quantize(model: nn.Module) -> dict[str, Any] | None:
+    forms = [asdict(layer.form) for layer in quantized_layers(model).values()]
+    return forms[0] if forms else None
 
 
 def _adapter(model: PeftModel) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Writing models as Hugging Face directories that plain `transformers` loads."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -15,8 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.files.durable import settle, sync_directory
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
+from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 from pipeline.parallel.mesh import current_mesh
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_DIR = "adapter"
 ADAPTER_PREFIX = "base_model.model."
@@ -52,6 +56,13 @@ def export(
     mesh = current_mesh()
     if mesh.is_main:
         _write(model, named, tokenizer, directory)
+        if isinstance(model, PeftModel) and quantized_layers(model):
+            logger.info(
+                "%s is the quantized base and its adapter, merged; %s/ alone, over the original"
+                " weights, is another model",
+                directory,
+                directory / ADAPTER_DIR,
+            )
     else:
         for _ in named:
             pass
@@ -98,7 +109,8 @@ def _write(
             plain.config.pad_token_id = tokenizer.pad_token_id
         adapter: dict[str, Tensor] = {}
         if isinstance(model, PeftModel):
-            weights = _merged(plain, weights, adapter)
+            merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter)
+            weights = rounded_weights(plain, merged_weights)
         left_out = _left_out(plain)
         weights = ((name, tensor) for name, tensor in weights if name not in left_out)
         if can_stream(plain):

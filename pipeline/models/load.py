@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config import EMBEDDED, FrozenModelConfig, Precision
+from pipeline.config import EMBEDDED, FrozenModelConfig, Precision, TrainedModelConfig
 from pipeline.errors import ModelError, UserError, is_out_of_memory
 from pipeline.installation import TRAIN
 from pipeline.models.attention import RAGGED
@@ -37,9 +37,11 @@ from pipeline.models.directory import (
     check_weights,
     untrusted_code,
 )
+from pipeline.models.draw_layers import draw_layers
 from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.finite import require_finite
 from pipeline.models.packing import how_to_run
+from pipeline.models.quantized import quantized
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
 def load_causal_lm(
     config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, without dropout.
+    """A causal language model in evaluation mode, without dropout; one that learns, not quantized.
 
     With `defer` its weights stay in their files, for an engine that shards them to read.
     """
@@ -114,7 +116,7 @@ def load_causal_lm(
             " depends on what follows it; take another model, or set is_decoder true in its"
             " config.json if it was trained to generate"
         )
-    return _prepared(model, path, device)
+    return _prepared(model, config, device, defer=defer)
 
 
 def load_classifier(
@@ -125,7 +127,7 @@ def load_classifier(
     defer: bool = False,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier in evaluation mode, without dropout.
+    """A sequence classifier in evaluation mode, without dropout; one that learns, not quantized.
 
     A head that the directory doesn't hold, or holds for another number of labels, is drawn from
     N(0, 1 / sqrt(d + 1)), d the hidden size (Stiennon et al. 2020, appendix B). With `defer` the
@@ -157,9 +159,9 @@ def load_classifier(
     model, missing = _build(auto, config, settings, device, defer=defer and not is_redrawn)
     drawn = {name for name in missing if HEAD.match(name)}
     _require_weights(path, missing - drawn)
-    _draw(model, drawn, seed=seed)
+    draw_layers(model, drawn, seed=seed)
     require_known_head(model, path)
-    return _prepared(model, path, device)
+    return _prepared(model, config, device, defer=defer)
 
 
 OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
@@ -186,25 +188,6 @@ def require_known_head(model: PreTrainedModel, path: str) -> None:
             f"{path}: classifiers of its family ({model.config.model_type}) have a head of their"
             " own kind; start from another model"
         )
-
-
-def _draw(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
-    """Draw the layers whose weights are missing."""
-    for name in sorted(names):
-        layer, _, leaf = name.rpartition(".")
-        if leaf == "weight":
-            initialize_head(cast("nn.Linear", model.get_submodule(layer)), seed=seed)
-
-
-def initialize_head(head: nn.Linear, *, seed: int) -> None:
-    """Draw the head's weights from N(0, 1 / sqrt(d + 1)); the same on every process."""
-    generator = torch.Generator().manual_seed(seed)
-    std = (head.in_features + 1) ** -0.5
-    weight = torch.randn(head.weight.shape, generator=generator) * std
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        if head.bias is not None:
-            head.bias.zero_()
 
 
 def load_for_inference(
@@ -317,7 +300,9 @@ def _build(
     return model, set(info["missing_keys"]) | heads
 
 
-def _prepared(model: PreTrainedModel, path: str, device: torch.device) -> PreTrainedModel:
+def _prepared(
+    model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
+) -> PreTrainedModel:
     """On its device, in evaluation mode, packed where that changes nothing.
 
     Raises:
@@ -325,8 +310,11 @@ def _prepared(model: PreTrainedModel, path: str, device: torch.device) -> PreTra
     """
     if how_to_run(model).packed:
         model.set_attn_implementation(RAGGED)
+    if not isinstance(config, TrainedModelConfig) and config.quantize != "none":
+        require_finite(model, model_path(config))
+        quantized(model.requires_grad_(False), config, device=device, lazy=defer)
     nn.Module.to(model, device=device)
-    require_finite(model, path)
+    require_finite(model, model_path(config))
     return model.eval()
 
 

@@ -17,6 +17,7 @@ from pipeline.models.embedded import build_model, build_tokenizer
 from pipeline.models.known import KNOWN
 from pipeline.models.load import errors_only, switch_off_dropout, weight_dtype
 from pipeline.models.lora import Task, add_lora
+from pipeline.models.quantized import quantized
 
 
 def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
@@ -42,8 +43,10 @@ def model_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"the model {path} has no configuration to read ({reason})") from None
     if isinstance(config, TrainedModelConfig):
-        return add_lora(model, config.lora, task=task, seed=0) if config.lora else model
-    return model.requires_grad_(False)
+        if config.lora is None:
+            return model
+        return quantized(add_lora(model, config.lora, task=task, seed=0), config)
+    return quantized(model.requires_grad_(False), config)
 
 
 def _settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:

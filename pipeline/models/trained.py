@@ -17,6 +17,7 @@ from pipeline.models.chat import untrained_tokens
 from pipeline.models.forward import base_model, context_length
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
+from pipeline.models.quantized import quantized
 
 StepT = TypeVar("StepT", bound=StepConfig)
 
@@ -36,14 +37,16 @@ def trained_causal_lm(
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3 its weights stay in their files until the engine reads its pieces of them.
+    At ZeRO stage 3, and where they are quantized, its weights stay in their files until the engine
+    reads its pieces of them.
     """
-    model = load_causal_lm(config, device=device, seed=seed, defer=_is_sharded(config))
+    model = load_causal_lm(config, device=device, seed=seed, defer=_defers(config))
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)
     say_rate(config)
-    return prepared(add_lora(model, config.lora, task="causal", seed=seed), config)
+    adapted = add_lora(model, config.lora, task="causal", seed=seed)
+    return prepared(_quantized(adapted, config), config)
 
 
 def trained_classifier(
@@ -56,16 +59,18 @@ def trained_classifier(
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3 its weights stay in their files until the engine reads its pieces of them.
+    At ZeRO stage 3, and where they are quantized, its weights stay in their files until the engine
+    reads its pieces of them.
     """
     model = load_classifier(
-        config, device=device, seed=seed, defer=_is_sharded(config), num_labels=num_labels
+        config, device=device, seed=seed, defer=_defers(config), num_labels=num_labels
     )
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)
     say_rate(config)
-    return prepared(add_lora(model, config.lora, task="classifier", seed=seed), config)
+    adapted = add_lora(model, config.lora, task="classifier", seed=seed)
+    return prepared(_quantized(adapted, config), config)
 
 
 def say_rate(config: TrainedModelConfig) -> None:
@@ -90,14 +95,37 @@ def say_rate(config: TrainedModelConfig) -> None:
         )
 
 
+def _quantized(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
+    """The model with its base in 4 or 8 bits, if the settings ask for it; how much that saves."""
+    if config.quantize == "none":
+        return model
+    before = frozen_bytes(model)
+    quantized(model, config, lazy=config.zero_stage == 3)
+    logger.info(
+        "%s: the linear weights of the blocks are stored as %s; all frozen weights take %.1f MB"
+        " instead of %.1f MB",
+        config.path,
+        config.quantize,
+        frozen_bytes(model) / 1e6,
+        before / 1e6,
+    )
+    return model
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Of the weights that don't learn, as they are stored."""
+    return sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+
+
 def within_context(config: StepT, model: nn.Module) -> StepT:
     """The settings with `data.max_length` no longer than what the model reads."""
     limit = min(config.data.max_length, context_length(base_model(model)))
     return replace(config, data=replace(config.data, max_length=limit))
 
 
-def _is_sharded(config: TrainedModelConfig) -> bool:
-    return config.zero_stage == 3
+def _defers(config: TrainedModelConfig) -> bool:
+    """Whether no process is to hold the weights whole."""
+    return config.zero_stage == 3 or config.quantize != "none"
 
 
 def _give_rows(

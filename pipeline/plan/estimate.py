@@ -178,7 +178,7 @@ def _work(model: CountedModel) -> Work:
         flops=model_flops(model.present),
         hidden=config.hidden_size,
         vocabulary=0 if model.scores else config.vocab_size,
-        parameters=sum(param.numel() for param in params),
+        parameters=model.parameters,
         trained=sum(param.numel() for param in params if param.requires_grad),
         narrow=model.settings.precision != "fp32",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.cli import read_layers, split_options
-from pipeline.config import check_split
+from pipeline.config import Quantize, check_split
 from pipeline.errors import ConfigError, require
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.methods import check_sections
@@ -118,6 +118,9 @@ class Request(Deployment, Autotuning):
     lora: int | None = None
     """Train adapters of this rank alone, in the steps that run: lora.rank of --sft.model,
     --reward.model, --ppo.actor and --ppo.critic, or --preference.model."""
+
+    quantize: Quantize | None = None
+    """Store weights under adapters in 4 or 8 bits (MODEL.quantize)."""
 
     seed: int | None = None
     """Seed of all three steps; without it 1234."""

@@ -294,15 +294,15 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
 
 
 def _short_forms(stage: Stage, command_line: CommandLine, below: Sequence[Layer]) -> Layer:
-    """The settings that --lr, --batch-size, --epochs and --lora stand for, in a step that runs."""
+    """The settings that --lr, --batch-size, --epochs and others stand for, in a step that runs."""
     request = command_line.request
     if stage.number not in request.step:
         return NOTHING
-    settings: dict[str, Any] = {}
     kinds = get_type_hints(stage.config_class)
     trained = [name for name, kind in kinds.items() if kind is TrainedModelConfig]
-    if request.lora is not None:
-        settings |= {role: {"lora": {"rank": request.lora}} for role in trained}
+    lora = None if request.lora is None else {"rank": request.lora}
+    of_model = _given({"lora": lora, "quantize": request.quantize})
+    settings: dict[str, Any] = {role: dict(of_model) for role in trained if of_model}
     if request.lr is not None:  # the first is the one that the step is about
         settings.setdefault(trained[0], {})["optim"] = {"lr": request.lr}
     if request.batch_size is not None:

@@ -33,6 +33,11 @@ def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:
         actor.relearn()
         name = f"stage {stage}, tp {tp_size}, {'LoRA' if lora else 'all weights'}"
         compared.append((name, actor.replica_logits(), actor.logits()))
+    for stage, tp_size in ((0, 2), (3, 1), (3, 2)):
+        actor = Actor(path, zero_stage=stage, tp_size=tp_size, lora=LORA, quantize="nf4")
+        actor.relearn()
+        name = f"stage {stage}, tp {tp_size}, LoRA on nf4"
+        compared.append((name, actor.replica_logits(), actor.logits()))
     return compared
 
 

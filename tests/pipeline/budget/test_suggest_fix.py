@@ -32,7 +32,7 @@ OFFLOADED = {"model.zero.offload.optimizer": "cpu", "model.zero.offload.gradient
 def toy(config: StepConfig, machine: Machine) -> StepMemory:
     """100 for the model's state, shared out from stage 2 on; 10 for each row, or 2 recomputed."""
     model: TrainedModelConfig = config.model  # pyright: ignore[reportAttributeAccessIssue]
-    state = 100 if model.lora is None else 5
+    state = 100 if model.lora is None else 5 if model.quantize == "none" else 0
     if model.zero_stage >= 2:
         state //= machine.world
     if model.zero.offload.optimizer == "cpu":
@@ -58,6 +58,16 @@ def gpus(count: int, size: int) -> Machine:
             2,
             9,
             {"micro_batch_size": 2, "model.gradient_checkpointing": True, "model.lora.rank": 16},
+        ),
+        (
+            1,
+            2,
+            {
+                "micro_batch_size": 1,
+                "model.gradient_checkpointing": True,
+                "model.lora.rank": 16,
+                "model.quantize": "nf4",
+            },
         ),
         (1, 1, None),
     ],

@@ -63,6 +63,15 @@ def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
     assert said["ppo"].actor.optim.lr == 1e-3
 
 
+def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_learns() -> None:
+    said = configs("--lora", "4", "--quantize", "nf4", "--ppo.critic.quantize", "int8")
+    models = (said["sft"].model, said["reward"].model, said["ppo"].actor, said["ppo"].critic)
+
+    assert [model.quantize for model in models] == ["nf4", "nf4", "nf4", "int8"]
+    with pytest.raises(ConfigError, match=r"sft.model.quantize nf4 .* add adapters"):
+        configs("--quantize", "nf4")
+
+
 def test_dotted_settings_win_over_short_forms_which_win_over_files(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("lr: 1.0e-3\nsft: {model: {optim: {lr: 1.0e-2}}}\n")
     file = ["--config", str(tmp_path / "my.yaml")]
@@ -89,6 +98,7 @@ def test_short_forms_are_for_the_steps_that_run() -> None:
         ("--epochs -1", "--epochs must be above 0, got -1.0"),
         ("--lora 0", "--lora must be above 0, got 0"),
         ("--lora", "--lora takes one value, got none"),
+        ("--quantize nf3", "--quantize must be one of 'none', 'nf4', 'int8' or null, got nf3"),
         ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),
     ],
 )

@@ -1,0 +1,163 @@
+"""Weights in blocks of 4 or 8 bits: the codes, their errors, and pieces that any process reads."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.models.block_codes import (
+    BLOCK,
+    GROUP,
+    NF4,
+    Form,
+    pack,
+    parts_of,
+    unpack,
+)
+
+FORMS = [Form("nf4"), Form("nf4", double=True), Form("int8")]
+SINGLE = Form("nf4")
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype)
+
+
+def again(numbers: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tensor:
+    return unpack(pack(numbers, form), numbers.shape, form, dtype)
+
+
+def test_the_codes_of_nf4_are_quantiles_of_a_normal_distribution() -> None:
+    # QLoRA, equation 4 and appendix E: 8 quantiles below 0 and 9 from 0 on, zero among both.
+    half = torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)
+    other = torch.linspace(0.9677083, 0.5, 8, dtype=torch.float64)
+    quantiles = torch.cat([torch.special.ndtri(half), -torch.special.ndtri(other)[:-1]])
+    expected = (quantiles / quantiles.max()).sort().values
+
+    torch.testing.assert_close(torch.tensor(NF4, dtype=torch.float64), expected, rtol=0, atol=2e-7)
+
+
+def test_a_block_by_hand() -> None:
+    # The largest magnitude is 2: halves of the numbers go to the nearest code, and code by code
+    # into half bytes, the first into the high one.
+    numbers = torch.zeros(BLOCK)
+    numbers[:6] = torch.tensor([2.0, -2.0, 0.1, 0.0, -1.0, 0.9])
+    packed = pack(numbers, SINGLE)
+
+    assert packed["scales"].tolist() == [2.0]
+    assert packed["codes"].tolist() == [0xF0, 0x87, 0x2C, *[0x77] * 29]
+    expected = torch.zeros(BLOCK)
+    expected[:6] = 2 * torch.tensor([1.0, -1.0, NF4[8], 0.0, NF4[2], NF4[12]])
+    assert torch.equal(unpack(packed, numbers.shape, SINGLE, torch.float32), expected)
+
+
+def test_eight_bits_by_hand() -> None:
+    numbers = torch.zeros(BLOCK)
+    numbers[:3] = torch.tensor([-4.0, 2.0, 0.01])
+    packed = pack(numbers, Form("int8"))
+
+    assert packed["codes"][:4].tolist() == [-127, 64, 0, 0]  # 63.5 goes to the even one
+    assert again(numbers, Form("int8"))[:2].tolist() == [-4.0, pytest.approx(64 * 4 / 127)]
+
+
+def test_of_two_equally_near_codes_the_lower_is_taken() -> None:
+    levels = torch.tensor(NF4)
+    numbers = torch.zeros(BLOCK)
+    numbers[0] = 1.0
+    numbers[1:16] = (levels[1:] + levels[:-1]) / 2
+
+    assert torch.equal(again(numbers, SINGLE)[1:16], levels[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bitsandbytes_has_the_same_codes_scales_and_numbers(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peer = pytest.importorskip("bitsandbytes.functional")
+    numbers = weight(96, 320, dtype=dtype)
+    codes, state = peer.quantize_4bit(numbers, quant_type="nf4", blocksize=BLOCK)
+    packed = pack(numbers, SINGLE)
+
+    assert torch.equal(packed["codes"], codes.view(-1))
+    assert torch.equal(packed["scales"], state.absmax.float())
+    assert torch.equal(
+        unpack(packed, numbers.shape, SINGLE, dtype), peer.dequantize_4bit(codes, state)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_weight_is_further_off_than_half_a_gap_between_codes(
+    form: Form, dtype: torch.dtype
+) -> None:
+    numbers = weight(301, 257, dtype=dtype)  # the last block is not full
+    got = again(numbers, form).flatten()
+    padded = torch.nn.functional.pad(numbers.float().flatten(), (0, -numbers.numel() % BLOCK))
+    largest = padded.view(-1, BLOCK).abs().amax(1)
+    # Between -1 and the next code lies the widest gap of NF4.
+    gap = (NF4[1] - NF4[0]) / 2 if form.codes == "nf4" else 1 / 254
+    bound = largest * gap
+    if form.double:  # a scale is off by half a step between the largest and the smallest at most
+        scales = torch.nn.functional.pad(
+            largest, (0, -len(largest) % GROUP), value=largest[-1].item()
+        )
+        low, high = scales.view(-1, GROUP).aminmax(dim=1)
+        bound += ((high - low) / 510).repeat_interleave(GROUP)[: len(bound)]
+    error = (got - numbers.float().flatten()).abs()
+
+    assert (error <= bound.repeat_interleave(BLOCK)[: len(error)] * (1 + 1e-5) + 1e-8).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "share"), [(SINGLE, 0.093), (Form("nf4", double=True), 0.093), (Form("int8"), 0.007)]
+)
+def test_how_far_off_normal_weights_are_as_a_whole(form: Form, share: float) -> None:
+    numbers = weight(256, 256)
+
+    assert (again(numbers, form) - numbers).norm() < share * numbers.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_quantized_is_quantized_to_itself(form: Form) -> None:
+    once = again(weight(64, 64), Form(form.codes))
+
+    assert torch.allclose(again(once, Form(form.codes)), once, rtol=1e-6, atol=0)
+    assert torch.equal(again(torch.zeros(3, 5), form), torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_of_each_weight(form: Form) -> None:
+    numbers = weight(512, 256)
+    sizes = {"nf4": 4.5, "int8": 8.5}
+    expected = 4 + 8 / BLOCK + 64 / (BLOCK * GROUP) if form.double else sizes[form.codes]
+
+    for each in (numbers, numbers.to("meta")):
+        packed = pack(each, form)
+        assert 8 * sum(vector.nbytes for vector in packed.values()) / each.numel() == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_piece_of_the_vectors_is_computed_of_the_weights_that_it_needs(form: Form) -> None:
+    numbers = weight(611, 83).flatten()
+    packed = pack(numbers, form)
+
+    for name, part in parts_of(form).items():
+        whole = packed[name]
+        assert part.numel(len(numbers)) == len(whole)
+        for start, stop in ((0, len(whole)), (0, 1), (len(whole) - 1, len(whole)), (3, 290)):
+            begin, end, first = part.stretch(start, min(stop, len(whole)))
+            of_piece = pack(numbers[begin:end], form)[name]
+            got = of_piece[start - first : stop - first]
+            assert torch.equal(got, whole[start:stop]), (name, start, stop)
+
+
+def test_pieces_that_are_packed_at_once_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = weight(64, 100)
+    for form in FORMS:
+        whole, unpacked = pack(numbers, form), again(numbers, form)
+        with monkeypatch.context() as patch:
+            patch.setattr("pipeline.models.block_codes.AT_ONCE", 2 * BLOCK)
+            cut = pack(numbers, form)
+            assert torch.equal(again(numbers, form), unpacked)
+        assert all(torch.equal(cut[name], vector) for name, vector in whole.items())
