@@ -68,8 +68,8 @@ def test_short_forms_stand_for_sources_with_names_of_their_own() -> None:
 
     found = [(source.name, source.kind, source.path, source.pattern) for source in config.rewards]
     assert found == [
-        ("check", "function", "a.py:check", None),
-        ("check_2", "function", "b.py:check", None),
+        ("check", "function", "a.py:check", ""),
+        ("check_2", "function", "b.py:check", ""),
         ("regex", "regex", None, "^#"),
     ]
 
