@@ -2,9 +2,9 @@
 
 python -m benchmarks.imbalanced_labels rows.csv --rows 6000 --share 0.05
 
-Training prompts are step 2's, whose responses are drawn as its pairs are; the held-out file
-(`rows_eval.csv`) has the task's held-out prompts, each with one response of a class, as often as
-in training.
+Training prompts are step 2's, whose responses are drawn as its pairs are; `rows_choice.csv` has
+other prompts of step 2, for the choice of settings, and `rows_eval.csv` the task's held-out
+prompts, with responses of each class as often as in training.
 """
 
 import argparse
@@ -41,15 +41,21 @@ def write(path: Path, lines: list[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the three files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--rows", type=int, default=6000)
+    parser.add_argument("--choice", type=int, default=2000)
     parser.add_argument("--held-out", type=int, default=3000)
     parser.add_argument("--share", type=float, default=0.05)
     options = parser.parse_args()
-    questions = training_questions(step=2, seed=0, count=options.rows)
-    write(options.path, rows(questions, share=options.share, random=Random("training")))
+    questions = training_questions(step=2, seed=0, count=options.rows + options.choice)
+    write(
+        options.path,
+        rows(questions[: options.rows], share=options.share, random=Random("training")),
+    )
+    choice = options.path.with_stem(f"{options.path.stem}_choice")
+    write(choice, rows(questions[options.rows :], share=options.share, random=Random("choice")))
     random = Random("held out")
     drawn = random.choices(held_out_questions(), k=options.held_out)
     held_out = options.path.with_stem(f"{options.path.stem}_eval")

@@ -20,6 +20,7 @@ from pipeline.data.stages import StageData
 from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
+from pipeline.engine.parts import KnowsHealth
 from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
@@ -98,24 +99,39 @@ class Training(Generic[C, R]):
         export(self.model, self.rows.tokenizer, self.config.output_dir, weights=self.engine)
 
 
+def steps_between_evaluations(config: StepConfig, rows: Rows, held_out: Sequence[object]) -> int:
+    """When a step evaluates that learns from these rows, and evaluates on those held out."""
+    return evaluation_interval(
+        config.eval_every,
+        total_steps=rows.total_steps,
+        cost=FORWARD_SHARE * len(held_out) / config.batch_size,
+    )
+
+
 def set_up(
-    config: C, model: nn.Module, engine: Engine, rows: Rows, held_out: Sequence[R], run: Run
+    config: C,
+    model: nn.Module,
+    engine: Engine,
+    rows: Rows,
+    held_out: Sequence[R],
+    run: Run,
+    guards: KnowsHealth | None = None,
 ) -> Training[C, R]:
-    """Record the step's prompts, decide when it evaluates, and load its state with `resume`."""
+    """Record the step's prompts, decide when it evaluates, and load its state with `resume`.
+
+    `guards`, where there are any, are part of that state.
+    """
     record_prompts(rows.data.prompts, config)
     best = BestWeights(engine, keep=config.keep_best)
     checkpoints = Checkpoints(
         run,
         engines={"model": engine},
-        parts={"stream": rows.stream, "best": best},
+        parts={"stream": rows.stream, "best": best, "guards": guards},
         tokenizer=rows.tokenizer,
         data=fingerprint(rows.data.train),
+        guards=guards,
     )
-    every = evaluation_interval(
-        config.eval_every,
-        total_steps=rows.total_steps,
-        cost=FORWARD_SHARE * len(held_out) / config.batch_size,
-    )
+    every = steps_between_evaluations(config, rows, held_out)
     return Training(config, model, engine, rows, held_out, best, checkpoints, every)
 
 

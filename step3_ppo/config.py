@@ -18,8 +18,9 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.errors import require
+from pipeline.guards.settings import check_guards, completed
 from pipeline.settings.plain import Option
-from step3_ppo.guard_settings import GuardSettings, check_guards, completed
+from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
 from step3_ppo.method_checks import check_method
 from step3_ppo.methods import METHODS
 from step3_ppo.needs import ESTIMATOR_NEEDS
@@ -268,6 +269,17 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         """`kl_coef` where there is a KL penalty at all."""
         return 0.0 if self.kl_in == "none" else self.kl_coef
 
+    def _complete_guards(self) -> None:
+        """Add the usual guards to those that are given; refuse what can't do what it says."""
+        object.__setattr__(self, "guards", completed(self.guards, WARNING))
+        lacking = unmeasured(
+            gold=self.gold is not None,
+            critic=self.has_critic,
+            groups=self.group_size > 1,
+            sources=bool(self.rewards),
+        )
+        check_guards(self.guards, WARNING, section="ppo", lacking=lacking, every=self.save_interval)
+
     @property
     def overlong_tokens(self) -> float:
         """`overlong_buffer` in tokens."""
@@ -349,8 +361,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         check_environment(self)
         check_rewards(self)
         check_tasks(self)
-        object.__setattr__(self, "guards", completed(self.guards))
-        check_guards(self)
+        self._complete_guards()
         for source in self.rewards:
             if source.kind == MODEL and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))

@@ -24,6 +24,7 @@ from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
 from pipeline.errors import require
 from pipeline.evaluations import evaluation_interval
+from pipeline.guards.guards import Guards
 from pipeline.models.card import Card
 from pipeline.models.load import model_path
 from pipeline.origin import training_at
@@ -31,7 +32,6 @@ from pipeline.run import Run
 from step3_ppo.comparison import answer_all
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import HeldOut
-from step3_ppo.guards import Guards
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 from step3_ppo.reward_sources import GOLD

@@ -1,14 +1,11 @@
 """What the guards' signals are in numbers, and what each says of a run in a sentence."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from step3_ppo.guard_settings import GuardConfig, Signal
-
-Metrics = Mapping[str, float]
-
-OF_THE_START = ("entropy", "response_length", "stop_rate")
-"""Metrics of the first rollout that later ones are compared with."""
+from pipeline.guards.settings import Guard
+from pipeline.guards.signals import Metrics, Signals, percent
+from pipeline.guards.trends import change, slope_in_errors
 
 OF_DIVERGENCE = ("score", "score_stderr", "gold", "gold_stderr")
 """Metrics whose course over some iterations is looked at: means and their standard errors."""
@@ -17,31 +14,47 @@ LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tok
 """Of an episode, by the metric of the share that each ended."""
 
 
-def value_of(signal: Signal, metrics: Metrics, first: Metrics) -> float | None:
-    """The signal in the unit of its limit; None where it was not measured.
+@dataclass(frozen=True)
+class RLSignals(Signals):
+    """The signals of an iteration of step 3."""
 
-    Args:
-        signal: any but `divergence`, which is no number of one iteration.
-        metrics: of the iteration.
-        first: `OF_THE_START`.
-    """
-    match signal:
-        case "kl_per_token":
-            return metrics["kl"] / metrics["response_length"]
-        case "entropy" | "response_length":
-            return metrics[signal] / first[signal] if first[signal] > 0 else 1.0
-        case "stop_rate":
-            return first["stop_rate"] - metrics["stop_rate"]
-        case _:
-            return metrics.get(signal)
+    scores_ends: bool = True
+    """Whether `ppo.missing_eos_score` bounds what responses without an end count."""
 
+    OF_THE_START = ("entropy", "response_length", "stop_rate")
+    OF_TRENDS = OF_DIVERGENCE
+    UNIT = "iteration"
+    SLOWER = "half the learning rate and twice kl_coef"
 
-def is_beyond(guard: GuardConfig, metrics: Metrics, first: Metrics) -> bool:
-    """Whether the signal is beyond the guard's limit; never where it was not measured."""
-    value = value_of(guard.signal, metrics, first)
-    if value is None:
-        return False
-    return value < guard.limit if guard.is_lower else value > guard.limit
+    def value_of(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
+        """The signal in the unit of its limit; None where it was not measured."""
+        match signal:
+            case "kl_per_token":
+                return metrics["kl"] / metrics["response_length"]
+            case "entropy" | "response_length":
+                return metrics[signal] / first[signal] if first[signal] > 0 else 1.0
+            case "stop_rate":
+                return first["stop_rate"] - metrics["stop_rate"]
+            case _:
+                return metrics.get(signal)
+
+    def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
+        """Whether the run diverges from gold."""
+        return diverges(history, errors=guard.limit)
+
+    def sentence_of(
+        self, guard: Guard, metrics: Metrics, first: Metrics, history: Sequence[Metrics]
+    ) -> str:
+        """What is out of order, and what may help."""
+        if guard.signal == "divergence":
+            return _divergence(history)
+        if guard.signal == "stop_rate":
+            return (
+                f"{percent(metrics['stop_rate'])} of responses end by themselves, against"
+                f" {percent(first['stop_rate'])} at first:"
+                f" {_ends(metrics, scores_ends=self.scores_ends)}"
+            )
+        return SENTENCES[guard.signal](metrics, first, guard.limit)
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
@@ -59,58 +72,6 @@ def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
         for name in ("score", "gold")
     )
     return proxy > errors and gold < -errors
-
-
-def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
-    """The slope of the least-squares line through equally spaced means, in its standard errors.
-
-    With t the centred places: slope = sum(t y) / sum(t^2), of variance sum(t^2 e^2) / sum(t^2)^2,
-    where e are the standard errors of the means. Infinite where there is a slope and no error.
-    """
-    places = _centred(len(values))
-    rise = math.fsum(t * y for t, y in zip(places, values, strict=True))
-    error = math.sqrt(math.fsum((t * e) ** 2 for t, e in zip(places, errors, strict=True)))
-    if error == 0:
-        return 0.0 if rise == 0 else math.copysign(math.inf, rise)
-    return rise / error
-
-
-def change(values: Sequence[float]) -> float:
-    """From the first to the last place of the least-squares line through equally spaced values."""
-    places = _centred(len(values))
-    slope = math.fsum(t * y for t, y in zip(places, values, strict=True))
-    return slope / math.fsum(t * t for t in places) * (len(values) - 1)
-
-
-def _centred(count: int) -> list[float]:
-    return [place - (count - 1) / 2 for place in range(count)]
-
-
-def sentence_of(
-    guard: GuardConfig,
-    metrics: Metrics,
-    first: Metrics,
-    history: Sequence[Metrics],
-    *,
-    scores_ends: bool,
-) -> str:
-    """What is out of order, and what may help.
-
-    Args:
-        guard: whose signal is beyond its limit.
-        metrics: of the iteration.
-        first: `OF_THE_START`.
-        history: the last iterations, where the guard looks at several.
-        scores_ends: whether `ppo.missing_eos_score` bounds what responses without an end count.
-    """
-    if guard.signal == "divergence":
-        return _divergence(history)
-    if guard.signal == "stop_rate":
-        return (
-            f"{_percent(metrics['stop_rate'])} of responses end by themselves, against"
-            f" {_percent(first['stop_rate'])} at first: {_ends(metrics, scores_ends=scores_ends)}"
-        )
-    return SENTENCES[guard.signal](metrics, first, guard.limit)
 
 
 def _divergence(history: Sequence[Metrics]) -> str:
@@ -173,8 +134,8 @@ def _length(metrics: Metrics, first: Metrics, _: float) -> str:
 
 def _repetition(metrics: Metrics, _: Metrics, limit: float) -> str:
     return (
-        f"{_percent(metrics['repetition'])} of tokens repeat a phrase of their response, beyond"
-        f" {_percent(limit)}: responses run in loops; raise ppo.kl_coef, or take repetition off"
+        f"{percent(metrics['repetition'])} of tokens repeat a phrase of their response, beyond"
+        f" {percent(limit)}: responses run in loops; raise ppo.kl_coef, or take repetition off"
         " the reward"
     )
 
@@ -196,15 +157,15 @@ def _skipped(metrics: Metrics, _: Metrics, limit: float) -> str:
 
 def _dead_groups(metrics: Metrics, _: Metrics, limit: float) -> str:
     return (
-        f"{_percent(metrics['dead_groups'])} of prompts have responses of equal rewards, beyond"
-        f" {_percent(limit)}: they teach nothing; take other prompts, or set ppo.dynamic_sampling"
+        f"{percent(metrics['dead_groups'])} of prompts have responses of equal rewards, beyond"
+        f" {percent(limit)}: they teach nothing; take other prompts, or set ppo.dynamic_sampling"
     )
 
 
 def _reward_failures(metrics: Metrics, _: Metrics, limit: float) -> str:
     return (
-        f"{_percent(metrics['reward_failures'])} of responses have no reward, beyond"
-        f" {_percent(limit)}: look at why they failed, or raise ppo.reward_timeout"
+        f"{percent(metrics['reward_failures'])} of responses have no reward, beyond"
+        f" {percent(limit)}: look at why they failed, or raise ppo.reward_timeout"
     )
 
 
@@ -215,11 +176,7 @@ def _rollout_gap(metrics: Metrics, _: Metrics, limit: float) -> str:
     )
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-SENTENCES: Mapping[Signal, Callable[[Metrics, Metrics, float], str]] = {
+SENTENCES: Mapping[str, Callable[[Metrics, Metrics, float], str]] = {
     "kl": _kl,
     "kl_per_token": _kl_per_token,
     "ratio_max": _ratio,

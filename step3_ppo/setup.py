@@ -8,13 +8,15 @@ from transformers import PreTrainedTokenizerBase
 from inference.self_test import check_generation
 from pipeline.checkpoints import Checkpoints
 from pipeline.data.chat_format import ChatFormat
+from pipeline.guards.guards import Guards
+from pipeline.guards.rollback import Guarded
 from pipeline.models.export import export
 from pipeline.models.trained import within_context
 from pipeline.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.course import Course
 from step3_ppo.ema import Ema
-from step3_ppo.guards import Guards
+from step3_ppo.guard_signals import RLSignals
 from step3_ppo.kl import KLController
 from step3_ppo.models import Models, load_models
 from step3_ppo.prompts import Prompts
@@ -39,6 +41,11 @@ class Setup:
     guards: Guards
     course: Course
     checkpoints: Checkpoints
+
+    @property
+    def guarded(self) -> Guarded:
+        """The run, as guards watch it."""
+        return Guarded(self.guards, self.checkpoints, slow_down=lambda: slow_down(self))
 
     def export_actor(self) -> None:
         """Write the actor with its present weights to the output directory."""
@@ -72,7 +79,7 @@ def set_up(
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, within_context(config, models.policy), prompts.record)
     scores_ends = config.uses_reward_model and config.missing_eos_score is not None
-    guards = Guards(config.guards, scores_ends=scores_ends)
+    guards = Guards(config.guards, RLSignals(scores_ends=scores_ends))
     checkpoints = Checkpoints(
         run,
         engines=models.trained,

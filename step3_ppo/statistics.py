@@ -3,6 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from evaluation.repetition import repeated_trigrams
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.correction import effective_share
 from step3_ppo.groups import are_equal, group_std
@@ -141,6 +142,5 @@ def repeated_tokens(experience: Experience) -> int:
             for token, trained in zip(sequence.input_ids, sequence.trained, strict=True)
             if trained
         ]
-        trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
-        repeated += len(trigrams) - len(set(trigrams))
+        repeated += repeated_trigrams(ids)
     return repeated

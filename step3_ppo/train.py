@@ -30,7 +30,6 @@ from step3_ppo.off_policy import check_rollout_gap
 from step3_ppo.prompts import load_prompts
 from step3_ppo.response_rewards import rewards_of
 from step3_ppo.reward_sources import RewardSources
-from step3_ppo.rollback import guard
 from step3_ppo.rollout import compute_advantages, score_responses
 from step3_ppo.sampling import sample_rollout
 from step3_ppo.setup import Setup, set_up
@@ -54,7 +53,7 @@ def train(config: PPOConfig) -> Path:
             for step in ppo.checkpoints.steps(enough=lambda: ppo.guards.stopped):
                 metrics = iterate(ppo, config, run, step=step)
                 ppo.course.look(step, run)
-                guard(ppo, run, step, metrics)
+                ppo.guarded.look(step, metrics)
         export_models(ppo.models, ppo.ema, run, best=ppo.course.best)
         ppo.course.end(run, ppo.guards)
     return config.output_dir

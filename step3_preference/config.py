@@ -17,11 +17,13 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.errors import require
+from pipeline.guards.settings import check_guards, completed
+from step3_preference.guard_settings import KNOWN, OF_ANSWERS, WARNING, GuardSettings
 from step3_preference.methods import METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(TaskSettings, StepConfig):
+class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Step 3 without RL: the actor learns from pairs of responses, or from good and bad ones."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
@@ -197,6 +199,8 @@ class PreferenceConfig(TaskSettings, StepConfig):
             " preference.label_smoothing",
         )
         self._check_loss()
+        object.__setattr__(self, "guards", completed(self.guards, WARNING))
+        self._check_guards()
         require(
             self.patience is None or self.patience > 0,
             f"preference.patience must be above 0 or null, got {self.patience}",
@@ -205,6 +209,23 @@ class PreferenceConfig(TaskSettings, StepConfig):
             self.patience is None or self.eval_every != 0,
             "preference.patience counts evaluations: eval_every must not be 0",
         )
+
+    def _check_guards(self) -> None:
+        """Refuse guards that would never look, or can't do what they say."""
+        unanswered = dict.fromkeys(OF_ANSWERS, "preference.eval_prompts, which are answered")
+        check_guards(
+            *(self.guards, KNOWN),
+            section="preference",
+            lacking={} if self.eval_prompts else unanswered,
+            every=self.save_interval,
+            unit="steps",
+        )
+        for guard in self.acting_guards[:1]:
+            require(
+                self.eval_every != 0,
+                f"preference.guards: {guard.signal} with action {guard.action} looks at"
+                " evaluations: eval_every must not be 0",
+            )
 
     def _check_loss(self) -> None:
         """Refuse settings that the loss has no use for."""

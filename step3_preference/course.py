@@ -14,6 +14,7 @@ from pipeline.config import EMBEDDED
 from pipeline.divergence import check_finite, check_start
 from pipeline.engine.best import BestWeights
 from pipeline.errors import require
+from pipeline.guards.guards import Guards
 from pipeline.models.card import Card
 from pipeline.models.load import model_path
 from pipeline.offline import Training
@@ -27,9 +28,6 @@ from step3_preference.reference import Reference
 from step3_preference.rows import Row
 
 logger = logging.getLogger(__name__)
-
-LOST_ENDS = 0.05
-"""Of the stop rate of sampled answers: a fall by more is warned of."""
 
 
 class Course:
@@ -49,15 +47,14 @@ class Course:
         self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
         self.watched = self.held_out.on(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
-        self.warned = False
 
     @property
     def best(self) -> BestWeights:
         """The best weights so far."""
         return self.training.best
 
-    def begin(self, checkpoints: Checkpoints, run: Run) -> None:
-        """Evaluate the actor as it begins; it is the first candidate.
+    def begin(self, checkpoints: Checkpoints, run: Run) -> dict[str, float]:
+        """Evaluate the actor as it begins; it is the first candidate. Returns its figures.
 
         Raises:
             ModelError: its figures are not finite.
@@ -74,21 +71,22 @@ class Course:
         check_start(self.config.model.path, self.first)
         self.before = Answers.read(checkpoints.once("before", lambda: asdict(self._answer_all())))
         self.first_tasks = checkpoints.once("tasks", self.tasks.metrics)
-        if checkpoints.done == 0:
+        answers = self.before.sampled[: len(self.watched.prompts)]
+        figures = {**self.first, **self._answered(answers, kl=self.before.kl)}
+        if checkpoints.is_new:
             self.best.update(self.first["loss"], step=0)
-            answers = self.before.sampled[: len(self.watched.prompts)]
             details = {"began_from": training or path, **self._by_prompt(answers)}
-            figures = {**self.first, **self._answered(answers, kl=self.before.kl)}
             run.evaluated(0, {**figures, **self.first_tasks}, details=details)
+        return figures
 
-    def look(self, step: int, run: Run) -> None:
-        """After optimizer step `step` evaluate the actor, where that is due.
+    def look(self, step: int, run: Run) -> dict[str, float]:
+        """After optimizer step `step` evaluate the actor, where that is due; its figures.
 
         Raises:
             DivergedError: its figures are not finite.
         """
         if not self.training.evaluates_after(step):
-            return
+            return {}
         figures = self._rows()
         self.best.update(figures["loss"], step=step)
         details: dict[str, object] = {}
@@ -97,12 +95,13 @@ class Course:
                 responses = self.watched.respond(actor, temperature=self.config.temperature)
             answers = self.watched.answers(responses)
             figures |= self._answered(answers, kl=self.watched.kl(responses))
+            figures["sampled_repetition"] = self.watched.repetition(responses)
             details = self._by_prompt(answers)
-            self._warn_of_lost_ends(step, figures["sampled_stop_rate"])
         run.evaluated(step, {**figures, **self.tasks.metrics()}, details=details)
         check_finite(f"of held-out rows after step {step}", figures)
+        return figures
 
-    def end(self, run: Run) -> None:
+    def end(self, run: Run, guards: Guards) -> None:
         """Let the exported actor and the base answer all prompts; write samples and the result."""
         rows, after, config = self._rows(), self._answer_all(), self.config
         best = self.best
@@ -119,9 +118,12 @@ class Course:
         exported = self.held_out.by_prompt(after.sampled)
         details = {"eval_by_prompt": {"exported": exported}} if exported else {}
         plain = {name: each for name, each in evaluation.items() if each is not None}
-        run.evaluated(run.total_steps, plain, details=details)
+        ended = run.step if guards.stopped else run.total_steps
+        run.evaluated(ended, plain, details=details)
         say_where_it_ended(self.first, rows, best, config)
-        tasks = self.tasks.summary(self.first_tasks, changed=best.step != best.last_step)
+        tasks = self.tasks.summary(
+            self.first_tasks, changed=best.step != best.last_step or guards.stopped
+        )
         begins_with_base = config.model.path == config.base.path
         before = "base" if begins_with_base else "step1_sft"
         sampled = {before: self.before.sampled, config.step_name: after.sampled}
@@ -136,7 +138,11 @@ class Course:
             config.model.path or EMBEDDED,
             (config.method,),
         )
-        run.finish(eval={**evaluation, **verification, **tasks}, models={"actor": card})
+        run.finish(
+            eval={**evaluation, **verification, **tasks},
+            models={"actor": card},
+            **({"guards": guards.acted} if guards.acted else {}),
+        )
 
     def _rows(self) -> dict[str, float]:
         return evaluate_rows(self.training.held_out, self.reference, self.config)
@@ -194,17 +200,6 @@ class Course:
             "sampled_stop_rate": stop_rate(after.sampled),
             **scored,
         }
-
-    def _warn_of_lost_ends(self, step: int, rate: float) -> None:
-        at_first = stop_rate(self.before.sampled[: len(self.watched.prompts)])
-        if rate < at_first - LOST_ENDS and not self.warned:
-            self.warned = True
-            logger.warning(
-                "after step %d %.0f %% of sampled answers end by themselves, of the actor as it"
-                " began %.0f %%: the end of a turn is common to both responses and loses its"
-                " probability with them; set preference.nll_coef (0.1 to 1), or lower the rate",
-                *(step, 100 * rate, 100 * at_first),
-            )
 
 
 def say_where_it_ended(

@@ -8,6 +8,7 @@ from evaluation.answering import Chat
 from evaluation.answers import Answer
 from evaluation.held_out import HeldOutPrompts, Prompt
 from evaluation.in_training import Generating
+from evaluation.repetition import repeated_trigrams
 from inference.generation import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate_part, local_micro_batches
@@ -145,6 +146,14 @@ class HeldOut(HeldOutPrompts):
             [((own - reference) * counted).sum().item(), sum(self.counted)]
         )
         return total / count
+
+    def repetition(self, responses: Sequence[Response]) -> float:
+        """Share of the tokens of the actor's responses that end a repeated trigram."""
+        counted = [each for each, is_own in zip(responses, self.counted, strict=True) if is_own]
+        repeated = sum(repeated_trigrams(each.ids) for each in counted)
+        tokens = sum(len(each.ids) for each in counted)
+        repeated, tokens = self.data.sums([repeated, tokens])
+        return repeated / max(1, tokens)
 
     def _logp(self, rows: Sequence[Encoded]) -> torch.Tensor:
         """The log-probability of each response of this process."""

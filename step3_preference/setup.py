@@ -7,6 +7,8 @@ import torch
 from pipeline import offline
 from pipeline.config import FrozenModelConfig
 from pipeline.engine.engine import Engine
+from pipeline.guards.guards import Guards
+from pipeline.guards.rollback import Guarded
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy, base_model, context_length
 from pipeline.models.load import model_path
@@ -17,6 +19,7 @@ from pipeline.parallel.device import local_device
 from pipeline.run import Run
 from step3_preference.config import PreferenceConfig
 from step3_preference.course import Course
+from step3_preference.guard_signals import PreferenceSignals
 from step3_preference.reference import Reference, Start, open_reference
 from step3_preference.rows import Row
 from step3_preference.store import RowStore
@@ -30,6 +33,16 @@ class Setup:
     store: RowStore
     reference: Reference
     course: Course
+    guards: Guards
+
+    @property
+    def guarded(self) -> Guarded:
+        """The run, as guards watch it."""
+        return Guarded(self.guards, self.training.checkpoints, slow_down=self.slow_down)
+
+    def slow_down(self) -> None:
+        """After each rollback learn half as fast."""
+        self.training.engine.lr_scale = 0.5**self.guards.rollbacks
 
     def export(self) -> None:
         """Write the actor with its present weights to the output directory."""
@@ -74,7 +87,11 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     # Both before any state is loaded: they are of the weights that the run begins with.
     start = Start(engine)
     reference = open_reference(start, rows, store, config)
-    training = offline.set_up(config, model, engine, rows, store.held_out, run)
+    interval = offline.steps_between_evaluations(config, rows, store.held_out)
+    guards = Guards(config.guards, PreferenceSignals(), interval)
+    training = offline.set_up(config, model, engine, rows, store.held_out, run, guards)
     course = Course(training, reference)
-    course.begin(training.checkpoints, run)
-    return Setup(training, store, reference, course)
+    guards.first = course.begin(training.checkpoints, run)
+    setup = Setup(training, store, reference, course, guards)
+    setup.slow_down()
+    return setup

@@ -39,15 +39,17 @@ def train(config: PreferenceConfig) -> Path:
         course, training = setup.course, setup.training
 
         def enough() -> bool:
-            return course.best.worse_in_a_row == config.patience
+            return setup.guards.stopped or course.best.worse_in_a_row == config.patience
 
         with keeping_best(run, course.best, setup.export, model=config.model):
             for step in training.checkpoints.steps(enough=enough):
                 learn(setup, run, step=step)
-                course.look(step, run)
+                figures = course.look(step, run)
+                if figures:
+                    setup.guarded.look(step, figures)
         course.best.restore()
         setup.export()
-        course.end(run)
+        course.end(run, setup.guards)
     return config.output_dir
 
 

@@ -37,7 +37,7 @@ FLOORS = (
     {"models"},
     {"run"},
     {"checkpoints", "divergence", "evaluations", "budget"},
-    {"offline", "plan", "report", "run_step"},
+    {"guards", "offline", "plan", "report", "run_step"},
     {"autotune"},
     {"orchestrator"},
 )

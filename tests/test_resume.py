@@ -26,6 +26,8 @@ from step2_reward.config import RewardConfig
 from step2_reward.train import train as train_reward
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train as train_ppo
+from step3_preference.config import PreferenceConfig
+from step3_preference.train import train as train_preference
 from tests.distributed import run_ranks
 from tests.step3_ppo.toy import save_models
 
@@ -96,6 +98,8 @@ def run(config: StepConfig) -> None:
             train_reward(config)
         case PPOConfig():
             train_ppo(config)
+        case PreferenceConfig():
+            train_preference(config)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -224,6 +224,8 @@ nonsense | 'nonsense' | options start with --
 --ppo.guards '[{"signal":"divergence","limit":3}]' | divergence can't be measured | ppo.gold
 --ppo.guards '[{"signal":"dead_groups","limit":0.5}]' | dead_groups | ppo.group_size
 --ppo.guards '[{"signal":"kl","limit":9,"action":"stop"}]' | kl with action stop | save_every
+--method dpo --guards strict | preference.guards: kl_per_token with action rollback | set save_every
+--method dpo --preference.guards '[{"signal":"lost","limit":2}]' | preference.guards | 'chosen_nll'
 --environment game.py | FILE.py:CLASS | guessing
 --environment none.py:Game | there is no file none.py | ppo.environment
 --environment score.py:Game | has no `class Game` | ppo.environment

@@ -28,7 +28,8 @@ class KeepsWeights(Protocol):
     weights: list[Tensor]
 
 
-class KnowsHealth(Protocol):
+@runtime_checkable
+class KnowsHealth(Stateful, Protocol):
     """What knows whether a run is healthy, so that it can go back to where it was."""
 
     @property

@@ -19,12 +19,15 @@ class GuardEvent:
     sentence: str
 
     to: int | None
-    """The iteration that the run went back to."""
+    """The step that the run went back to."""
+
+    unit: str = "iteration"
+    """What the run's steps are called."""
 
     @property
     def words(self) -> str:
         """What was done."""
-        at = f"iteration {self.to}" if self.to else "the start"
+        at = f"{self.unit} {self.to}" if self.to else "the start"
         if self.action == "stop":
             return f"ended with {at}"
         return f"back to {at}" if self.action == "rollback" else "warned"
@@ -60,14 +63,14 @@ def sentence_of(step: StepResult) -> str:
     if not acted:
         return ""
     last = acted[-1]
-    at = f"iteration {last.to}" if last.to else "its start"
+    at = f"{last.unit} {last.to}" if last.to else "its start"
     if last.action == "stop":
         return (
-            f"A guard ended {step.name} after iteration {last.step}, with the actor of {at}:"
+            f"A guard ended {step.name} after {last.unit} {last.step}, with the actor of {at}:"
             f" {last.sentence}"
         )
     times = "back" if len(acted) == 1 else f"back {len(acted)} times, at last"
-    return f"A guard took {step.name} {times} from iteration {last.step} to {at}: {last.sentence}"
+    return f"A guard took {step.name} {times} from {last.unit} {last.step} to {at}: {last.sentence}"
 
 
 def _events(lines: Sequence[Line]) -> Iterator[GuardEvent]:
@@ -79,4 +82,5 @@ def _events(lines: Sequence[Line]) -> Iterator[GuardEvent]:
             action=str(guard.get("action", "")),
             sentence=str(guard.get("sentence", "")),
             to=None if to is None else int(to),
+            unit=str(guard.get("unit", "iteration")),
         )

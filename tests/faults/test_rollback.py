@@ -9,7 +9,10 @@ import pytest
 
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
+from step3_preference.config import PreferenceConfig
+from step3_preference.guard_settings import GuardConfig as PreferenceGuard
 from tests.faults.jobs import Forked, run_forked, small
+from tests.step3_preference.toy import save_toy, toy_config
 from tests.test_resume import exported, metrics
 
 ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback")
@@ -29,6 +32,13 @@ POINTS = [
 def guarded(start: Path, out: Path) -> PPOConfig:
     """Two rollbacks from iteration 2 to the start, and the end there: six iterations in all."""
     return small(start, "ppo", output_dir=out, guards=(ALWAYS,), keep_last=2, eval_every=1)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("preference")
+    save_toy(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +85,43 @@ def test_a_run_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
     assert metrics(tmp_path) == metrics(whole)
     assert exported(tmp_path) == exported(whole)
     assert left(tmp_path) == left(whole)
+
+
+@pytest.fixture(scope="module")
+def whole_dpo(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole_dpo")
+    assert run_forked(preferring(toy, out)) == [0, 0]
+    return out
+
+
+def preferring(toy: Path, out: Path) -> PreferenceConfig:
+    """The same of a run that learns from pairs."""
+    always = PreferenceGuard(signal="repetition", limit=-1.0, window=1, action="rollback")
+    settings = {"guards": (always,), "save_every": 1, "eval_every": 2, "max_steps": 4}
+    return toy_config(toy, output_dir=out, **settings)
+
+
+@pytest.mark.parametrize(
+    ("point", "visit"),
+    [
+        pytest.param("going_back.before_note", 1, marks=pytest.mark.faults),
+        pytest.param("going_back.after_note", 2),
+        pytest.param("going_back.before_removal", 3, marks=pytest.mark.faults),
+    ],
+)
+def test_a_run_on_pairs_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
+    point: str, visit: int, toy: Path, whole_dpo: Path, tmp_path: Path
+) -> None:
+    config = preferring(toy, tmp_path)
+    with Forked(config, fault=f"{point}:0:{visit}:kill") as job:
+        codes = job.wait()
+    assert codes[0] == -9
+
+    assert run_forked(replace(config, resume=True)) == [0, 0]
+
+    assert metrics(tmp_path) == metrics(whole_dpo)
+    assert exported(tmp_path) == exported(whole_dpo)
+    assert left(tmp_path) == left(whole_dpo)
 
 
 def left(out: Path) -> tuple[list[str], Any]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from step3_ppo.guard_settings import WARNING, GuardConfig, completed
-from step3_ppo.guard_signals import diverges, slope_in_errors
-from step3_ppo.guards import MAX_ROLLBACKS, QUIET, Guards
+from pipeline.guards.guards import MAX_ROLLBACKS, QUIET, Guards
+from pipeline.guards.settings import completed
+from pipeline.guards.trends import slope_in_errors
+from step3_ppo.guard_settings import WARNING, GuardConfig
+from step3_ppo.guard_signals import RLSignals, diverges
 
 SOUND = {
     "kl": 1.0,
@@ -78,7 +80,7 @@ def test_a_signal_out_of_order_for_its_window_is_one_sentence_until_it_has_recov
     name: str,
 ) -> None:
     changes, sentence = WRONG[name]
-    guards, wrong = Guards(WARNING), SOUND | changes
+    guards, wrong = Guards(WARNING, RLSignals()), SOUND | changes
     window = windows(name)
     course = [SOUND, *[wrong] * (window - 1), SOUND, *[wrong] * (window + 1), *[SOUND] * QUIET]
     course += [wrong] * window
@@ -94,7 +96,7 @@ def test_a_signal_out_of_order_for_its_window_is_one_sentence_until_it_has_recov
 def test_signals_that_are_asked_for_are_compared_with_their_limits(
     guard: GuardConfig, value: float, sentence: str
 ) -> None:
-    guards = Guards([guard])
+    guards = Guards([guard], RLSignals())
     for step in range(1, guard.window + 2):
         assert sentences(guards, step, SOUND) == []
     wrong = {**SOUND, guard.signal: value}
@@ -129,7 +131,7 @@ def test_responses_that_no_longer_end_name_what_ends_them(
 ) -> None:
     by_limit = {f"ended_by_{name}": share for name, share in ended.items()}
     guard = GuardConfig(signal="stop_rate", limit=0.2, window=1)
-    guards = Guards([guard], scores_ends=scores_ends)
+    guards = Guards([guard], RLSignals(scores_ends=scores_ends))
     guards.look(1, SOUND)
 
     (sentence,) = sentences(guards, 2, SOUND | {"stop_rate": 0.75} | by_limit)
@@ -139,7 +141,7 @@ def test_responses_that_no_longer_end_name_what_ends_them(
 
 def test_what_a_run_that_learns_looks_like_trips_nothing() -> None:
     """The last iteration of the embedded default, after forty."""
-    guards = Guards(WARNING)
+    guards = Guards(WARNING, RLSignals())
     guards.look(1, SOUND | {"entropy": 0.352, "response_length": 11.8, "ratio_max": 3.17})
 
     last = {"kl": 1.68, "ratio_max": 5.45, "entropy": 0.167, "response_length": 11.9}
@@ -173,7 +175,7 @@ def test_a_run_diverges_where_its_reward_rises_and_gold_falls_beyond_their_error
 
 
 def test_divergence_is_seen_from_the_third_iteration_on_over_a_window_at_most() -> None:
-    guards = Guards([GuardConfig(signal="divergence", limit=2.0, window=4)])
+    guards = Guards([GuardConfig(signal="divergence", limit=2.0, window=4)], RLSignals())
     said = [
         sentences(guards, step, SOUND | measured(0.1 * step, -0.1 * step)) for step in range(1, 4)
     ]
@@ -189,7 +191,7 @@ def test_divergence_is_seen_from_the_third_iteration_on_over_a_window_at_most() 
 
 def acting(action: str, **changes: Any) -> Guards:
     settings = {"signal": "repetition", "limit": 0.3, "window": 2, "action": action, **changes}
-    return Guards(completed([GuardConfig(**settings)]))
+    return Guards(completed([GuardConfig(**settings)], WARNING), RLSignals())
 
 
 def test_a_guard_that_acts_comes_first_and_a_run_is_unhealthy_for_its_window() -> None:
@@ -202,7 +204,7 @@ def test_a_guard_that_acts_comes_first_and_a_run_is_unhealthy_for_its_window() -
 
     assert [(trip.signal, trip.action) for trip in said[-1]] == [("repetition", "rollback")]
     assert healthy == [True, False, False, True, False, False]
-    assert (guards.window, Guards(WARNING).window) == (2, None)
+    assert (guards.window, Guards(WARNING, RLSignals()).window) == (2, None)
     ended = acting("stop").look(1, bad), acting("stop", window=1).look(1, bad)
     assert [[trip.action for trip in trips] for trips in ended] == [["warn"], ["stop", "warn"]]
 
@@ -223,11 +225,11 @@ def test_after_two_rollbacks_the_next_one_ends_the_run() -> None:
 
 
 def test_a_resumed_run_knows_what_was_said_and_where_it_began() -> None:
-    whole = Guards(WARNING)
+    whole = Guards(WARNING, RLSignals())
     whole.look(1, SOUND)
     wrong = SOUND | WRONG["repetition>0.3"][0]
     whole.look(2, wrong)
-    resumed = Guards(WARNING)
+    resumed = Guards(WARNING, RLSignals())
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
 
     for step in (3, 4, 5):
@@ -239,12 +241,12 @@ def test_guards_that_are_given_take_the_place_of_usual_ones_of_their_signal_and_
     longer = GuardConfig(signal="response_length", limit=1.5, action="stop")
     kl = GuardConfig(signal="kl", limit=12)
 
-    made = completed([longer, kl])
+    made = completed([longer, kl], WARNING)
 
     assert [str(each) for each in made] == [
         *("kl_per_token>0.25", "ratio_max>20", "entropy<0.2", "entropy>3", "response_length<0.5"),
         *("response_length>1.5", "stop_rate>0.2", "repetition>0.3", "divergence>2", "kl>12"),
     ]
     assert [each.action for each in made if each.action != "warn"] == ["stop"]
-    assert completed(made) == made
-    assert completed([]) == WARNING
+    assert completed(made, WARNING) == made
+    assert completed([], WARNING) == WARNING

@@ -3,18 +3,16 @@
 All that is looked at is the same on all processes, so that all decide alike.
 """
 
-import logging
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from step3_ppo.guard_settings import FEWEST, Action, GuardConfig
-from step3_ppo.guard_signals import OF_DIVERGENCE, OF_THE_START, diverges, is_beyond, sentence_of
-
-logger = logging.getLogger(__name__)
+from pipeline.guards.settings import FEWEST, Action, Guard
+from pipeline.guards.signals import Signals
 
 QUIET = 5
-"""Iterations in order after which a guard may warn again: metrics hover about a limit."""
+"""Looks in order after which a guard may warn again: metrics hover about a limit."""
 
 MAX_ROLLBACKS = 2
 """After these a guard that would roll back ends the run."""
@@ -30,77 +28,80 @@ class Trip:
     sentence: str
 
     window: int
-    """Iterations over which it went wrong, `step` the last of them."""
+    """Steps over which it went wrong, `step` the last of them."""
+
+    unit: str
+    """What the run's steps are called."""
 
 
 @dataclass
 class Guards:
-    """What has been seen so far, and what the first rollout looked like."""
+    """What has been seen so far, and what the run looked like at first."""
 
-    guards: Sequence[GuardConfig]
+    guards: Sequence[Guard]
+    signals: Signals
 
-    scores_ends: bool = True
-    """Whether `ppo.missing_eos_score` bounds what responses without an end count."""
+    interval: int = 1
+    """Steps from one look to the next."""
 
     first: dict[str, float] = field(default_factory=dict)
+    """`signals.OF_THE_START`, of the first look unless it is given."""
 
     step: int = 0
-    """The iteration that was looked at last."""
+    """The step after which was looked last."""
 
     beyond: dict[str, int] = field(default_factory=dict)
-    """By guard, the last iteration in which its signal was beyond the limit."""
+    """By guard, the last such step after which its signal was beyond the limit."""
 
     in_a_row: dict[str, int] = field(default_factory=dict)
-    """By guard, for how many iterations it has been."""
+    """By guard, for how many looks it has been."""
 
     tripped: dict[str, int] = field(default_factory=dict)
-    """By guard, the last iteration in which it was for the whole of its window."""
+    """By guard, the last step after which it was for the whole of its window."""
 
     history: list[dict[str, float]] = field(default_factory=list)
-    """`OF_DIVERGENCE` of the last iterations."""
+    """`signals.OF_TRENDS` of the last looks."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
-    """Of each time that the run went back: trip and `to`, the iteration after which it went on."""
+    """Of each time that the run went back: trip and `to`, the step after which it went on."""
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
-        """The guards that have something new to say of iteration `step`, the gravest first.
+        """The guards that have something new to say of the run after `step`, the gravest first.
 
         The first one alone is to be acted on.
         """
-        self.first = self.first or {name: metrics[name] for name in OF_THE_START}
+        self.first = self.first or {name: metrics[name] for name in self.signals.OF_THE_START}
         self.step = step
         longest = max((each.window for each in self.guards), default=1)
-        seen = {name: metrics[name] for name in OF_DIVERGENCE if name in metrics}
+        seen = {name: metrics[name] for name in self.signals.OF_TRENDS if name in metrics}
         self.history = [*self.history, seen][-longest:]
         trips = [trip for guard in self.guards if (trip := self._look(guard, metrics))]
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
-    def _look(self, guard: GuardConfig, metrics: Mapping[str, float]) -> Trip | None:
+    def _look(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
         """What the guard has to say, if it is out of order and has not said so just now."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_out_of_order(guard, metrics):
             return None
-        before, self.tripped[name] = self.tripped.get(name, -QUIET), step
-        if not guard.acts and step - before <= QUIET:
+        quiet = QUIET * self.interval
+        before, self.tripped[name] = self.tripped.get(name, -quiet), step
+        if not guard.acts and step - before <= quiet:
             return None
-        sentence = sentence_of(
-            guard,
-            metrics,
-            self.first,
-            self.history[-guard.window :],
-            scores_ends=self.scores_ends,
+        sentence = self.signals.sentence_of(
+            guard, metrics, self.first, self.history[-guard.window :]
         )
         is_last = guard.action == "rollback" and len(self.acted) >= MAX_ROLLBACKS
         action = "stop" if is_last else guard.action
-        return Trip(step, guard.signal, action, sentence, guard.window)
+        return Trip(step, guard.signal, action, sentence, self._steps(guard), self.signals.UNIT)
 
-    def _is_out_of_order(self, guard: GuardConfig, metrics: Mapping[str, float]) -> bool:
+    def _is_out_of_order(self, guard: Guard, metrics: Mapping[str, float]) -> bool:
         """Whether the signal has been beyond the limit for the whole window."""
         name = str(guard)
-        if guard.signal == "divergence":
+        if guard.signal in guard.TRENDS:
             window = self.history[-guard.window :]
-            return len(window) >= FEWEST and diverges(window, errors=guard.limit)
-        if not is_beyond(guard, metrics, self.first):
+            return len(window) >= FEWEST and self.signals.shows_trend(guard, window)
+        value = self.signals.value_of(guard.signal, metrics, self.first)
+        if value is None or not (value < guard.limit if guard.is_lower else value > guard.limit):
             self.in_a_row[name] = 0
             return False
         self.beyond[name] = self.step
@@ -111,15 +112,18 @@ class Guards:
     def is_healthy(self) -> bool:
         """Whether no guard that acts has had anything beyond its limit over its window."""
         return all(
-            self.step - self.beyond.get(str(guard), -guard.window) >= guard.window
+            self.step - self.beyond.get(str(guard), -self._steps(guard)) >= self._steps(guard)
             for guard in self.guards
             if guard.acts
         )
 
     @property
     def window(self) -> int | None:
-        """How many iterations a run may go back at least; None where it never does."""
-        return max((guard.window for guard in self.guards if guard.acts), default=None)
+        """By how many steps at least a run may go back; None where it never does."""
+        return max((self._steps(guard) for guard in self.guards if guard.acts), default=None)
+
+    def _steps(self, guard: Guard) -> int:
+        return guard.window * self.interval
 
     @property
     def rollbacks(self) -> int:
@@ -132,15 +136,15 @@ class Guards:
         return any(each["action"] == "stop" for each in self.acted)
 
     def after(self, trip: Trip, *, to: int) -> dict[str, Any]:
-        """The state of a run that `trip` has taken back to iteration `to`: its windows are new."""
+        """The state of a run that `trip` has taken back to step `to`: its windows are new."""
         acted = [*self.acted, {**asdict(trip), "to": to}]
-        return {**Guards(self.guards, step=to, first=self.first, acted=acted).state_dict()}
+        new = replace(self, step=to, beyond={}, in_a_row={}, tripped={}, history=[], acted=acted)
+        return new.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What a new start goes on with."""
-        state = asdict(self)
-        del state["guards"], state["scores_ends"]
-        return state
+        names = {each.name for each in fields(self)} - {"guards", "signals", "interval"}
+        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where another stood."""

@@ -1,0 +1,158 @@
+"""Guards of a run that learns from preferences: what they look at, say and do."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.repetition import repeated_trigrams
+from pipeline.errors import ConfigError
+from pipeline.guards.guards import Guards
+from step3_preference.config import PreferenceConfig
+from step3_preference.guard_settings import WARNING, GuardConfig
+from step3_preference.guard_signals import PreferenceSignals
+from step3_preference.train import train
+from tests.distributed import run_ranks
+from tests.step3_preference.toy import metrics, toy_config
+
+SOUND = {
+    "logp_chosen": -0.8,
+    "sampled_length": 10.0,
+    "sampled_stop_rate": 1.0,
+    "sampled_repetition": 0.02,
+    "kl": 2.0,
+}
+
+WRONG: tuple[tuple[str, dict[str, float], str], ...] = (
+    ("kl_per_token>0.5", {"kl": 6.0}, "the actor is 0.60 nats a token from where it began"),
+    (
+        "chosen_nll>0.5",
+        {"logp_chosen": -1.31},
+        "held-out chosen responses went from -0.8 to -1.31 nats a token",
+    ),
+    ("response_length<0.5", {"sampled_length": 4.9}, "answers went from 10 to 5 tokens"),
+    ("response_length>3", {"sampled_length": 31.0}, "answers went from 10 to 31 tokens"),
+    ("stop_rate>0.05", {"sampled_stop_rate": 0.94}, "94 % of sampled answers end by themselves"),
+    ("repetition>0.3", {"sampled_repetition": 0.31}, "31 % of tokens repeat a phrase"),
+)
+
+ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=1, action="rollback")
+"""Beyond its limit at each evaluation."""
+
+
+def guards(*given: GuardConfig, interval: int = 5) -> Guards:
+    return Guards(given or WARNING, PreferenceSignals(), interval, first=SOUND)
+
+
+@pytest.mark.parametrize(("name", "changes", "sentence"), WRONG, ids=[each[0] for each in WRONG])
+def test_each_usual_signal_is_one_sentence_once_its_window_of_evaluations_is_over(
+    name: str, changes: dict[str, float], sentence: str
+) -> None:
+    watched, wrong = guards(), {**SOUND, **changes}
+    (window,) = (each.window for each in WARNING if str(each) == name)
+
+    trips = [watched.look(5 * place, wrong) for place in range(1, 5)]
+
+    spoke = [trip for each in trips for trip in each]
+    assert [trip.step for trip in spoke] == [5 * window]
+    assert spoke[0].sentence.startswith(sentence)
+    assert (spoke[0].window, spoke[0].unit) == (5 * window, "step")
+    assert watched.look(25, SOUND) == []
+
+
+def test_without_answers_only_the_rows_are_watched() -> None:
+    rows_alone = {"logp_chosen": -2.0}
+    budget = GuardConfig(signal="kl", limit=1.0, window=1)
+
+    (trip,) = guards(*WARNING, budget).look(5, rows_alone)
+    assert trip.signal == "chosen_nll"
+    (trip,) = guards(budget).look(5, SOUND)
+    assert trip.sentence.startswith("the actor is 2 nats an answer from where it began, beyond 1")
+
+
+def test_what_an_evaluation_found_holds_for_the_steps_until_the_next() -> None:
+    watched = guards(replace(ALWAYS, signal="kl", limit=3.0, window=2))
+    healthy = []
+    for place, kl in enumerate([1.0, 4.0, 1.0, 1.0], start=1):
+        watched.look(5 * place, {**SOUND, "kl": kl})
+        healthy.append(watched.is_healthy)
+
+    assert healthy == [True, False, False, True]
+    assert watched.window == 10  # steps: of two evaluations
+
+
+def test_a_response_that_repeats_three_tokens_counts_where_they_end() -> None:
+    assert repeated_trigrams([1, 2, 3, 4]) == 0
+    assert repeated_trigrams([1, 2, 3, 1, 2, 3]) == 1
+    assert repeated_trigrams([7] * 6) == 3
+    assert repeated_trigrams([7, 7]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"guards": (ALWAYS,)}, "repetition with action rollback .* set save_every to a number of"),
+        ({"guards": (ALWAYS,), "save_every": 2, "eval_every": 0}, "eval_every must not be 0"),
+        (
+            {"guards": (GuardConfig(signal="kl", limit=3),), "eval_prompts": 0},
+            "kl can't be measured without preference.eval_prompts",
+        ),
+    ],
+)
+def test_guards_that_could_not_do_what_they_say_are_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^preference.guards: .*{sentence}"):
+        PreferenceConfig(**settings)
+
+
+def test_strict_is_there_without_answers_too() -> None:
+    strict = tuple(GuardConfig(**each) for each in GuardConfig.WORDS["strict"])
+
+    config = PreferenceConfig(guards=strict, eval_prompts=0, save_every=2)
+
+    assert {each.action for each in config.guards} == {"rollback"}
+    assert min(each.window for each in config.guards) == 2
+
+
+def guarded(toy: Path, out: Path, **changes: Any) -> PreferenceConfig:
+    """Two rollbacks from step 2 to the start, and the end there: six steps in all."""
+    settings = {"guards": (ALWAYS,), "save_every": 1, "eval_every": 2, "max_steps": 4, **changes}
+    return toy_config(toy, output_dir=out, **settings)
+
+
+def _train(config: PreferenceConfig) -> None:
+    train(config)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_goes_back_with_half_the_rate_and_ends_as_it_began(
+    processes: int, toy: Path, tmp_path: Path
+) -> None:
+    config = guarded(toy, tmp_path)
+    run_ranks(_train, config, world_size=processes)
+
+    lines = metrics(tmp_path)
+    acted = [line["guard"] for line in lines if "guard" in line]
+    assert [(each["step"], each["action"], each["to"]) for each in acted if "to" in each] == [
+        (2, "rollback", 0),
+        (2, "rollback", 0),
+        (2, "stop", 0),
+    ]
+    learned = [line for line in lines if "grad_norm" in line]
+    assert [line["step"] for line in learned] == [1, 2] * 3
+    assert [line["lr"] for line in learned[::2]] == [1e-3, 5e-4, 2.5e-4]
+    assert learned[0]["loss"] == learned[2]["loss"] == learned[4]["loss"]  # of the same rows
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["steps"], result["eval"]["kl"], result["eval"]["best_step"]) == (0, 0.0, 0)
+    assert result["guards"] == [each for each in acted if "to" in each]
+
+
+def test_a_healthy_run_is_the_same_with_guards_that_act(toy: Path, tmp_path: Path) -> None:
+    kl = GuardConfig(signal="kl", limit=1e9, window=1, action="rollback")
+    for name, given in (("watched", (kl,)), ("plain", ())):
+        train(guarded(toy, tmp_path / name, guards=given))
+
+    assert metrics(tmp_path / "watched") == metrics(tmp_path / "plain")
