@@ -54,7 +54,7 @@ ELSEWHERE = {
     "... --resume": "tests/test_resume.py",
     "--step 1 --deployment-type single_node": "tests/test_end_to_end.py, in a short form",
     "--method ppo grpo": "tests/test_methods_end_to_end.py, in a short form",
-    "--path out --method grpo": "tests/inference/chat/test_find_model.py",
+    "--path out --method grpo": "tests/pipeline/report/test_find_model.py",
     "--ppo.eval_tasks": "tests/evaluation/test_in_training.py",
     "--judge score.py:check": "tests/evaluation/test_winrate.py",
     "https://HOST/v1": "tests/rewards/test_pairwise.py",

@@ -38,7 +38,7 @@ FLOORS = (
     {"run"},
     {"checkpoints", "divergence", "evaluations", "budget"},
     {"guards", "offline", "plan", "report", "run_step"},
-    {"autotune"},
+    {"autotune", "export"},
     {"orchestrator"},
 )
 """The rooms of `pipeline`, from the ground up: a room imports rooms of lower floors."""
@@ -158,6 +158,7 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
     [
         *("train", "step1_sft.config", "step2_reward.config", "step3_ppo.config"),
         *("rewards.sources", "evaluation.config", "inference.serve.config"),
+        "pipeline.export.config",
     ],
 )
 def test_settings_and_train_import_nothing_heavy(module: str) -> None:

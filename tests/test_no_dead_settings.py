@@ -11,6 +11,7 @@ import evaluation.winrate_config
 import inference.serve.config
 import inference.settings
 import pipeline.config
+import pipeline.export.config
 import pipeline.launch.deployment
 import pipeline.plan.request
 import pipeline.plan.tuning_options
@@ -36,6 +37,7 @@ CONFIG_MODULES = (
     inference.settings,
     pipeline.plan.tuning_options,
     pipeline.config,
+    pipeline.export.config,
     pipeline.launch.deployment,
     pipeline.plan.request,
     rewards.config,

@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from inference.chat.find_model import find_model
 from inference.settings import add_options, sampling_of
 from pipeline.config import EMBEDDED
 from pipeline.data.embedded_talk import TAUGHT
 from pipeline.installation import CHAT
+from pipeline.report.find_model import find_model
 
 CHAT_TEMPERATURE = 0.7
 """Of the answers, where the command line names no other."""

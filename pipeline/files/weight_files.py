@@ -49,6 +49,16 @@ class WeightFiles:
         """The shape of one tensor."""
         return self._stored[name].shape
 
+    def tensor(self, name: str) -> Tensor:
+        """One tensor whole, on the CPU, as it is stored.
+
+        Raises:
+            ModelError: as `slice` does.
+        """
+        shape = self.shape(name)
+        dtype = DTYPES.get(self._stored[name].dtype, torch.float32)  # `slice` refuses others
+        return self.slice(name, 0, math.prod(shape), dtype=dtype).reshape(shape)
+
     def slice(
         self, name: str, start: int, stop: int, *, dtype: torch.dtype
     ) -> Shaped[Tensor, " n"]:

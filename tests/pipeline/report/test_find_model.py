@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from inference.chat.command import main
-from inference.chat.find_model import find_model
 from pipeline.errors import ModelError
+from pipeline.report.find_model import find_model
 
 
 def write_step(out: Path, name: str, *, right: float, method: str | None = None) -> None:

@@ -1,0 +1,96 @@
+"""ONNX files, run by onnxruntime on texts of their own, against transformers and our own Scorer."""
+
+import json
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from pipeline.data.examples import Message
+from pipeline.export.aside import UnverifiedError
+from pipeline.export.command import main
+from pipeline.export.onnx_file import load_graph
+from pipeline.export.onnx_verify import verify_onnx
+from pipeline.export.source import read_source
+from pipeline.models.reward_model import load_scorer, score_responses
+from tests.pipeline.export.models import save_embedded, save_model
+
+
+def export(source: Path, out: Path) -> onnxruntime.InferenceSession:
+    main(["--path", str(source), "--to", "onnx", "--out", str(out)])
+    return onnxruntime.InferenceSession(out / "model.onnx")
+
+
+def run(session: onnxruntime.InferenceSession, rows: list[list[int]]) -> list[torch.Tensor]:
+    """All outputs for a batch that is padded right with id 0."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    inputs = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+    return [torch.from_numpy(each) for each in session.run(None, inputs)]
+
+
+def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Path) -> None:
+    model = save_embedded(tmp_path / "model").eval()
+
+    session = export(tmp_path / "model", tmp_path / "out")
+
+    rows = [[1, 50, 60], [1, 300, 301, 302, 303, 304, 305], [7]]
+    (logits,) = run(session, rows)
+    for row, ours in zip(rows, logits, strict=True):
+        with torch.no_grad():
+            theirs = model(torch.tensor([row])).logits[0]
+        torch.testing.assert_close(ours[: len(row)], theirs, rtol=0, atol=1e-5)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "4 greedy responses of 16 tokens by onnxruntime" in card
+    assert (tmp_path / "out" / "chat_template.jinja").is_file()
+
+
+def test_a_reward_model_is_read_at_the_last_token_though_pad_ends_a_text(
+    tmp_path: Path,
+) -> None:
+    save_model(tmp_path / "model", "qwen2", labels=1, score_mean=0.5, score_std=2.0)
+
+    session = export(tmp_path / "model", tmp_path / "out")
+
+    _, chat = load_scorer(str(tmp_path / "model"))
+    prompt = (Message("user", "How are you?"),)
+    responses = ["Fine, so.", "Hello!", "Hello you! How are you? Fine, so."]
+    rows = [chat.encode(prompt, (Message("assistant", text),)).input_ids for text in responses]
+    assert rows[0][-1] == chat.tokenizer.pad_token_id
+    _, scores = run(session, [list(row) for row in rows])
+    theirs = score_responses(str(tmp_path / "model"), [(prompt, text) for text in responses])
+    torch.testing.assert_close(scores, torch.tensor(theirs), rtol=0, atol=1e-5)
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["score_mean"]) == 0.5
+    assert json.loads(metadata["score_std"]) == 2.0
+
+    graph = load_graph(read_source(tmp_path / "model"))
+    file = tmp_path / "out" / "model.onnx"
+    stored = onnx.load(file)
+    weight = next(each for each in stored.graph.initializer if len(each.dims) == 2)
+    changed = onnx.numpy_helper.to_array(weight) + 1e-2
+    weight.CopyFrom(onnx.numpy_helper.from_array(changed, weight.name))
+    onnx.save(stored, file)
+    with pytest.raises(UnverifiedError, match="by onnxruntime differ by"):
+        verify_onnx(graph, file)
+
+
+@pytest.mark.grid
+def test_a_classifier_has_its_outputs_and_the_expected_value_of_its_classes(
+    tmp_path: Path,
+) -> None:
+    values = [0.0, 1.0, 3.0]
+    model = save_model(tmp_path / "model", "llama", labels=3, class_values=values).eval()
+
+    session = export(tmp_path / "model", tmp_path / "out")
+
+    row = [5, 6, 7, 8]
+    logits, score = run(session, [row, [9]])
+    with torch.no_grad():
+        theirs = model(torch.tensor([row])).logits[0]
+    torch.testing.assert_close(logits[0], theirs, rtol=0, atol=1e-5)
+    expected = (theirs.softmax(0) * torch.tensor(values)).sum()
+    torch.testing.assert_close(score[0], expected, rtol=0, atol=1e-5)

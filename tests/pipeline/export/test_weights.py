@@ -1,0 +1,134 @@
+"""Merged models and adapters alone, against peft; the command's refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.errors import ConfigError, ModelError
+from pipeline.export.adapters import verify_adapter
+from pipeline.export.aside import UnverifiedError, written_aside
+from pipeline.export.command import main
+from tests.pipeline.export.models import save_model
+
+
+def run(path: Path, to: str, out: Path, *more: str) -> None:
+    main(["--path", str(path), "--to", to, "--out", str(out), *more])
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """An adapter of GPT-2, whose matrices are stored turned, with random halves."""
+    model = save_model(tmp_path / "base", "gpt2")
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    peft = get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, param in peft.named_parameters():
+            if "lora_B" in name:
+                param.normal_()
+    peft.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    peft.save_pretrained(str(tmp_path / "adapter"))
+    return tmp_path / "adapter"
+
+
+def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
+
+
+def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, adapter: Path) -> None:
+    run(adapter, "merged", tmp_path / "out")
+
+    theirs = merged_by_peft(tmp_path / "base", adapter)
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    changed = [name for name in ours if not torch.equal(ours[name], before[name])]
+    assert len(changed) == 4
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- 28 tensors read back equal to the base's, 4 with the adapter\n" in card
+
+
+def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weights(
+    tmp_path: Path, adapter: Path
+) -> None:
+    run(adapter, "merged", tmp_path / "model")
+    adapter.rename(tmp_path / "model" / "adapter")
+
+    run(tmp_path / "model", "adapter", tmp_path / "out")
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- 28 tensors of the merged model are those of its base and the adapter\n" in card
+    theirs = merged_by_peft(tmp_path / "base", tmp_path / "out")
+    file = tmp_path / "model" / "model.safetensors"
+    ours = load_file(file)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name])
+
+    ours["transformer.h.0.mlp.c_fc.weight"][3, 3] += 0.01
+    save_file(ours, file, metadata={"format": "pt"})
+    with pytest.raises(UnverifiedError, match=r"h\.0\.mlp\.c_fc\.weight in .* is not that of"):
+        verify_adapter(tmp_path / "model" / "adapter", tmp_path / "out", base=None)
+
+
+def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -> None:
+    save_model(tmp_path / "other", "gpt2", n_layer=1)
+
+    with pytest.raises(ModelError, match=r"changes nothing that .*other stores; it is for another"):
+        run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "other"))
+    with pytest.raises(ModelError, match="is no directory here; give the base's directory with"):
+        run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "none"))
+    with pytest.raises(ModelError, match="holds an adapter; merge it with --to merged"):
+        run(adapter, "onnx", tmp_path / "out")
+
+
+def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    out = tmp_path / "out"
+
+    with pytest.raises(ModelError, match=r"holds no model: it has no config.json"):
+        run(tmp_path / "empty", "gguf", out)
+    with pytest.raises(ModelError, match=r"no such model: .*none is no directory"):
+        run(tmp_path / "none", "onnx", out)
+    with pytest.raises(ModelError, match="holds a model without an adapter"):
+        run(tmp_path / "model", "adapter", out)
+    with pytest.raises(ConfigError, match=r"--out .*there is there already; remove it"):
+        run(tmp_path / "model", "merged", tmp_path / "there")
+    with pytest.raises(ConfigError, match="--number-format f16 is for --to gguf"):
+        run(tmp_path / "model", "merged", out, "--number-format", "f16")
+    with pytest.raises(ConfigError, match="--to is missing; give gguf, onnx, merged or adapter"):
+        main(["--path", str(tmp_path / "model"), "--out", str(out)])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "model", "there"]
+
+
+def test_a_dry_run_says_what_it_would_verify_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "model", "llama")
+
+    run(tmp_path / "model", "gguf", tmp_path / "out", "--dry-run", "true")
+
+    assert "and verify: 21 tensors read back, tokens of 1000 texts by" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_not_verified_has_no_name(tmp_path: Path) -> None:
+    def write(*, fails: bool) -> None:
+        with written_aside(tmp_path / "out") as partial:
+            (partial / "file").write_text("content")
+            assert not (tmp_path / "out").exists()
+            if fails:
+                raise UnverifiedError("not exported")
+
+    with pytest.raises(UnverifiedError):
+        write(fails=True)
+    assert not list(tmp_path.iterdir())
+    write(fails=False)
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
