@@ -24,7 +24,11 @@ class LoraConfig:
     """Rank r of the update B @ A (lora_dim)."""
 
     alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
+    """The update is scaled by alpha / rank, or as the variant says."""
+
+    variant: Literal["lora", "rslora"] = "lora"
+    """rslora scales the update by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732): it
+    stays as large at ranks of 64 and more (use_rslora)."""
 
     dropout: float = 0.0
     """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""

@@ -164,6 +164,7 @@ def _adapter(model: PeftModel) -> dict[str, Any]:
     return {
         "rank": settings.r,
         "alpha": float(settings.lora_alpha),
+        "variant": "rslora" if settings.use_rslora else "lora",
         "dropout": float(settings.lora_dropout),
         "targets": sorted(settings.target_modules),
         "task": "classifier" if settings.modules_to_save else "causal",

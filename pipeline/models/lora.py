@@ -34,6 +34,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     settings = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it only
+        use_rslora=config.variant == "rslora",
         lora_dropout=config.dropout,
         target_modules="all-linear" if everything else list(config.targets),
         modules_to_save=_heads(model) if task == "classifier" else None,
@@ -65,7 +66,7 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
-    """W + alpha / r * B @ A (Hu et al. 2021, 4.1) in fp32, in memory of its own.
+    """W + s B @ A (Hu et al. 2021, 4.1), s by the adapter's variant, in fp32, in memory of its own.
 
     It is added in fp32 whatever `weight` is, so that the caller rounds once, into a copy: the base
     never changes.

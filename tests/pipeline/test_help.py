@@ -76,8 +76,8 @@ def test_a_section_of_the_short_help_names_what_it_has() -> None:
 @pytest.mark.parametrize(
     ("word", "names"),
     [
-        ("actor.lora", ["rank", "alpha", "dropout", "targets", "lr"]),
-        ("--actor.lora.", ["rank", "alpha", "dropout", "targets", "lr"]),
+        ("actor.lora", ["rank", "alpha", "variant", "dropout", "targets", "lr"]),
+        ("--actor.lora.", ["rank", "alpha", "variant", "dropout", "targets", "lr"]),
     ],
 )
 def test_help_of_a_section_has_its_settings_alone(word: str, names: list[str]) -> None:

@@ -94,6 +94,31 @@ def test_the_export_is_the_merged_model_and_the_adapter_loads_on_the_base(
 
 
 @torch.no_grad()
+def test_rslora_scales_by_the_root_of_the_rank_in_training_and_what_is_exported(
+    tmp_path: Path,
+) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, variant="rslora")
+    config = settings(base("llama", tmp_path / "base"), lora=lora)
+    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+    with torch.enable_grad():
+        learned(Policy(model), config)
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    before = layer.base_layer.weight.clone()
+
+    export(model, TOKENIZER, tmp_path / "out")
+
+    update = 8.0 / 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weight = exported.model.layers[0].self_attn.q_proj.weight
+    torch.testing.assert_close(weight, before + update, rtol=1e-6, atol=1e-7)
+    adapter = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(config.path), str(tmp_path / "out" / "adapter")
+    )
+    adapted = model(input_ids=IDS).logits
+    torch.testing.assert_close(adapter(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_before_training_an_adapter_changes_nothing(tmp_path: Path) -> None:
     path = base("llama", tmp_path)
     model = trained_causal_lm(settings(path), TOKENIZER, device=CPU, seed=0).eval()
