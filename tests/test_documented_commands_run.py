@@ -38,6 +38,7 @@ ELSEWHERE = {
     "--output-dir out/hand": "tests/faults/test_many_machines.py",
     "--include localhost:0,2": "tests/pipeline/launch/, as two GPUs are needed",
     "--autotune": "tests/pipeline/autotune/",
+    "python -m step3_ppo.train ... --guards": "tests/step3_ppo/test_rollback.py",
     "--config ppo/qwen2.5-7b.yaml": "a GPU; tests/test_configs.py reads it",
     "--path OUT/step2_reward --data-path held_out.csv": "tests/step2_reward/test_lab.py",
     "out/autotune/best.yaml": "tests/pipeline/autotune/",
@@ -71,7 +72,10 @@ ELSEWHERE = {
 """Parts of commands that are not run here, and the test, or the reason."""
 
 FEW_STEPS = {
-    "preference": ["--preference.max_steps", "2", "--preference.data.max_eval_rows", "16"],
+    "preference": [
+        *("--preference.max_steps", "2", "--preference.data.max_eval_rows", "16"),
+        *("--sft.max_steps", "3", "--sft.data.max_eval_rows", "16"),
+    ],
     "ppo": SHORT,
     "python -m step2_reward.train": ["--max_steps", "2"],
     "python -m step3_ppo.train": [
@@ -101,13 +105,12 @@ def shortened(command: str) -> str:
     It goes into a directory of its own if the page names none.
     """
     command = command.replace(" ... ", " ").removesuffix(" ...")
-    if "--dry-run" in command:
-        return command
     program, *rest = shlex.split(command)
     if rest[0] == "train.py":
         methods = parse_request(rest[1:], STAGES).request.method
         sections = {stage.section for stage in side_by_side(STAGES, methods)}
         few = [word for section in sections for word in FEW_STEPS.get(section, [])]
+        few = [] if "--dry-run" in rest else few
         fresh = [] if "--output-dir" in rest else ["--output-dir", f"out-{abs(hash(command))}"]
     else:
         few, fresh = FEW_STEPS.get(" ".join([program, *rest[:2]]), []), []
@@ -126,7 +129,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     rows = [
-        {"prompt": f"What is {n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."}
+        {
+            "prompt": f"What is {n} + 1?",
+            "chosen": f"It is {n + 1}.",
+            "rejected": "No.",
+            "answer": n + 1,
+        }
         for n in range(40)
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
