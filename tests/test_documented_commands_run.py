@@ -104,6 +104,7 @@ def shortened(command: str) -> str:
 
     It goes into a directory of its own if the page names none.
     """
+    name = f"out-{abs(hash(command))}"
     command = command.replace(" ... ", " ").removesuffix(" ...")
     program, *rest = shlex.split(command)
     if rest[0] == "train.py":
@@ -111,7 +112,7 @@ def shortened(command: str) -> str:
         sections = {stage.section for stage in side_by_side(STAGES, methods)}
         few = [word for section in sections for word in FEW_STEPS.get(section, [])]
         few = [] if "--dry-run" in rest else few
-        fresh = [] if "--output-dir" in rest else ["--output-dir", f"out-{abs(hash(command))}"]
+        fresh = [] if "--output-dir" in rest else ["--output-dir", name]
     else:
         few, fresh = FEW_STEPS.get(" ".join([program, *rest[:2]]), []), []
     return f"{command} {shlex.join([*few, *fresh])}"
@@ -140,7 +141,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for name in ("my.jsonl", "pairs.jsonl", "IN.jsonl", "rows.jsonl"):
         (home / name).write_text(lines)
-    kept = [{"prompt": f"{n} + 1?", "response": f"{n + 1}", "label": n % 2 == 0} for n in range(40)]
+    kept = [{"prompt": f"{n} + 1?", "response": f"{n + 1}", "label": n % 3 > 0} for n in range(40)]
     (home / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     table = "prompt,response,label\n" + "".join(f"{n} + 1?,{n + 1},{n % 3}\n" for n in range(40))
     for name in ("rows.csv", "held_out.csv"):
