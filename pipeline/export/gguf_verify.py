@@ -1,6 +1,5 @@
 """Is a GGUF file what was to be written? Read back by the `gguf` package and by llama.cpp."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,10 @@ import torch
 from pipeline.export.aside import UnverifiedError
 from pipeline.export.gguf_file import ROPE_FACTORS, GgufPlan, qualified
 from pipeline.export.gguf_numbers import is_read_back
-from pipeline.export.gguf_tokenize import Encode, tokenize_with
+from pipeline.export.gguf_tokenize import tokenize_with
 from pipeline.export.gguf_vocabulary import Vocabulary
 from pipeline.export.packages import has_llama_cpp
-from pipeline.export.texts import make_texts
+from pipeline.export.texts import compare_tokens, make_texts
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -41,19 +40,6 @@ def verify_gguf(plan: GgufPlan, file: Path, *, texts: int) -> list[str]:
 
         return verified + verify_by_llama_cpp(plan, file, samples, expected)
     return verified
-
-
-def compare_tokens(
-    texts: Sequence[str], expected: Sequence[Sequence[int]], encode: Encode, *, by: str
-) -> None:
-    """Raise UnverifiedError at the first text whose tokens differ."""
-    for text, ids in zip(texts, expected, strict=True):
-        found = encode(text)
-        if found != list(ids):
-            raise UnverifiedError(
-                f"not exported: {text[:60]!r} has {len(ids)} tokens by the tokenizer and"
-                f" {len(found)}, other ones, by {by}; export it with --to onnx"
-            )
 
 
 def vocabulary_in(reader: "GGUFReader") -> Vocabulary:

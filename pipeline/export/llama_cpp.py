@@ -12,6 +12,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.export.aside import UnverifiedError
 from pipeline.export.gguf_file import GgufPlan
 from pipeline.export.greedy import equal_before_a_tie, greedy_with_margins
+from pipeline.export.texts import compare_tokens
 from pipeline.models.forward import context_length
 from pipeline.models.load import load_causal_lm
 
@@ -42,8 +43,6 @@ def verify_by_llama_cpp(
     Raises:
         UnverifiedError: it can't load the file, or something differs.
     """
-    from pipeline.export.gguf_verify import compare_tokens
-
     # Looked up by name: it is an optional package, without types here.
     llama: Any = importlib.import_module("llama_cpp")
     try:

@@ -8,6 +8,8 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.embedded import corpus
+from pipeline.export.aside import UnverifiedError
+from pipeline.export.gguf_tokenize import Encode
 
 ALPHABETS = (
     "abcdefghijklmnopqrstuvwxyz",
@@ -43,6 +45,19 @@ def make_texts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
         ids = draw.choices(ours, k=draw.randint(1, 30))
         texts.append(str(tokenizer.decode(ids, skip_special_tokens=True)).replace("\ufffd", ""))
     return [unicodedata.normalize("NFC", text) for text in texts]
+
+
+def compare_tokens(
+    texts: Sequence[str], expected: Sequence[Sequence[int]], encode: Encode, *, by: str
+) -> None:
+    """Raise UnverifiedError at the first text whose tokens differ."""
+    for text, ids in zip(texts, expected, strict=True):
+        found = encode(text)
+        if found != list(ids):
+            raise UnverifiedError(
+                f"not exported: {text[:60]!r} has {len(ids)} tokens by the tokenizer and"
+                f" {len(found)}, other ones, by {by}; export it with --to onnx"
+            )
 
 
 def _of_sentences(draw: random.Random, sentences: Sequence[str]) -> str:

@@ -18,8 +18,9 @@ from pipeline.export.gguf_file import plan_gguf
 from pipeline.export.gguf_numbers import encode, is_read_back
 from pipeline.export.gguf_pretokenizers import EXPRESSIONS, name_of
 from pipeline.export.gguf_tokenize import tokenize_with
-from pipeline.export.gguf_verify import compare_tokens, verify_gguf, vocabulary_in
+from pipeline.export.gguf_verify import verify_gguf, vocabulary_in
 from pipeline.export.source import read_source
+from pipeline.export.texts import compare_tokens
 from pipeline.models.embedded import build_tokenizer
 from tests.pipeline.data.tokenizers import byte_level, prepending
 from tests.pipeline.export.models import save_embedded, save_model
