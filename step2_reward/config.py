@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pipeline.config import (
     FrozenModelConfig,
@@ -15,11 +15,10 @@ from pipeline.config import (
     TrainedModelConfig,
     Workload,
 )
+from pipeline.data.examples import Example
 from pipeline.errors import require
 from step2_reward.label_config import LabelSettings
-
-if TYPE_CHECKING:
-    from pipeline.data.examples import Example
+from step2_reward.label_rows import rows_of_kind
 
 GENERATED_AT_ONCE = 64
 """Responses of step 1's model, as `inference.generation` generates them by default."""
@@ -83,11 +82,9 @@ class RewardConfig(LabelSettings, StepConfig):
         return RowColumns(labels=self.labels != "pairs")
 
     def choose_rows(
-        self, train: "Sequence[Example]", held_out: "Sequence[Example]"
-    ) -> "tuple[list[Example], list[Example]]":
+        self, train: Sequence[Example], held_out: Sequence[Example]
+    ) -> tuple[list[Example], list[Example]]:
         """The rows of the kind of label that the settings, or the rows' columns, choose."""
-        from step2_reward.label_rows import rows_of_kind
-
         return rows_of_kind(self, train, held_out)
 
     @property

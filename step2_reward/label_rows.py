@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pipeline.data.examples import Example
 from pipeline.data.labels import Label
 from pipeline.errors import ConfigError, DataError
-from step2_reward.config import RewardConfig
-from step2_reward.label_config import LOSSES, LabelKind, Loss
+from step2_reward.label_config import LOSSES, LabelKind, LabelSettings, Loss
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def name_of(label: Label | None) -> str:
 
 
 def rows_of_kind(
-    config: RewardConfig, train: Sequence[Example], held_out: Sequence[Example]
+    config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]
 ) -> tuple[list[Example], list[Example]]:
     """The rows that are of the kind that `labels` chooses, large classes thinned by `down_sample`.
 
@@ -100,7 +99,7 @@ def rows_of_kind(
     return ours, evaluated
 
 
-def kind_of(config: RewardConfig, rows: Sequence[Example]) -> LabelKind:
+def kind_of(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
     """`config.labels`; where that is auto, what the rows have."""
     if config.labels != "auto":
         return config.labels
@@ -123,7 +122,7 @@ def is_of(kind: LabelKind, row: Example) -> bool:
     return bool(row.chosen and row.rejected) and (kind != "pairs" or not row.tie)
 
 
-def resolve(config: RewardConfig, train: Sequence[Example], held_out: Sequence[Example]) -> Labels:
+def resolve(config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]) -> Labels:
     """What is known of the labels of rows that `rows_of_kind` gave.
 
     Raises:
@@ -169,7 +168,7 @@ def _of_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Example
 def _of_classes(
     kind: LabelKind,
     loss: Loss,
-    config: RewardConfig,
+    config: LabelSettings,
     train: Sequence[Example],
     held_out: Sequence[Example],
 ) -> Labels:
