@@ -54,13 +54,13 @@ export function rateView(place, server) {
 
   async function summarize() {
     try {
-      summary.textContent = told(await get("/api/ratings/summary"));
+      summary.textContent = sentence(await get("/api/ratings/summary"));
     } catch (error) {
       say(error.message, true);
     }
   }
 
-  function told(found) {
+  function sentence(found) {
     const parts = [`${found.ratings} ratings in ${found.path}`];
     if (found.left !== null) parts.push(`of ${found.blind} blind choices ${Math.round(100 * found.left)} % took the left response`);
     if (found.self_agreement !== null) parts.push(`raters agree with themselves in ${Math.round(100 * found.self_agreement)} %`);

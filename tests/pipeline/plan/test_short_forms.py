@@ -56,16 +56,16 @@ def test_a_file_that_has_epochs_and_steps_keeps_its_steps(tmp_path: Path) -> Non
 
 
 def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
-    said = configs("--lora", "4", "--lr", "1e-3")
-    models = (said["sft"].model, said["reward"].model, said["ppo"].actor, said["ppo"].critic)
+    given = configs("--lora", "4", "--lr", "1e-3")
+    models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
 
     assert [model.lora.rank for model in models] == [4, 4, 4, 4]
     assert said["ppo"].actor.optim.lr == 1e-3
 
 
 def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_learns() -> None:
-    said = configs("--lora", "4", "--quantize", "nf4", "--ppo.critic.quantize", "int8")
-    models = (said["sft"].model, said["reward"].model, said["ppo"].actor, said["ppo"].critic)
+    given = configs("--lora", "4", "--quantize", "nf4", "--ppo.critic.quantize", "int8")
+    models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
 
     assert [model.quantize for model in models] == ["nf4", "nf4", "nf4", "int8"]
     with pytest.raises(ConfigError, match=r"sft.model.quantize nf4 .* add adapters"):
