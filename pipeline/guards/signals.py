@@ -35,7 +35,7 @@ class Signals(ABC):
         """
 
     def shows_trend(self, guard: Guard, history: Sequence[Metrics]) -> bool:
-        """Whether a signal of a trend is beyond its limit over these looks; most steps have none."""
+        """Whether a signal of a trend is beyond its limit; most steps have no trends."""
         del guard, history
         return False
 

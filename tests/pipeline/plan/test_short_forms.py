@@ -19,12 +19,12 @@ def configs(*argv: str) -> dict[str, Any]:
 
 
 def test_lr_is_that_of_the_models_and_in_step_3_of_the_actor() -> None:
-    usual, said = configs(), configs("--lr", "1e-4")
+    usual, given = configs(), configs("--lr", "1e-4")
 
-    assert said["sft"].model.optim.lr == said["reward"].model.optim.lr == 1e-4
-    assert said["ppo"].actor.optim.lr == 1e-4
-    assert said["ppo"].critic.optim.lr == usual["ppo"].critic.optim.lr == 1e-3
-    assert said["ppo"].actor.optim.betas == (0.9, 0.999)
+    assert given["sft"].model.optim.lr == given["reward"].model.optim.lr == 1e-4
+    assert given["ppo"].actor.optim.lr == 1e-4
+    assert given["ppo"].critic.optim.lr == usual["ppo"].critic.optim.lr == 1e-3
+    assert given["ppo"].actor.optim.betas == (0.9, 0.999)
 
 
 def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is_smaller() -> None:
@@ -40,10 +40,10 @@ def test_batch_size_is_the_minibatch_of_ppo_and_raises_the_rollout_where_that_is
 def test_epochs_take_the_place_of_steps() -> None:
     assert configs()["sft"].max_steps == 500
 
-    said = configs("--epochs", "2")
+    given = configs("--epochs", "2")
 
-    assert [(config.epochs, config.max_steps) for config in said.values()] == [(2.0, None)] * 3
-    assert said["ppo"].ppo_epochs == 2  # the embedded preset's, not --epochs
+    assert [(config.epochs, config.max_steps) for config in given.values()] == [(2.0, None)] * 3
+    assert given["ppo"].ppo_epochs == 2  # the embedded preset's, not --epochs
     assert configs("--epochs", "3", "--sft.max_steps", "7")["sft"].max_steps == 7
 
 
@@ -60,7 +60,7 @@ def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
     models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
 
     assert [model.lora.rank for model in models] == [4, 4, 4, 4]
-    assert said["ppo"].actor.optim.lr == 1e-3
+    assert given["ppo"].actor.optim.lr == 1e-3
 
 
 def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_learns() -> None:
@@ -78,15 +78,15 @@ def test_dotted_settings_win_over_short_forms_which_win_over_files(tmp_path: Pat
 
     assert configs(*file)["sft"].model.optim.lr == 1e-3
     assert configs(*file, "--lr", "1e-4")["sft"].model.optim.lr == 1e-4
-    said = configs("--lr", "1e-4", "--sft.model.optim.lr", "1e-5")
-    assert (said["sft"].model.optim.lr, said["reward"].model.optim.lr) == (1e-5, 1e-4)
+    given = configs("--lr", "1e-4", "--sft.model.optim.lr", "1e-5")
+    assert (given["sft"].model.optim.lr, given["reward"].model.optim.lr) == (1e-5, 1e-4)
 
 
 def test_short_forms_are_for_the_steps_that_run() -> None:
-    usual, said = configs(), configs("--step", "2", "--lr", "1e-4", "--epochs", "2", "--lora", "4")
+    usual, given = configs(), configs("--step", "2", "--lr", "1e-4", "--epochs", "2", "--lora", "4")
 
-    assert (said["sft"], said["ppo"]) == (usual["sft"], usual["ppo"])
-    assert (said["reward"].model.optim.lr, said["reward"].model.lora.rank) == (1e-4, 4)
+    assert (given["sft"], given["ppo"]) == (usual["sft"], usual["ppo"])
+    assert (given["reward"].model.optim.lr, given["reward"].model.lora.rank) == (1e-4, 4)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
         request = parse_request(["--actor-model", size, "--reward-model", size], STAGES).request
         assert (request.actor_model, request.reward_model) == (f"facebook/opt-{size}",) * 2
 
-    said = configs("--actor-model", "1.3B", "--reward-model", "350m")
-    assert said["sft"].model.path == said["ppo"].base.path == "facebook/opt-1.3b"
-    assert said["reward"].model.path == "facebook/opt-350m"
+    given = configs("--actor-model", "1.3B", "--reward-model", "350m")
+    assert given["sft"].model.path == given["ppo"].base.path == "facebook/opt-1.3b"
+    assert given["reward"].model.path == "facebook/opt-350m"
 
 
 def test_a_local_directory_wins_over_a_size(
