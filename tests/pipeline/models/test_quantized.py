@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,77 +18,43 @@ from inference.weights.replica import Replica
 from pipeline.config import (
     FrozenModelConfig,
     LoraConfig,
-    OptimConfig,
     Precision,
     Quantize,
     TrainedModelConfig,
 )
-from pipeline.config.zero import OffloadConfig, ZeroConfig
-from pipeline.data.batches import collate
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.writer import CheckpointWriter
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
-from pipeline.engine.predict import predict
 from pipeline.engine.state import frozen_fragments, trained_fragments
-from pipeline.engine.stored import StoredParameter
 from pipeline.errors import ConfigError
 from pipeline.models.block_codes import Form
 from pipeline.models.consolidate import TOKENIZER as TOKENIZER_DIRECTORY
 from pipeline.models.consolidate import consolidate, describe_model
-from pipeline.models.embedded import build_tokenizer
 from pipeline.models.export import export
-from pipeline.models.forward import Policy, Scorer, base_model
+from pipeline.models.forward import Policy, Scorer
 from pipeline.models.load import load_causal_lm, load_classifier
 from pipeline.models.lora import add_lora
 from pipeline.models.meta import model_on_meta
 from pipeline.models.quantized import QuantizedLinear, quantize_layers
 from pipeline.models.trained import frozen_bytes, trained_causal_lm, trained_classifier
-from tests.distributed import rank, run_ranks, world_size
-from tests.families import random_rows, saved, tiny_causal_lm, tiny_classifier
-
-CPU = torch.device("cpu")
-TOKENIZER = build_tokenizer()
-VOCAB = len(TOKENIZER)
-BATCH = collate(random_rows((9, 4, 7)))
-MICRO_BATCHES = (BATCH, collate(random_rows((3, 8))))
-IDS = torch.tensor([[5, 6, 7, 8, 9]])
-NF4: dict[str, Any] = {"quantize": "nf4"}
-WAYS: list[dict[str, Any]] = [NF4, {**NF4, "double_quant": True}, {"quantize": "int8"}]
-
-
-def settings(path: str, **changes: Any) -> TrainedModelConfig:
-    optim = OptimConfig(lr=0.02, schedule="constant", warmup_ratio=0.0, weight_decay=0.1)
-    lora = LoraConfig(rank=4, alpha=8.0, lr=0.02)
-    return TrainedModelConfig(path=path, **{"optim": optim, "lora": lora, **changes})
-
-
-def base(family: str, directory: Path, **changes: Any) -> str:
-    return saved(tiny_causal_lm(family, vocab_size=VOCAB, **changes), directory)
-
-
-def learned(config: TrainedModelConfig, *, steps: int = 3) -> tuple[nn.Module, Engine]:
-    """A model, after a few steps of two micro-batches that the processes share."""
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-    engine = Engine(Policy(model), config, total_steps=steps)
-    for _ in range(steps):
-        for batch in MICRO_BATCHES[rank() :: world_size()]:
-            engine.backward(engine(batch).logprobs.square().mean())
-        engine.step()
-    return model, engine
-
-
-def module_of(model: nn.Module, name: str) -> Any:
-    return base_model(model).get_submodule(name)
-
-
-def layers_of(model: nn.Module) -> dict[str, QuantizedLinear]:
-    named = base_model(model).named_modules()
-    return {name: each for name, each in named if isinstance(each, QuantizedLinear)}
-
-
-def plain_names(model: nn.Module) -> set[str]:
-    return {name.removesuffix(".base_layer") for name in layers_of(model)}
+from tests.distributed import run_ranks
+from tests.families import saved, tiny_causal_lm, tiny_classifier
+from tests.pipeline.models.quantized_models import (
+    BATCH,
+    CPU,
+    IDS,
+    NF4,
+    TOKENIZER,
+    VOCAB,
+    WAYS,
+    base,
+    layers_of,
+    learned,
+    module_of,
+    plain_names,
+    settings,
+)
 
 
 @pytest.mark.parametrize("form", [Form("nf4"), Form("nf4", double=True), Form("int8")])
@@ -218,92 +183,6 @@ def test_what_generates_has_the_bits_of_the_export(way: dict[str, Any], tmp_path
     for name, weight in replica.model.named_parameters():
         assert torch.equal(weight, exported[name]), name
     assert replica.weights_hash() == weights_hash(loaded)
-
-
-def ends(path: str) -> dict[str, Tensor]:
-    """The adapters, and what is dequantized, by way, stage and name."""
-    found: dict[str, Tensor] = {}
-    for (number, way), stage in product(enumerate(WAYS), (0, 3)):
-        deterministic = ZeroConfig(reduction="deterministic")
-        model, engine = learned(
-            settings(path, zero_stage=stage, zero=deterministic, **way), steps=2
-        )
-        with engine.gathered():
-            weights = {key: param for key, param in model.named_parameters() if "lora_" in key}
-            weights |= {key: layer.dequantized() for key, layer in layers_of(model).items()}
-            found |= {f"{number} {stage} {key}": each.clone() for key, each in weights.items()}
-    return found
-
-
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.grid)])
-def test_two_processes_have_at_every_stage_what_one_has_at_stage_0(
-    family: str, tmp_path: Path
-) -> None:
-    path = base(family, tmp_path)
-    alone = ends(path)
-
-    for got in run_ranks(ends, path):
-        assert got.keys() == alone.keys()
-        for key, weight in got.items():
-            way, _, name = key.split(" ")
-            assert torch.equal(weight, alone[key]), key
-            assert torch.equal(weight, alone[f"{way} 0 {name}"]), key
-
-
-def differing(path: str, disk: Path) -> list[str]:
-    """Ways to keep and move weights by which other ones come out."""
-    nvme = OffloadConfig(params="nvme", optimizer="nvme", nvme_path=disk)
-    ways = {
-        "shared memory": ZeroConfig(),
-        "gloo": ZeroConfig(shared_memory=False),
-        "a disk": ZeroConfig(offload=nvme),
-        "main memory": ZeroConfig(offload=OffloadConfig(params="cpu", optimizer="cpu")),
-    }
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, zero in ways.items():
-        model, engine = learned(settings(path, zero_stage=3, zero=zero, **WAYS[1]), steps=1)
-        with engine.gathered():
-            found[name] = {key: param.clone() for key, param in model.named_parameters()}
-    first = found["shared memory"]
-    return [
-        f"{name}: {key}"
-        for name, weights in found.items()
-        for key, weight in weights.items()
-        if not torch.equal(weight, first[key])
-    ]
-
-
-def test_transport_and_offload_change_no_code_and_no_adapter(tmp_path: Path) -> None:
-    assert run_ranks(differing, base("llama", tmp_path / "base"), tmp_path) == [[], []]
-
-
-def test_at_stage_3_a_weight_is_not_read_before_the_engine_asks_for_a_piece(
-    tmp_path: Path,
-) -> None:
-    config = settings(base("llama", tmp_path), zero_stage=3, **NF4)
-    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
-
-    params = [each for each in model.parameters() if not each.requires_grad]
-    assert all(isinstance(each, StoredParameter) for each in params)
-
-
-def held_and_predicted(path: str) -> list[tuple[int, int]]:
-    found = []
-    for way, stage in product(WAYS, (0, 3)):
-        config = settings(path, zero_stage=stage, precision="bf16", **way)
-        counted = model_on_meta(config, task="causal", device=CPU)
-        _, engine = learned(config, steps=1)
-        flats = [flat for unit in engine.zero.units for flat in unit.flats]
-        held = sum((flat.shard if stage == 3 else flat.full).nbytes for flat in flats)
-        found.append((held, predict(counted, config, world=world_size())["weights"]))
-    return found
-
-
-def test_processes_hold_the_bytes_that_the_plan_counts(tmp_path: Path) -> None:
-    path = base("llama", tmp_path)
-
-    for found in run_ranks(held_and_predicted, path):
-        assert all(held == expected for held, expected in found)
 
 
 @pytest.mark.parametrize(

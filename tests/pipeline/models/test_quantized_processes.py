@@ -1,0 +1,111 @@
+"""A base in 4 or 8 bits on several processes: the same bits, and the bytes of the plan."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.engine.predict import predict
+from pipeline.engine.stored import StoredParameter
+from pipeline.models.meta import model_on_meta
+from pipeline.models.trained import trained_causal_lm
+from tests.distributed import run_ranks, world_size
+from tests.pipeline.models.quantized_models import (
+    CPU,
+    NF4,
+    TOKENIZER,
+    WAYS,
+    base,
+    layers_of,
+    learned,
+    settings,
+)
+
+
+def ends(path: str) -> dict[str, Tensor]:
+    """The adapters, and what is dequantized, by way, stage and name."""
+    found: dict[str, Tensor] = {}
+    for (number, way), stage in product(enumerate(WAYS), (0, 3)):
+        deterministic = ZeroConfig(reduction="deterministic")
+        model, engine = learned(
+            settings(path, zero_stage=stage, zero=deterministic, **way), steps=2
+        )
+        with engine.gathered():
+            weights = {key: param for key, param in model.named_parameters() if "lora_" in key}
+            weights |= {key: layer.dequantized() for key, layer in layers_of(model).items()}
+            found |= {f"{number} {stage} {key}": each.clone() for key, each in weights.items()}
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.grid)])
+def test_two_processes_have_at_every_stage_what_one_has_at_stage_0(
+    family: str, tmp_path: Path
+) -> None:
+    path = base(family, tmp_path)
+    alone = ends(path)
+
+    for got in run_ranks(ends, path):
+        assert got.keys() == alone.keys()
+        for key, weight in got.items():
+            way, _, name = key.split(" ")
+            assert torch.equal(weight, alone[key]), key
+            assert torch.equal(weight, alone[f"{way} 0 {name}"]), key
+
+
+def differing(path: str, disk: Path) -> list[str]:
+    """Ways to keep and move weights by which other ones come out."""
+    nvme = OffloadConfig(params="nvme", optimizer="nvme", nvme_path=disk)
+    ways = {
+        "shared memory": ZeroConfig(),
+        "gloo": ZeroConfig(shared_memory=False),
+        "a disk": ZeroConfig(offload=nvme),
+        "main memory": ZeroConfig(offload=OffloadConfig(params="cpu", optimizer="cpu")),
+    }
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, zero in ways.items():
+        model, engine = learned(settings(path, zero_stage=3, zero=zero, **WAYS[1]), steps=1)
+        with engine.gathered():
+            found[name] = {key: param.clone() for key, param in model.named_parameters()}
+    first = found["shared memory"]
+    return [
+        f"{name}: {key}"
+        for name, weights in found.items()
+        for key, weight in weights.items()
+        if not torch.equal(weight, first[key])
+    ]
+
+
+def test_transport_and_offload_change_no_code_and_no_adapter(tmp_path: Path) -> None:
+    assert run_ranks(differing, base("llama", tmp_path / "base"), tmp_path) == [[], []]
+
+
+def test_at_stage_3_a_weight_is_not_read_before_the_engine_asks_for_a_piece(
+    tmp_path: Path,
+) -> None:
+    config = settings(base("llama", tmp_path), zero_stage=3, **NF4)
+    model = trained_causal_lm(config, TOKENIZER, device=CPU, seed=0)
+
+    params = [each for each in model.parameters() if not each.requires_grad]
+    assert all(isinstance(each, StoredParameter) for each in params)
+
+
+def held_and_predicted(path: str) -> list[tuple[int, int]]:
+    found = []
+    for way, stage in product(WAYS, (0, 3)):
+        config = settings(path, zero_stage=stage, precision="bf16", **way)
+        counted = model_on_meta(config, task="causal", device=CPU)
+        _, engine = learned(config, steps=1)
+        flats = [flat for unit in engine.zero.units for flat in unit.flats]
+        held = sum((flat.shard if stage == 3 else flat.full).nbytes for flat in flats)
+        found.append((held, predict(counted, config, world=world_size())["weights"]))
+    return found
+
+
+def test_processes_hold_the_bytes_that_the_plan_counts(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+
+    for found in run_ranks(held_and_predicted, path):
+        assert all(held == expected for held, expected in found)
