@@ -38,6 +38,8 @@ ELSEWHERE = {
     "--output-dir out/hand": "tests/faults/test_many_machines.py",
     "--include localhost:0,2": "tests/pipeline/launch/, as two GPUs are needed",
     "--autotune": "tests/pipeline/autotune/",
+    "--path ADAPTER --to merged": "tests/pipeline/export/test_weights.py",
+    "--to adapter": "tests/pipeline/export/test_weights.py, as the run here has no adapter",
     "python -m step3_ppo.train ... --guards": "tests/step3_ppo/test_rollback.py",
     "--config ppo/qwen2.5-7b.yaml": "a GPU; tests/test_configs.py reads it",
     "--path OUT/step2_reward --data-path held_out.csv": "tests/step2_reward/test_lab.py",
@@ -104,7 +106,7 @@ def shortened(command: str) -> str:
 
     It goes into a directory of its own if the page names none.
     """
-    name = f"out-{abs(hash(command))}"
+    name = "out-" + re.sub(r"\W+", "-", command)[-80:]
     command = command.replace(" ... ", " ").removesuffix(" ...")
     program, *rest = shlex.split(command)
     if rest[0] == "train.py":
