@@ -109,8 +109,12 @@ def _own_and_common(
         for field in fields(base)
     }
     own = [each for each in settings if each.name.partition(".")[0] not in shared]
-    # What the class itself declares comes before what it has from others of its package.
-    own.sort(key=lambda each: each.name.partition(".")[0] not in config_class.__annotations__)
+    # What the class that declares any declares comes before what others of its package do.
+    names = {field.name for field in fields(config_class)}
+    declared = next(
+        mine for base in config_class.__mro__ if (mine := names & base.__annotations__.keys())
+    )
+    own.sort(key=lambda each: each.name.partition(".")[0] not in declared)
     return own, [each for each in settings if each.name.partition(".")[0] in shared]
 
 

@@ -1,340 +1,29 @@
-"""Settings of step 3."""
+"""What the settings of step 3 must be, and what its memory and time follow from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from evaluation.settings import TaskSettings, check_tasks
-from pipeline.config import (
-    DEFAULT_OPTIM,
-    EMBEDDED,
-    DataConfig,
-    FrozenModelConfig,
-    OptimConfig,
-    RowColumns,
-    StepConfig,
-    TrainedModelConfig,
-    Workload,
-)
+from evaluation.settings import check_tasks
+from pipeline.config import DEFAULT_OPTIM, TrainedModelConfig, Workload
 from pipeline.errors import require
 from pipeline.guards.settings import check_guards, completed
-from pipeline.settings.plain import Option
-from step3_ppo.guard_settings import WARNING, GuardSettings, unmeasured
+from step3_ppo.guard_settings import WARNING, unmeasured
 from step3_ppo.method_checks import check_method
 from step3_ppo.methods import METHODS
 from step3_ppo.needs import ESTIMATOR_NEEDS
-from step3_ppo.reward_settings import (
-    MODEL,
-    RewardSettings,
-    check_environment,
-    check_rewards,
-    with_environment,
-    without_reward_options,
-)
+from step3_ppo.reward_checks import check_environment, check_rewards
+from step3_ppo.reward_settings import MODEL, with_environment
+from step3_ppo.settings import LEARNING_RATES, PPOSettings, adam
 from step3_ppo.workload import workload_of
 
 
-def _adam(lr: float) -> OptimConfig:
-    """Adam as PPO wants it (Huang et al. 2024, details 16 and 17)."""
-    return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
-
-
-LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
-"""Of whole weights, by default."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
+class PPOConfig(PPOSettings):
     """Step 3: PPO with a KL penalty to the reference (Ziegler et al. 2019; Ouyang et al. 2022)."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
     """The settings that each choice of `method` stands for."""
-
-    output_dir: Path = Path("output/step3_ppo")
-
-    method: Literal[
-        "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "raft"
-    ] = "ppo"
-    """Other defaults for the settings below; what is set beside it wins (docs/ppo.md)."""
-
-    actor: TrainedModelConfig = field(
-        default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["actor"]))
-    )
-    """The policy; a null path starts from step 1's output."""
-
-    critic: TrainedModelConfig = field(
-        default_factory=lambda: TrainedModelConfig(optim=_adam(LEARNING_RATES["critic"]))
-    )
-    """The value model; a null path starts from step 2's output, or without a reward model from
-    step 1's."""
-
-    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """What the KL penalty holds the actor to; a null path is the actor as it starts."""
-
-    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reward model, where one is used; a null path takes step 2's output."""
-
-    base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model before step 1, for the comparison in the report; a null path leaves it out."""
-
-    batch_size: int = 64
-    """Sequences in an optimizer step (a PPO minibatch), over all processes."""
-
-    rollout_size: int = 128
-    """Responses before each round of updates, in all."""
-
-    group_size: int = 1
-    """Responses to each prompt (num_generations, rollout.n)."""
-
-    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
-    """gae asks a critic; grpo, dr_grpo, rloo and best compare the responses to a prompt: with their
-    mean, in standard deviations or not, with the mean of the others, or take the best alone;
-    reinforce_pp whitens the rewards to come over all tokens. Papers: docs/ppo.md."""
-
-    baseline: Literal["none", "group"] = "none"
-    """Of reinforce_pp: group takes the mean score of a prompt's responses off each score."""
-
-    loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
-    """clip is PPO's clipped ratio; gspo clips the mean ratio of a response; cispo bounds the ratio
-    and keeps every gradient; none is the plain policy gradient, for one update a rollout."""
-
-    aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Weights of that loss: every token alike, every response alike, or 1 / max_new_tokens each."""
-
-    dynamic_sampling: int = 0
-    """Rounds in which prompts whose responses all have the same reward give way to further ones (Yu
-    et al. 2025, eq. 11)."""
-
-    overlong_buffer: float = 0.0
-    """Tokens before max_new_tokens in which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
-    below 1 a share of them."""
-
-    overlong: Literal["score", "mask"] = "score"
-    """What becomes of responses without an end: score keeps them; mask leaves them out of baseline
-    and loss."""
-
-    correction: Literal["none", "truncate", "mask"] = "none"
-    """Importance weights where generation's policy is not training's: truncate bounds them by
-    correction_cap, mask leaves out what lies beyond (TIS, IcePop)."""
-
-    correction_level: Literal["token", "sequence"] = "token"
-    """Whose ratio: a token's, or the geometric mean of a response's."""
-
-    correction_cap: float = 2.0
-    """The largest weight; mask also leaves out ratios below 1 / correction_cap."""
-
-    positive_nll_coef: float = 0.0
-    """Weight of the negative log-likelihood of responses with a reward above 0, mean per token (Yue
-    et al. 2025, VAPO: 0.1)."""
-
-    generation_batch_size: int = 64
-    """Prompts a process answers at once; changes no result."""
-
-    inference_tp_size: int = 1
-    """Processes that generate together by tensor parallelism; it divides their number and that of
-    attention heads."""
-
-    replica: Literal["release", "resident"] = "release"
-    """Weights gathered, merged or sharded to generate with: release gives their memory back to
-    training, resident keeps it."""
-
-    offload_in_generation: bool = False
-    """Move what actor and critic keep for training to main memory while responses are generated,
-    on GPUs, to make room for more at once."""
-
-    max_prompt_length: int = 256
-    """Longest prompt, in tokens; rows with longer prompts are left out, and counted."""
-
-    max_new_tokens: int = 256
-    """Longest response, in tokens, its end-of-turn token included."""
-
-    temperature: float = 1.0
-    """Of sampling, and of every log-probability compared."""
-
-    ppo_epochs: int = 1
-    """Passes over each rollout."""
-
-    reuse_forward: bool = True
-    """Where a rollout is one micro-batch, the first update goes back through the pass that gave the
-    old log-probabilities: a fifth less work after generation, for its activations' memory."""
-
-    kl_coef: float = 0.05
-    """Weight of the KL penalty to the reference."""
-
-    kl_in: Literal["reward", "loss", "none"] = "reward"
-    """Where that penalty is (use_kl_loss)."""
-
-    kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
-    """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),
-    as k2's is on-policy; that of k3 (low_var_kl) is of KL(pi_ref || pi)."""
-
-    kl_target: float | None = None
-    """Nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019, 2.2); null keeps
-    kl_coef fixed."""
-
-    kl_horizon: int = 10_000
-    """Responses over which the adaptive kl_coef reacts."""
-
-    gamma: float = 1.0
-    """Discount per token."""
-
-    lam: float = 0.95
-    """Bias against variance of GAE: 1 is Monte Carlo, 0 one-step TD."""
-
-    lam_value: float | None = None
-    """The same of the returns that the critic learns (Yue et al. 2025, VAPO: 1); null is lam."""
-
-    lam_length_alpha: float | None = None
-    """Let the policy's trade-off grow with the response's length, 1 - 1 / (alpha * tokens) (Yue et
-    al. 2025, VAPO: 0.05); null is off."""
-
-    whiten_advantages: bool = True
-    """Shift and scale the advantages of gae and reinforce_pp to mean 0, variance 1 over the rollout
-    of all processes."""
-
-    whiten_rewards: bool = False
-    """Scale token rewards to variance 1, keeping their mean."""
-
-    clip: float = 0.2
-    """Lower side of the trust region: the ratio is clipped at 1 - clip."""
-
-    clip_high: float | None = None
-    """Upper side, 1 + clip_high (Yu et al. 2025); null uses `clip`."""
-
-    dual_clip: float | None = None
-    """Bound c > 1 on the loss of negative advantages (Ye et al. 2020, eq. 5); null is off."""
-
-    value_clip: float | None = 0.2
-    """Trust region of the value estimate, in units of reward; null is off."""
-
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-
-    target_kl: float | None = 0.05
-    """Stop the epochs over a rollout when new and old policy are over 1.5 times this apart, in nats
-    per token; null never stops."""
-
-    normalize_score: bool = True
-    """Subtract the reward model's stored mean and divide by its deviation, or by those of the first
-    rollout where it has none."""
-
-    score_clip: float | None = 5.0
-    """Normalized scores are clipped to ± this; null is off."""
-
-    missing_eos_score: float | None = -1.0
-    """Highest score of a response that did not end by itself, after normalization; null is off."""
-
-    critic_warmup_steps: int = 0
-    """First iterations in which only the critic learns."""
-
-    ptx_coef: float = 0.0
-    """Weight of the language-model loss on `ptx_data`, mean per token (PPO-ptx)."""
-
-    ptx_data: tuple[str, ...] = ()
-    """Plain text or dialogues for the PPO-ptx loss, as `data.path`; empty uses step 1's rows."""
-
-    ema_decay: float | None = None
-    """Decay of the exponential moving average of the actor (enable_ema uses 0.992); null is off."""
-
-    samples_every: int = 20
-    """Iterations between printed samples of fixed prompts (print_answers_interval)."""
-
-    def reuses_forward(self, *, processes: int) -> bool:
-        """Whether the rollout of each of so many processes is one micro-batch, and is reused."""
-        of_process = self.responses_per_process(processes)
-        is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
-        return self.reuse_forward and is_one
-
-    @property
-    def has_critic(self) -> bool:
-        """Whether a value model is trained beside the policy."""
-        return ESTIMATOR_NEEDS[self.advantage].critic
-
-    @property
-    def method_name(self) -> str:
-        """What its settings make: `method`, or the method of the advantage where none is named."""
-        by_advantage = {"gae": "ppo", "best": "raft"}
-        named = self.method != "ppo"
-        return self.method if named else by_advantage.get(self.advantage, self.advantage)
-
-    @property
-    def step_name(self) -> str:
-        """What its figures call the step: of several methods each has a directory of its name."""
-        own = f"step3_{self.method}"
-        return own if self.output_dir.name == own else "step3_ppo"
-
-    @property
-    def kl_weight(self) -> float:
-        """`kl_coef` where there is a KL penalty at all."""
-        return 0.0 if self.kl_in == "none" else self.kl_coef
-
-    def _complete_guards(self) -> None:
-        """Add the usual guards to those that are given; refuse what can't do what it says."""
-        object.__setattr__(self, "guards", completed(self.guards, WARNING))
-        lacking = unmeasured(
-            gold=self.gold is not None,
-            critic=self.has_critic,
-            groups=self.group_size > 1,
-            sources=bool(self.rewards),
-        )
-        check_guards(self.guards, WARNING, section="ppo", lacking=lacking, every=self.save_interval)
-
-    @property
-    def overlong_tokens(self) -> float:
-        """`overlong_buffer` in tokens."""
-        buffer = self.overlong_buffer
-        return buffer * self.max_new_tokens if buffer < 1 else buffer
-
-    @property
-    def reward_layout(self) -> TrainedModelConfig:
-        """The trained model as which the reward model is sharded."""
-        return self.critic if self.has_critic else self.actor
-
-    @property
-    def prompts_per_rollout(self) -> int:
-        """Over all processes; each process has all responses to its prompts."""
-        return self.rollout_size // self.group_size
-
-    def responses_per_process(self, processes: int) -> int:
-        """Responses of a rollout that one of so many processes has, at most."""
-        return -(-self.prompts_per_rollout // processes) * self.group_size
-
-    @property
-    def unused_roles(self) -> frozenset[str]:
-        """The models that the method and its rewards do without."""
-        critic = frozenset[str]() if self.has_critic else frozenset({"critic"})
-        return critic if self.uses_reward_model else critic | {"reward"}
-
-    @property
-    def row_columns(self) -> RowColumns:
-        """Those that the sources of rewards read."""
-        return self.reward_columns
-
-    @classmethod
-    def without_short_forms(cls, options: list[Option]) -> list[Option]:
-        """`--reward-function FILE.py:NAME` and `--reward KIND` as a list of `rewards`."""
-        return without_reward_options(options)
-
-    def trains_actor(self, step: int) -> bool:
-        """Whether iteration `step` updates the actor beside the critic."""
-        return step > self.critic_warmup_steps
-
-    @property
-    def max_length(self) -> int:
-        """Longest prompt with its response, in tokens."""
-        return self.max_prompt_length + self.max_new_tokens
-
-    @property
-    def ptx_rows(self) -> DataConfig | None:
-        """Where the texts of the PPO-ptx loss come from; None where it has no weight."""
-        if self.ptx_coef == 0:
-            return None
-        if not self.ptx_data:
-            return replace(self.data, eval_path=())
-        # Rows of its own, read by their own fields; all of them, which the embedded task can't cut.
-        data = replace(self.data, path=self.ptx_data, fields={}, eval_path=())
-        return data if EMBEDDED in data.path else replace(data, split=(1.0, 0.0, 0.0))
 
     def workload(self, world: int) -> Workload:
         """As `step3_ppo.workload` describes it."""
@@ -345,7 +34,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         for role, lr in LEARNING_RATES.items():
             model: TrainedModelConfig = getattr(self, role)
             if model.optim is DEFAULT_OPTIM:  # nobody has set it: it is of the class alone
-                object.__setattr__(self, role, replace(model, optim=_adam(lr)))
+                object.__setattr__(self, role, replace(model, optim=adam(lr)))
         counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
         counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
         for name in (*counts, "samples_every"):
@@ -394,3 +83,14 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
                 lora is None or lora.dropout == 0,
                 f"ppo.{role}.lora.dropout must be 0: dropout breaks the ratio of new to old policy",
             )
+
+    def _complete_guards(self) -> None:
+        """Add the usual guards to those that are given; refuse what can't do what it says."""
+        object.__setattr__(self, "guards", completed(self.guards, WARNING))
+        lacking = unmeasured(
+            gold=self.gold is not None,
+            critic=self.has_critic,
+            groups=self.group_size > 1,
+            sources=bool(self.rewards),
+        )
+        check_guards(self.guards, WARNING, section="ppo", lacking=lacking, every=self.save_interval)

@@ -1,15 +1,11 @@
 """Settings of a method that contradict each other, refused in a sentence."""
 
-from typing import TYPE_CHECKING
-
 from pipeline.errors import require
 from step3_ppo.needs import Needs
-
-if TYPE_CHECKING:
-    from step3_ppo.config import PPOConfig
+from step3_ppo.settings import PPOSettings
 
 
-def check_method(config: "PPOConfig", needs: "Needs") -> None:
+def check_method(config: PPOSettings, needs: Needs) -> None:
     """Refuse estimators, losses, groups and penalties that don't go together.
 
     Raises:
@@ -22,7 +18,7 @@ def check_method(config: "PPOConfig", needs: "Needs") -> None:
     _check_overlong(config)
 
 
-def _check_groups(config: "PPOConfig", needs: "Needs") -> None:
+def _check_groups(config: PPOSettings, needs: Needs) -> None:
     require(
         config.rollout_size % config.group_size == 0,
         f"ppo.group_size {config.group_size} doesn't divide ppo.rollout_size {config.rollout_size}:"
@@ -60,7 +56,7 @@ def _check_groups(config: "PPOConfig", needs: "Needs") -> None:
     )
 
 
-def _check_critic(config: "PPOConfig", needs: "Needs") -> None:
+def _check_critic(config: PPOSettings, needs: Needs) -> None:
     require(
         needs.discount or config.gamma == 1,
         f"ppo.gamma {config.gamma} discounts the returns that a critic learns, and ppo.advantage"
@@ -79,7 +75,7 @@ def _check_critic(config: "PPOConfig", needs: "Needs") -> None:
         )
 
 
-def _check_losses(config: "PPOConfig") -> None:
+def _check_losses(config: PPOSettings) -> None:
     require(
         config.loss != "none"
         or (config.ppo_epochs == 1 and config.batch_size == config.rollout_size),
@@ -103,7 +99,7 @@ def _check_losses(config: "PPOConfig") -> None:
     )
 
 
-def _check_kl(config: "PPOConfig") -> None:
+def _check_kl(config: PPOSettings) -> None:
     estimator = config.kl_estimator
     require(
         not (config.kl_in == "loss" and estimator == "k1"),
@@ -121,7 +117,7 @@ def _check_kl(config: "PPOConfig") -> None:
     )
 
 
-def _check_overlong(config: "PPOConfig") -> None:
+def _check_overlong(config: PPOSettings) -> None:
     buffer = config.overlong_buffer
     require(
         0 <= buffer <= config.max_new_tokens,

@@ -1,15 +1,12 @@
 """What step 3 does on each of its processes."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from pipeline.config import FrozenModelConfig, Generation, ModelUse, TrainedModelConfig, Workload
-
-if TYPE_CHECKING:
-    from step3_ppo.config import PPOConfig
+from step3_ppo.settings import PPOSettings
 
 
-def workload_of(config: "PPOConfig", world: int) -> Workload:
+def workload_of(config: PPOSettings, world: int) -> Workload:
     """Each iteration generates responses, scores them, and learns from them."""
     return Workload(
         world=world,
@@ -38,7 +35,7 @@ def workload_of(config: "PPOConfig", world: int) -> Workload:
     )
 
 
-def _models(config: "PPOConfig") -> tuple[ModelUse, ...]:
+def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
     models = (
         ModelUse(
             role="actor",
@@ -68,11 +65,11 @@ def _models(config: "PPOConfig") -> tuple[ModelUse, ...]:
     return tuple(model for model in models if model.role not in config.unused_roles)
 
 
-def _has_reference_of_its_own(config: "PPOConfig") -> bool:
+def _has_reference_of_its_own(config: PPOSettings) -> bool:
     return config.reference.path is not None or config.actor.lora is None
 
 
-def _reference(config: "PPOConfig") -> FrozenModelConfig:
+def _reference(config: PPOSettings) -> FrozenModelConfig:
     """The actor as it starts, where no other is named; with LoRA it is the actor's own base."""
     if config.reference.path is not None or not _has_reference_of_its_own(config):
         return config.reference

@@ -17,6 +17,7 @@ from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardSettings
 from step3_ppo.reward_settings import RewardSettings
+from step3_ppo.settings import PPOSettings
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,7 +56,7 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     def options(start: int, end: int) -> list[str]:
         return re.findall(r"^  --([\w.]+)", "\n".join(lines[start:end]), re.MULTILINE)
 
-    declared = vars(PPOConfig) | vars(RewardSettings) | vars(GuardSettings)
+    declared = vars(PPOSettings) | vars(RewardSettings) | vars(GuardSettings)
     own = [each.name for each in list_settings(PPOConfig) if each.name in declared]
     assert len(lines) < 210
     assert options(first, second)[0] == "method"
