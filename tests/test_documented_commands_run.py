@@ -157,7 +157,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         tokenizer.save_pretrained(home / name)
         tiny_config("opt", **sizes).save_pretrained(home / name)
-    for name in ("DIR", "BASE"):
+    for name in ("DIR", "BASE", "facebook/opt-1.3b"):
         tiny_causal_lm("opt", **sizes).save_pretrained(home / name)
     return home
 
