@@ -1,7 +1,7 @@
 """What steps that learn from fixed rows share: the rows in order, evaluations, checkpoints."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,10 +9,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import Checkpoints
-from pipeline.config import StepConfig, TrainedModelConfig
+from pipeline.config import RowStepConfig, StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat_format import ChatFormat
-from pipeline.data.examples import Example
+from pipeline.data.examples import Encoded, Example
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.lengths import Fit, check_lengths
 from pipeline.data.pairs import EncodedPair, PairBatch, collate_pairs
@@ -25,9 +25,10 @@ from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run import Run
+from pipeline.run import AtPeak, Run
+from pipeline.utilization import Utilization, utilization_of
 
-C = TypeVar("C", bound=StepConfig)
+C = TypeVar("C", bound=RowStepConfig)
 R = TypeVar("R")
 
 
@@ -89,10 +90,15 @@ class Training(Generic[C, R]):
     best: BestWeights
     checkpoints: Checkpoints
     eval_every: int
+    utilization: Utilization
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due."""
         return step == self.rows.total_steps or step % self.eval_every == 0
+
+    def at_peak(self, sequences: Iterable[Encoded]) -> AtPeak:
+        """How long training on these would take at the peak, with logits for what is learned."""
+        return self.utilization.training((len(each), each.num_targets) for each in sequences)
 
     def export(self) -> None:
         """Write the model with its present weights to the output directory."""
@@ -132,7 +138,8 @@ def set_up(
         guards=guards,
     )
     every = steps_between_evaluations(config, rows, held_out)
-    return Training(config, model, engine, rows, held_out, best, checkpoints, every)
+    speed = utilization_of(model, peak_tflops=config.peak_tflops, mesh=run.mesh)
+    return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed)
 
 
 def check_rows(

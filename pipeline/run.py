@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -46,6 +46,17 @@ LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 
 
+@dataclass(frozen=True)
+class AtPeak:
+    """Seconds that a step's training takes where every processor is at its peak."""
+
+    model: float
+    """With the operations that the model's two passes need."""
+
+    hardware: float
+    """With those that gradient checkpointing repeats, too."""
+
+
 class Run:
     """Context manager around a step's loop; the main process alone writes, others are silent.
 
@@ -71,6 +82,8 @@ class Run:
         self._metrics: IO[bytes] | None = None
         self._stragglers, self._health = Stragglers(mesh.world), Health(mesh.world)
         self._tokens_per_second = 0.0
+        self._at_peak: list[AtPeak] = []
+        """Of the steps since the last line."""
         self._at_once = LeavesAtOnce()
 
     def __enter__(self) -> "Run":
@@ -157,12 +170,20 @@ class Run:
         if self.mesh.is_main:
             shutil.rmtree(self.path(name), ignore_errors=True)
 
-    def log(self, step: int, *, tokens: int = 0, **metrics: int | float) -> None:
+    def log(
+        self,
+        step: int,
+        *,
+        tokens: int = 0,
+        at_peak: AtPeak | None = None,
+        **metrics: int | float,
+    ) -> None:
         """Record that `step` optimizer steps are done, the last one over `tokens` tokens.
 
         Call it after every step: each moves the progress bar; every `config.log_every`-th and the
         last one become a line of metrics.jsonl, with `tokens_per_second` since the line before,
-        evaluations not counted, and `memory_gb` of the largest process. All processes call it.
+        evaluations not counted, and `memory_gb` of the largest process; where steps say how long
+        they would take `at_peak`, `mfu` and `hfu` over the same time. All processes call it.
         """
         now = time.perf_counter()
         self._seconds_trained += now - self._step_end
@@ -170,6 +191,8 @@ class Run:
         self.step = step
         self.tokens += tokens
         self._stragglers.end_step(step)
+        if at_peak is not None:
+            self._at_peak.append(at_peak)
         is_due = step % self.config.log_every == 0 or step == self.total_steps
         if is_due:
             metrics["memory_gb"] = self._health.look(step)
@@ -180,10 +203,20 @@ class Run:
             self._logged_at = (self.tokens, self._seconds_trained)
             elapsed = max(self._seconds_trained - seconds_before, 1e-9)
             self._tokens_per_second = (self.tokens - tokens_before) / elapsed
-            line = {"tokens": tokens, "tokens_per_second": self._tokens_per_second, **metrics}
-            self._write(step, line, {})
+            speed = {"tokens_per_second": self._tokens_per_second, **self._utilization(elapsed)}
+            self._write(step, {"tokens": tokens, **speed, **metrics}, {})
         shown = {"tokens_per_second": self._tokens_per_second, **metrics}
         self._progress.update(step, shown, seconds=self._seconds_trained)
+
+    def _utilization(self, elapsed: float) -> dict[str, float]:
+        """`mfu` and `hfu` of the steps since the last line, which took so many seconds."""
+        steps, self._at_peak = self._at_peak, []
+        if not steps:
+            return {}
+        return {
+            "mfu": sum(each.model for each in steps) / elapsed,
+            "hfu": sum(each.hardware for each in steps) / elapsed,
+        }
 
     def evaluated(
         self,
@@ -261,6 +294,7 @@ class Run:
             "seconds": self.seconds,
             "seconds_trained": self._seconds_trained,
             "logged_at": self._logged_at,
+            "at_peak": [(each.model, each.hardware) for each in self._at_peak],
             "metrics_bytes": self._metrics_bytes,
         }
 
@@ -271,6 +305,7 @@ class Run:
         self._seconds_trained = state["seconds_trained"]
         tokens, seconds = state["logged_at"]
         self._logged_at = (tokens, seconds)
+        self._at_peak = [AtPeak(*each) for each in state.get("at_peak", ())]
         if self._metrics is not None:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 

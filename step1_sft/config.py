@@ -8,7 +8,7 @@ from pipeline.config import (
     EMBEDDED,
     ModelUse,
     OptimConfig,
-    StepConfig,
+    RowStepConfig,
     TrainedModelConfig,
     Workload,
 )
@@ -16,7 +16,7 @@ from pipeline.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(TaskSettings, StepConfig):
+class SFTConfig(TaskSettings, RowStepConfig):
     """Step 1: supervised fine-tuning."""
 
     output_dir: Path = Path("output/step1_sft")

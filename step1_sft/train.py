@@ -61,7 +61,7 @@ def train(config: SFTConfig) -> Path:
         with keeping_best(run, best, sft.export, model=config.model):
             for step in sft.checkpoints.steps(enough=enough):
                 batch = encode(rows.next_examples(), rows.chat, config)
-                learn(engine, batch, run, step=step, config=config)
+                learn(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
                     best.update(perplexity(engine, held_out, config), step=step)
                     run.evaluated(step, {"perplexity": best.last, **tasks.metrics()})
@@ -85,9 +85,10 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, E
 
 
 def learn(
-    engine: Engine, rows: Sequence[Encoded], run: Run, *, step: int, config: SFTConfig
+    sft: Training[SFTConfig, Encoded], rows: Sequence[Encoded], run: Run, *, step: int
 ) -> None:
     """Take one optimizer step on the rows, and log it."""
+    engine, config = sft.engine, sft.config
     num_targets = max(1, sum(row.num_targets for row in rows))
     nll = 0.0
     for batch in cut(rows, config):
@@ -98,6 +99,7 @@ def learn(
     run.log(
         step,
         tokens=sum(len(row) for row in rows),
+        at_peak=sft.at_peak(rows),
         loss=run.mesh.data.sum(nll) / num_targets,
         lr=result.lr,
         grad_norm=result.grad_norm,

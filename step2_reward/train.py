@@ -126,6 +126,9 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     run.log(
         step,
         tokens=sum(row.num_tokens for row in rows),
+        at_peak=reward.training.at_peak(
+            sequence for row in rows for sequence in reward.objective.sequences(row)
+        ),
         loss=loss_sum / len(rows),
         **({"accuracy": num_right / len(rows)} if has_right else {}),
         lr=result.lr,

@@ -37,7 +37,8 @@ FLOORS = (
     {"models"},
     {"run"},
     {"checkpoints", "divergence", "evaluations", "budget"},
-    {"guards", "offline", "plan", "report", "run_step"},
+    {"guards", "plan", "report", "run_step", "utilization"},
+    {"offline"},
     {"autotune", "export"},
     {"orchestrator"},
 )

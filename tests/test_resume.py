@@ -42,7 +42,7 @@ COMMON: dict[str, Any] = {
     "micro_batch_size": 2,
     "save_every": CUT,
 }
-OF_TIME = ("seconds", "tokens_per_second", "memory_gb")
+OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "mfu", "hfu")
 
 
 def trained(path: Path, **changes: Any) -> TrainedModelConfig:

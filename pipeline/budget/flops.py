@@ -3,11 +3,11 @@
 A product of matrices takes two operations for each weight and token; attention takes four for each
 token, each token before it and each number of a head's width (Chowdhery et al. 2022, appendix B,
 which like this counts what a causal mask leaves out). Norms, activations and look-ups are left out.
-Logits are counted for every token: where only some are trained, the last matrix does less.
+Logits are counted for every token, but by `training`, which knows for which ones there are any.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -32,6 +32,11 @@ class ModelFlops:
     width: int
     """Numbers in the queries of one token and layer: heads times their width."""
 
+    head: int = 0
+    """Of `weights`, those of the output layer; 0 for a model that scores."""
+
+    head_learns: bool = False
+
     def forward(self, length: int) -> int:
         """Operations for each token of sequences of `length` tokens."""
         return 2 * self.weights + 4 * self.layers * self.width * length
@@ -45,17 +50,46 @@ class ModelFlops:
         backward = self.forward(length) + 4 * self.layers * self.width * length + 2 * self.trained
         return self.forward(length) * (2 if recomputes else 1) + backward
 
+    def training(self, length: int, targets: int) -> int:
+        """Operations of both passes over one sequence with logits for `targets` of its tokens."""
+        of_logits = 4 * self.head + 2 * self.head * self.head_learns
+        return length * self._blocks.train(length) + targets * of_logits
+
+    def recomputation(self, length: int) -> int:
+        """Operations of one more forward pass over one sequence, without the output layer."""
+        return length * self._blocks.forward(length)
+
+    @property
+    def _blocks(self) -> "ModelFlops":
+        """All but the output layer."""
+        return replace(
+            self,
+            weights=self.weights - self.head,
+            trained=self.trained - self.head * self.head_learns,
+        )
+
 
 def model_flops(model: nn.Module) -> ModelFlops:
     """Of a causal language model or a classifier; it may be on the meta device."""
     config = base_model(model).config
     matrices = list(_matrices(model))
+    head = _head(model)
     return ModelFlops(
         weights=sum(numel for numel, _ in matrices),
         trained=sum(numel for numel, learns in matrices if learns),
         layers=config.num_hidden_layers,
         width=config.num_attention_heads * _head_width(config),
+        head=0 if head is None else head.weight.numel(),
+        head_learns=head is not None and head.weight.requires_grad,
     )
+
+
+def _head(model: nn.Module) -> nn.Linear | None:
+    """The layer that gives logits of the whole vocabulary."""
+    plain = base_model(model)
+    head = plain.get_output_embeddings()
+    is_head = isinstance(head, nn.Linear) and head.out_features >= plain.config.vocab_size
+    return head if is_head else None
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:

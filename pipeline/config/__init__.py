@@ -14,7 +14,13 @@ from pipeline.config.model import (
     TrainedModelConfig,
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
-from pipeline.config.step import SaveInterval, StepConfig, Tracker, affects_result
+from pipeline.config.step import (
+    RowStepConfig,
+    SaveInterval,
+    StepConfig,
+    Tracker,
+    affects_result,
+)
 from pipeline.config.workload import Generation, ModelUse, Workload
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 
@@ -35,6 +41,7 @@ __all__ = [
     "Quantize",
     "RowColumns",
     "RowShare",
+    "RowStepConfig",
     "RowUse",
     "SaveInterval",
     "StepConfig",

@@ -177,8 +177,25 @@ class StepConfig(ABC):
         return None if self.save_every is None else SaveInterval.parse(self.save_every)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowStepConfig(StepConfig):
+    """What steps need that learn from fixed rows."""
+
+    peak_tflops: float | None = None
+    """TFLOP/s of each device at most, which `mfu` is a share of; null takes those of a GPU's data
+    sheet, or measures a product of matrices."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.peak_tflops is None or self.peak_tflops > 0,
+            f"peak_tflops must be above 0, got {self.peak_tflops}",
+        )
+
+
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
+    "peak_tflops",
     *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),

@@ -106,6 +106,11 @@ CHARTS = (
     ),
     Chart("Largest ratio", "new to old policy, one token", {"ratio_max": "ratio"}),
     Chart("Rollout gap", "generation against training, nats", {"rollout_gap": "gap"}),
+    Chart(
+        "Utilization",
+        "share of the peak; hardware counts what is computed twice",
+        {"mfu": "model", "hfu": "hardware"},
+    ),
     Chart("Learning rate", "", {"lr": "lr"}, exact=True),
     Chart("KL coefficient", "", {"kl_coef": "coefficient"}, exact=True),
 )

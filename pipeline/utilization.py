@@ -1,0 +1,130 @@
+"""How near training comes to what its processors can do: MFU and HFU.
+
+Model FLOPs utilization is the share of the peak that the operations of the model make up, as if
+nothing were computed twice; hardware FLOPs utilization counts what gradient checkpointing computes
+again as well (Chowdhery et al. 2022, section 4.1 and appendix B; Korthikanti et al. 2022, section
+6.3). Operations are those of `pipeline.budget.flops`: six for each trained weight and token, and
+attention, logits for the tokens alone whose prediction is learned.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pipeline.budget.flops import ModelFlops, model_flops
+from pipeline.budget.speed import gpu_speed
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import Mesh
+from pipeline.run import AtPeak
+
+logger = logging.getLogger(__name__)
+
+SIDE = {"cpu": 768, "cuda": 4096}
+"""Rows and columns of the matrices whose product is timed."""
+
+SECONDS = 0.05
+"""For which products are timed; the fastest counts."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Operations a second that processors do at most."""
+
+    flops: float
+    """Of one process's device, or of all of them, 1/s."""
+
+    basis: str
+    """Where the figure comes from."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """What sequences cost in seconds of all processes at their peak."""
+
+    flops: ModelFlops
+
+    recomputed: float
+    """Share of the blocks that the backward pass computes again."""
+
+    peak: Peak
+    """Of all processes."""
+
+    def training(self, sequences: Iterable[tuple[int, int]]) -> AtPeak:
+        """Seconds of a forward and a backward pass at the peak.
+
+        Args:
+            sequences: of each its tokens, and those whose prediction is learned; of all processes.
+        """
+        model = again = 0.0
+        for length, targets in sequences:
+            model += self.flops.training(length, targets)
+            again += self.recomputed * self.flops.recomputation(length)
+        return AtPeak(model / self.peak.flops, (model + again) / self.peak.flops)
+
+
+def utilization_of(model: nn.Module, *, peak_tflops: float | None, mesh: Mesh) -> Utilization:
+    """Of a model that learns, as it is set up; all processes call it, the main one logs.
+
+    `peak_tflops` is that of one process's device, where it is not to be looked up or measured.
+    """
+    own = Peak(1e12 * peak_tflops, "as set") if peak_tflops else device_peak(_format(model))
+    peak = Peak(mesh.world.sum(own.flops), own.basis)
+    logger.info(
+        "mfu and hfu are shares of %.4g TFLOP/s, %s: operations of the model, and with those that"
+        " gradient checkpointing repeats (docs/report.md)",
+        peak.flops / 1e12,
+        peak.basis,
+    )
+    return Utilization(model_flops(model), _recomputed(model), peak)
+
+
+def device_peak(dtype: torch.dtype) -> Peak:
+    """Of this process's device in a number format: of its data sheet, or measured.
+
+    A data sheet gives the peak of 16-bit products on a known GPU.
+    """
+    device = local_device()
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        speed = gpu_speed(torch.cuda.get_device_name(device))
+        if speed is not None:
+            return Peak(speed.peak, f"by the data sheet of an {speed.card}")
+    name = str(dtype).removeprefix("torch.")
+    return Peak(_measured(device, dtype), f"of a product of matrices in {name} measured here")
+
+
+def _measured(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of the fastest of several products of square matrices."""
+    side = SIDE[device.type]
+    left, right = torch.ones(2, side, side, device=device, dtype=dtype)
+    fastest, end = float("inf"), time.perf_counter() + SECONDS
+    with torch.no_grad():
+        torch.mm(left, right)  # the first makes room and starts threads
+        while time.perf_counter() < end or fastest == float("inf"):
+            _wait(device)
+            start = time.perf_counter()
+            torch.mm(left, right)
+            _wait(device)
+            fastest = min(fastest, time.perf_counter() - start)
+    return 2 * side**3 / fastest
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _recomputed(model: nn.Module) -> float:
+    """The share of the blocks that do not keep their activations."""
+    blocks = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return sum(each.gradient_checkpointing for each in blocks) / max(1, len(blocks))
+
+
+def _format(model: nn.Module) -> torch.dtype:
+    """The number format that most weights are multiplied in."""
+    formats = [param.dtype for param in model.parameters() if param.is_floating_point()]
+    return max(set(formats), key=formats.count)

@@ -1,0 +1,125 @@
+"""MFU and HFU: by hand for OPT and Llama, in real steps, and what a peak is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pipeline.budget.flops import model_flops
+from pipeline.parallel.mesh import current_mesh
+from pipeline.run import AtPeak, Run
+from pipeline.utilization import Peak, Utilization, device_peak, utilization_of
+from step1_sft.config import SFTConfig
+
+LENGTH, TARGETS = 40, 25
+
+
+def opt() -> OPTForCausalLM:
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            ffn_dim=128,
+            word_embed_proj_dim=32,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+
+
+OPT_BLOCKS = 3 * (4 * 32 * 32 + 2 * 32 * 128)
+"""Query, key, value, output; up and down."""
+
+LLAMA_BLOCKS = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 80)
+"""Query and output, key and value of half the heads; gate, up and down."""
+
+
+@pytest.mark.parametrize(("model", "blocks"), [(opt, OPT_BLOCKS), (llama, LLAMA_BLOCKS)])
+def test_operations_of_a_step_are_six_for_each_weight_and_token_and_attention(
+    model: type[nn.Module], blocks: int
+) -> None:
+    at_peak = Utilization(model_flops(model()), 0.0, Peak(1e6, "")).training([(LENGTH, TARGETS)])
+
+    attention = 12 * 3 * 32 * LENGTH * LENGTH  # Chowdhery et al. 2022: 12 L H Q T for each token
+    by_hand = 6 * blocks * LENGTH + attention + 6 * 96 * 32 * TARGETS
+    assert at_peak.model == at_peak.hardware == by_hand / 1e6
+
+
+def test_frozen_weights_need_no_gradient_of_their_own() -> None:
+    model = llama()
+    model.requires_grad_(False)
+    model.model.layers[0].mlp.requires_grad_(True)
+
+    at_peak = Utilization(model_flops(model), 0.0, Peak(1.0, "")).training([(LENGTH, TARGETS)])
+
+    attention = 12 * 3 * 32 * LENGTH * LENGTH
+    whole = 4 * LLAMA_BLOCKS * LENGTH + attention + 4 * 96 * 32 * TARGETS
+    assert at_peak.model == whole + 2 * 3 * 32 * 80 * LENGTH
+
+
+def test_what_is_computed_again_is_in_the_hardwares_share_alone() -> None:
+    all_blocks, two_of_three = llama(), llama()
+    for block in blocks(all_blocks):
+        block.gradient_checkpointing = True
+    for block in blocks(two_of_three)[::2]:  # as checkpoint_every 2 has it
+        block.gradient_checkpointing = True
+
+    def of(each: nn.Module) -> AtPeak:
+        found = utilization_of(each, peak_tflops=1e-12, mesh=current_mesh())
+        return found.training([(LENGTH, TARGETS)])
+
+    again = 2 * LLAMA_BLOCKS * LENGTH + 4 * 3 * 32 * LENGTH * LENGTH
+    assert of(all_blocks).model == of(llama()).model == of(llama()).hardware
+    for model, share in ((all_blocks, 1), (two_of_three, 2 / 3)):
+        assert of(model).hardware - of(model).model == pytest.approx(again * share)
+
+
+def test_utilization_is_the_share_of_the_time_since_the_line_before(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=tmp_path, log_every=2)
+    with Run(config, name="run", total_steps=4, mesh=current_mesh()) as run:
+        for step in range(1, 5):
+            run.log(step, tokens=100, at_peak=AtPeak(0.5, 0.75))
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        seconds = 200 / line["tokens_per_second"]
+        assert line["mfu"] == pytest.approx(1.0 / seconds)
+        assert line["hfu"] == pytest.approx(1.5 / seconds)
+
+
+def test_a_step_without_operations_has_no_utilization(tmp_path: Path) -> None:
+    with Run(SFTConfig(output_dir=tmp_path), name="run", total_steps=1, mesh=current_mesh()) as run:
+        run.log(1, tokens=100)
+
+    assert "mfu" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_of_a_processor_is_what_a_product_reaches(dtype: torch.dtype) -> None:
+    peak = device_peak(dtype)
+
+    assert 1e8 < peak.flops < 1e15
+    assert str(dtype).removeprefix("torch.") in peak.basis
