@@ -24,7 +24,7 @@ from pipeline.run import AtPeak
 
 logger = logging.getLogger(__name__)
 
-SIDE = {"cpu": 768, "cuda": 4096}
+SIDE = {"cpu": 512, "cuda": 4096}
 """Rows and columns of the matrices whose product is timed."""
 
 SECONDS = 0.05
