@@ -14,7 +14,7 @@ from inference.serve.generation import Job, Piece, Wanted
 from inference.serve.sampling import seed_of, wanted_of
 from inference.serve.schema import ChatRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import State, client_of, off_loop, state_of
+from inference.serve.state import State, client_of, off_loop, size_of, state_of
 from inference.serve.stream import DONE, SIGN_OF_LIFE, EventStream, event, until_gone
 
 
@@ -51,7 +51,7 @@ async def chat_completions(request: Request) -> Response:
     config = state.config
     body = await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
     fields, ignored = read_request(ChatRequest, body)
-    size = sum(len(each.message.content) for each in fields.messages)
+    size = size_of([each.message for each in fields.messages], fields.chat_template_kwargs)
     chat = await off_loop(size, _read, state, fields, client_of(request))
     headers = {"x-ignored-fields": ignored} if ignored else {}
     if not fields.stream:
@@ -66,7 +66,12 @@ def _read(state: State, fields: ChatRequest, client: str) -> Chat:
     served = state.model(fields.model)
     continues = bool(fields.continue_final_message)
     messages = [each.message for each in fields.messages]
-    prompt = served.encode_chat(messages, continues=continues)
+    prompt = served.encode_chat(
+        messages,
+        continues=continues,
+        opens=fields.opens,
+        arguments=fields.chat_template_kwargs,
+    )
     seed = seed_of(fields)
     given = fields.max_completion_tokens
     (wanted,) = wanted_of(

@@ -10,7 +10,7 @@ from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
 from inference.serve.schema import DetokenizeRequest, ScoreRequest, TokenizeRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import State, off_loop, state_of
+from inference.serve.state import State, off_loop, size_of, state_of
 from inference.serve.stream import until_gone
 from inference.streaming import plain_text
 from pipeline import __version__
@@ -77,7 +77,14 @@ async def tokenize(request: Request) -> Response:
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if fields.messages is not None:
         dialogue = [each.message for each in fields.messages]
-        ids = served.encode_chat(dialogue, continues=dialogue[-1].role == "assistant")
+        ids = await off_loop(
+            size_of(dialogue, fields.chat_template_kwargs),
+            served.encode_chat,
+            dialogue,
+            continues=fields.opens and dialogue[-1].role == "assistant",
+            opens=fields.opens,
+            arguments=fields.chat_template_kwargs,
+        )
     else:
         text = fields.prompt or ""
         ids = await off_loop(len(text), served.encode_text, text, special=fields.add_special_tokens)

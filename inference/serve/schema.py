@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from inference.serve.errors import ApiError
 from pipeline.data.examples import Message, Role
+from pipeline.data.template import Argument
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -88,6 +89,18 @@ class ChatMessage(BaseModel):
         return Message(ROLES[self.role], text)
 
 
+class TemplateFields(BaseModel):
+    """How a dialogue becomes a prompt."""
+
+    chat_template_kwargs: Annotated[dict[str, Argument], Field(max_length=64)] | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def opens(self) -> bool:
+        """Whether the beginning of the assistant's turn follows a user's."""
+        return self.add_generation_prompt is not False
+
+
 class StreamOptions(BaseModel):
     """What a stream has besides text."""
 
@@ -131,7 +144,7 @@ class SamplingFields(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
@@ -139,7 +152,13 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def check(self) -> "ChatRequest":
+        """A turn either begins or goes on."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
 
     @property
     def num_top(self) -> int | None:
@@ -166,7 +185,7 @@ class CompletionRequest(SamplingFields):
         return list(prompt)  # pyright: ignore[reportReturnType]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: a text, or a dialogue as it is prompted with."""
 
     model_config = ConfigDict(strict=True)

@@ -1,7 +1,7 @@
 """A model that is served: its weights, its tokenizer, its batch."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.data.resolve_format import resolve_format
+from pipeline.data.template import Argument, never_read
 from pipeline.errors import UserError
 from pipeline.models.load import load_causal_lm, load_tokenizer
 
@@ -39,26 +40,59 @@ class ServedModel:
     weights_hash: str
     bytes_of: TokenBytes
 
-    def encode_chat(self, messages: Sequence[Message], *, continues: bool) -> list[int]:
-        """Token ids of a dialogue with the generation prompt, or up to its unfinished last turn.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool,
+        opens: bool = True,
+        arguments: Mapping[str, Argument] | None = None,
+    ) -> list[int]:
+        """Token ids of a dialogue that the model goes on from.
+
+        Args:
+            messages: the dialogue.
+            continues: whether its last turn, the assistant's, is unfinished.
+            opens: whether, else, the generation prompt follows a user's turn.
+            arguments: of the chat template.
 
         Raises:
-            ApiError: the template can't render it, or it ends in the wrong turn.
+            ApiError: the template can't render it or doesn't read an argument, or it ends in the
+                wrong turn.
         """
-        if continues != (messages[-1].role == "assistant"):
+        answered = messages[-1].role == "assistant"
+        if (continues and not answered) or (answered and opens and not continues):
             raise ApiError(
                 400,
                 "messages must end in a user's turn, or in the assistant's with"
                 " continue_final_message true",
                 param="messages",
             )
+        chat = self._chat_with(arguments) if arguments else self.chat
         try:
-            if not continues:
-                return self.chat.encode_prompt(messages)
-            ids = self.chat.encode(messages[:-1], messages[-1:]).input_ids
+            if not answered:
+                return chat.encode_prompt(messages, generation_prompt=opens)
+            ids = chat.encode(messages[:-1], messages[-1:]).input_ids
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
-        return ids[:-1] if ids[-1] in self.chat.stop_ids else ids
+        return ids[:-1] if continues and ids[-1] in self.chat.stop_ids else ids
+
+    def _chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
+        """The chat format with arguments of its template."""
+        unknown = never_read(self.chat.template, arguments)
+        if unknown:
+            names = ", ".join(name[:64] for name in unknown[:16])
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: the chat template of {self.name} never reads {names}; leave"
+                " out what it doesn't read",
+                param="chat_template_kwargs",
+            )
+        try:
+            return resolve_format(self.tokenizer, "auto", arguments)
+        except UserError as error:
+            reason = str(error).replace("data.template_args", "chat_template_kwargs:")
+            raise ApiError(400, reason, param="chat_template_kwargs") from None
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text as it is, after what the tokenizer begins a text with."""

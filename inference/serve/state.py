@@ -1,7 +1,7 @@
 """What all routes share."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -14,6 +14,8 @@ from inference.serve.errors import ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.served import ServedModel
 from inference.serve.watch import WatchedRun
+from pipeline.data.examples import Message
+from pipeline.data.template import Argument
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,6 +73,11 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
     if size < LONG:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def size_of(messages: Sequence[Message], arguments: Mapping[str, Argument] | None) -> int:
+    """Characters of a dialogue; arguments have a template compiled, which takes as long as many."""
+    return LONG if arguments else sum(len(message.content) for message in messages)
 
 
 def state_of(request: Request) -> State:

@@ -197,11 +197,34 @@ class ChatFormat:
         closed = turn if turn.endswith(self._end_of_turn) else turn + self._end_of_turn
         return [*segments, Segment(closed, by_assistant=True, trained=messages[-1].trained)]
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
-        """Token ids of a dialogue that the assistant is to continue, generation prompt included."""
+    def encode_prompt(self, messages: Messages, *, generation_prompt: bool = True) -> list[int]:
+        """Token ids of a dialogue that the assistant is to continue.
+
+        Args:
+            messages: the dialogue, which ends in a user turn.
+            generation_prompt: whether the beginning of the assistant's turn follows.
+
+        Raises:
+            DataError: the template can't render it.
+        """
         if not messages or messages[-1].role == "assistant":
             raise DataError("a prompt must end in a user turn")
-        return [token for ids in self._ids(self.segments(messages)) for token in ids]
+        segments = self.segments(messages)
+        if not generation_prompt:
+            segments[-1] = self._without_opening(messages, segments[-1].text)
+        return [token for ids in self._ids(segments) for token in ids]
+
+    def _without_opening(self, messages: Messages, last: str) -> Segment:
+        """The last piece of a prompt without the beginning of the assistant's turn."""
+        text = self.render(messages, generation_prompt=False)
+        whole = self.render(messages, generation_prompt=True)
+        opening = whole[len(text) :]
+        if not (whole.startswith(text) and last.endswith(opening)):
+            raise DataError(
+                f"{self.title} renders a dialogue otherwise without its generation prompt; ask for"
+                " it with the prompt"
+            )
+        return Segment(last[: len(last) - len(opening)], by_assistant=False)
 
     def encode(
         self,

@@ -6,8 +6,9 @@ the next step render a dialogue as it was trained on.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
+from keyword import iskeyword
 
 from pipeline.errors import ConfigError
 
@@ -27,16 +28,23 @@ def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     """
     lines = ""
     for name, value in arguments.items():
-        if not name.isidentifier() or name in _OWN:
+        if not name.isidentifier() or iskeyword(name) or name in _OWN:
             raise ConfigError(f"data.template_args {name} is not an argument that can be set")
-        if not re.search(rf"\b{name}\b", template):
+        if never_read(template, [name]):
             raise ConfigError(
                 f"data.template_args {name}: the chat template never reads it; remove it, or check"
                 " its spelling"
             )
-        literal = str(value).lower() if isinstance(value, bool) else json.dumps(value)
+        literal = (
+            str(value).lower() if isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
+        )
         lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
     return template if template.startswith(lines) else lines + template
+
+
+def never_read(template: str, names: Iterable[str]) -> list[str]:
+    """Those of the names that stand nowhere in the template."""
+    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
 def with_date(template: str, day: date) -> str:

@@ -45,6 +45,7 @@ VALUES: tuple[Any, ...] = (
     *("", "x", "user", "tiny", "\x00", "\ufffd", "🦉", "a" * 3000, "<s></s>", "../../etc/passwd"),
     *([], [[]], [0], [1, 2, 3], [[1], [2, 3]], ["a", ""], [None], [{}], [-1], [10**9], ["a", 1]),
     *({}, {"type": "text"}, {"a": {"b": 1}}, {"70": 1}, {"70": 101}, {"-1": 1}, {"x": 1}),
+    *({"eos_token": "a"}, {"message": True}, {"if": "x"}),
     [{"role": "user", "content": "Hi"}],
     [{"role": "assistant", "content": "Hi"}],
     [{"role": "tool", "content": "Hi"}],
@@ -59,7 +60,7 @@ FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "user"),
     *("logprobs", "top_logprobs", "echo", "best_of", "suffix", "tools", "response_format"),
     *("return_token_ids", "continue_final_message", "add_generation_prompt", "unknown"),
-    *("tokens", "add_special_tokens", "chat_template"),
+    *("tokens", "add_special_tokens", "chat_template", "chat_template_kwargs"),
 )
 PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, "/tokenize", "/detokenize", "/v1/score")
 

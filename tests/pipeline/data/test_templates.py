@@ -122,6 +122,26 @@ def test_a_template_takes_arguments_and_keeps_them() -> None:
     assert str(plain).endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("text", ["naïve 🦉", 'a "quote", %} {{ 1 }} \\n and\na line'])
+def test_an_argument_reaches_the_template_as_it_is(text: str) -> None:
+    template = "{%- if remark is defined %}{{- remark }}{% endif -%}" + QWEN3
+
+    rendered = resolve_format(chatml_tokenizer(template), "auto", {"remark": text})
+
+    assert rendered.render([USER], generation_prompt=False).startswith(f"{text}<|im_start|>user\n")
+
+
+@pytest.mark.parametrize("template", [QWEN3, DATED])
+def test_a_prompt_may_leave_the_assistants_turn_unopened(template: str) -> None:
+    chat_format = with_chatml_tokens(template)
+    whole = chat_format.encode_prompt(PROMPT)
+
+    ids = chat_format.encode_prompt(PROMPT, generation_prompt=False)
+
+    assert whole[: len(ids)] == ids
+    assert chat_format.tokenizer.decode(whole[len(ids) :]) == "<|im_start|>assistant\n"
+
+
 def test_an_argument_that_the_template_never_reads_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.template_args enable_thinkng: the chat template"):
         resolve_format(chatml_tokenizer(QWEN3), "auto", {"enable_thinkng": False})

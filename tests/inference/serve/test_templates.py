@@ -1,0 +1,114 @@
+"""What a request may say to the chat template of its model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.serve.models import ModelPath
+from pipeline.data.examples import Message
+from pipeline.data.resolve_format import resolve_format
+from tests.families import saved, tiny_causal_lm
+from tests.inference.serve.serving import CHAT, Answer, Running, post, serving
+from tests.pipeline.data.test_templates import QWEN3, chatml_tokenizer
+
+USER = {"role": "user", "content": "Hi."}
+ANSWER = {"role": "assistant", "content": "Ha"}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of a model whose template reads enable_thinking."""
+    path: Path = tmp_path_factory.mktemp("thinker")
+    tokenizer = chatml_tokenizer(QWEN3)
+    tokenizer.save_pretrained(path)
+    model = tiny_causal_lm("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
+    with serving((ModelPath("thinker", saved(model, path)),)) as running:
+        yield running
+
+
+def ask(server: Running, *messages: dict[str, str], **fields: Any) -> Answer:
+    body = {"messages": list(messages), "max_tokens": 1, **fields}
+    return post(server, CHAT, body)
+
+
+def prompted(server: Running, *messages: dict[str, str], **fields: Any) -> str:
+    """The text of the prompt; as many tokens are read before a response."""
+    tokens = post(server, "/tokenize", {"messages": list(messages), **fields}).json["tokens"]
+    own = ask(server, *messages, **fields)
+    assert own.json["usage"]["prompt_tokens"] == len(tokens), own.json
+    return str(server.state.models["thinker"].tokenizer.decode(tokens))
+
+
+def test_arguments_reach_the_template_as_those_of_training_do(thinker: Running) -> None:
+    served = thinker.state.models["thinker"]
+    trained = resolve_format(served.tokenizer, "auto", {"enable_thinking": False})
+    expected = trained.encode_prompt([Message("user", "Hi.")])
+
+    text = prompted(thinker, USER, chat_template_kwargs={"enable_thinking": False})
+
+    assert text == served.tokenizer.decode(expected)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert prompted(thinker, USER).endswith("<|im_start|>assistant\n")
+    assert prompted(thinker, USER, chat_template_kwargs={}) == prompted(thinker, USER)
+
+
+def test_arguments_that_the_template_never_reads_are_named(thinker: Running) -> None:
+    wrong = {"enable_thinkng": False, "enable_thinking": True, "two words": 1}
+
+    refused = ask(thinker, USER, chat_template_kwargs=wrong)
+
+    assert refused.status == 400
+    assert refused.error["param"] == "chat_template_kwargs"
+    assert refused.error["message"] == (
+        "chat_template_kwargs: the chat template of thinker never reads enable_thinkng, two words;"
+        " leave out what it doesn't read"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"messages": "x"}, "chat_template_kwargs: messages is not an argument that can be set"),
+        ({"if": True}, "chat_template_kwargs: if is not an argument that can be set"),
+        ({"enable_thinking": []}, "chat_template_kwargs.enable_thinking: input should be a valid"),
+        ([], "chat_template_kwargs: input should be a valid dictionary"),
+    ],
+)
+def test_what_is_no_argument_is_refused(thinker: Running, arguments: object, sentence: str) -> None:
+    refused = ask(thinker, USER, chat_template_kwargs=arguments)
+
+    assert refused.status == 400
+    assert refused.error["param"] == "chat_template_kwargs"
+    assert refused.error["message"].startswith(sentence)
+
+
+def test_a_template_of_the_request_stays_refused(thinker: Running) -> None:
+    for name in ("chat_template", "chat_template_kwargs"):
+        value = "{{ messages }}" if name == "chat_template" else {"chat_template": "{{ 1 }}"}
+        refused = ask(thinker, USER, **{name: value})
+
+        assert refused.status == 400
+        assert "chat_template" in refused.error["message"]
+
+
+def test_a_prompt_may_end_without_the_generation_prompt(thinker: Running) -> None:
+    opened = prompted(thinker, USER, add_generation_prompt=True)
+    plain = prompted(thinker, USER, add_generation_prompt=False)
+    answered = prompted(thinker, USER, ANSWER, add_generation_prompt=False)
+
+    assert opened == plain + "<|im_start|>assistant\n" == prompted(thinker, USER)
+    assert answered.startswith(opened)
+    assert answered.endswith("Ha<|im_end|>")
+
+
+def test_a_turn_either_begins_or_goes_on(thinker: Running) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+
+    refused = ask(thinker, USER, ANSWER, **both)
+    goes_on = ask(thinker, USER, ANSWER, continue_final_message=True, add_generation_prompt=False)
+
+    assert refused.status == 400
+    assert refused.error["message"].endswith("add_generation_prompt exclude each other")
+    assert goes_on.json["usage"]["completion_tokens"] == 1
