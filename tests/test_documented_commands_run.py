@@ -43,6 +43,7 @@ ELSEWHERE = {
     "python -m step3_ppo.train ... --guards": "tests/step3_ppo/test_rollback.py",
     "--config ppo/qwen2.5-7b.yaml": "a GPU; tests/test_configs.py reads it",
     "--path OUT/step2_reward --data-path held_out.csv": "tests/step2_reward/test_lab.py",
+    "--bench reward-bench-2.jsonl": "tests/step2_reward/test_lab_bench.py",
     "out/autotune/best.yaml": "tests/pipeline/autotune/",
     "stories260k": "a run of an hour, whose figures are in docs/results.md",
     "--sft.model.lora.rank 8": "a run of minutes, whose figures are in docs/results.md",

@@ -66,7 +66,13 @@ def view(figures: Mapping[str, object]) -> LabView | None:
     if not figures:
         return None
     sentences = figures.get("sentences")
-    tables = [_confusion(figures), _classes(figures), _length(figures), _probes(figures)]
+    tables = [
+        _bench(figures),
+        _confusion(figures),
+        _classes(figures),
+        _length(figures),
+        _probes(figures),
+    ]
     pictures = [_reliability(figures), _best_of(figures)]
     return LabView(
         sentences=[str(each) for each in _list(sentences)],
@@ -84,6 +90,28 @@ def write_page(directory: Path, *, title: str) -> Path:
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(report)
     return report
+
+
+def _bench(figures: Mapping[str, object]) -> Table | None:
+    found = mapping(figures.get("bench"))
+    if not found:
+        return None
+    rows = [mapping(each) for each in _list(found.get("subsets"))]
+    return Table(
+        "RewardBench 2",
+        f"{_share(found.get('value'))} in the mean of the subsets",
+        ["subset", "prompts", "score", "95 % interval", "random score"],
+        [
+            [
+                str(row.get("name")),
+                str(row.get("rows")),
+                _share(row.get("value")),
+                f"{_share(row.get('low'))} to {_share(row.get('high'))}" if "low" in row else "",
+                _share(row.get("chance")),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _confusion(figures: Mapping[str, object]) -> Table | None:

@@ -1,6 +1,7 @@
 """How good a reward model is, and how far it can be trusted.
 
 python -m step2_reward.lab --path OUT/step2_reward --data-path FILE
+python -m step2_reward.lab --path OUT/step2_reward --bench FILE
 """
 
 import sys
@@ -21,17 +22,18 @@ def main(argv: Sequence[str]) -> None:
     config = read_command(
         LabConfig,
         argv,
-        usage="step2_reward.lab --path DIR [--data-path FILE]",
+        usage="step2_reward.lab --path DIR [--data-path FILE | --bench FILE]",
         about="Measure how good a reward model is, and how far it can be trusted.",
     )
     from pipeline.report.lab import write_page
     from pipeline.run import configure_logging
+    from step2_reward.lab.bench_model import measure_bench
     from step2_reward.lab.model import measure_model
     from step2_reward.lab.sentences import sentences
     from step2_reward.lab.write import write_measured
 
     configure_logging(is_main=True)
-    measured = measure_model(config)
+    measured = measure_model(config) if config.bench is None else measure_bench(config)
     directory = config.output_dir or Path(config.path) / "lab"
     write_measured(measured, directory)
     page = write_page(directory, title=f"Reward model {Path(config.path).name}")

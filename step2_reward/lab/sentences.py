@@ -1,6 +1,6 @@
 """What the laboratory's figures mean, in sentences: how far the model can be trusted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 POOR_CALIBRATION = 0.1
@@ -10,8 +10,41 @@ BIASED = 0.15
 
 def sentences(figures: Mapping[str, Any]) -> list[str]:
     """The most important first; without full stops."""
-    found = [*_accuracy(figures), *_classes(figures), *_calibration(figures)]
+    found = [*_bench(figures), *_accuracy(figures), *_classes(figures), *_calibration(figures)]
     return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]
+
+
+def _bench(figures: Mapping[str, Any]) -> list[str]:
+    found = figures.get("bench")
+    if found is None:
+        return []
+    subsets, best_of = found["subsets"], [one for one in found["subsets"] if "chance" in one]
+    lines = [f"RewardBench 2: {_percent(found['value'])}, the mean of {_count(subsets, 'subset')}"]
+    for one in subsets:
+        line = f"{one['name']}: {_percent(one['value'])} on {one['rows']} prompts"
+        if "chance" in one:
+            interval = f"{_percent(one['low'])} to {_percent(one['high'])}"
+            line += f" ({interval}), where a random score has {_percent(one['chance'])}"
+        else:
+            parts = one["parts"]
+            line += (
+                f", of an accuracy of {_percent(parts['tied_accuracy'])} with several right"
+                f" responses and {_percent(parts['ref_accuracy'])} with one"
+            )
+        lines.append(line)
+    if near := [one["name"] for one in best_of if one["low"] <= one["chance"]]:
+        lines.append(f"Not told apart from a random score: {', '.join(near)}")
+    if found["cut"]:
+        lines.append(
+            f"{found['cut']} of {found['responses']} dialogues are longer than"
+            f" {found['max_length']} tokens and lost their beginning: raise max_length if the"
+            " model can read more"
+        )
+    return lines
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"
 
 
 def _accuracy(figures: Mapping[str, Any]) -> list[str]:
