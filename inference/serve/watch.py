@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.report.curves import charts_of
+from pipeline.report.guards import GuardEvent, event_of
 from pipeline.report.results import StepResult, finite, mapping
 
 POINTS = 400
@@ -24,6 +25,9 @@ STALLED = 3
 """Step times without a new line after which a run is called stalled."""
 
 MOST_SAMPLES = 8
+
+MOST_EVENTS = 20
+"""Sentences of guards that are shown, the newest ones."""
 
 LEAST_SECONDS = 30.0
 """Within which no run is called so."""
@@ -41,6 +45,8 @@ class MetricsTail:
         self._rest = b""
         self._head = b""
         self.series: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.events: list[GuardEvent] = []
+        """Guards that spoke up."""
         self.count = 0
         """Lines so far."""
 
@@ -67,7 +73,8 @@ class MetricsTail:
         *lines, self._rest = (self._rest + new).split(b"\n")
         stride = 1 + len(lines) // MOST_LINES
         for number, line in enumerate(lines):
-            if number % stride == 0 or number == len(lines) - 1 or b'"eval_' in line:
+            is_last = number == len(lines) - 1
+            if number % stride == 0 or is_last or b'"eval_' in line or b'"guard"' in line:
                 self._take(line)
         self.count += len(lines)
 
@@ -77,8 +84,20 @@ class MetricsTail:
         except ValueError:
             return
         step = finite(metrics.get("step"))
-        if step is None:
-            return
+        event = event_of(metrics)
+        if event is not None:
+            self._note(event)
+        elif step is not None:
+            self._add(step, metrics)
+
+    def _note(self, event: GuardEvent) -> None:
+        """Record it, and forget what it undid."""
+        self.events.append(event)
+        if event.to is not None:
+            for name, points in self.series.items():
+                self.series[name] = [point for point in points if point[0] <= event.to]
+
+    def _add(self, step: float, metrics: Mapping[str, object]) -> None:
         for name, value in metrics.items():
             number = finite(value)
             if number is not None:
@@ -135,7 +154,10 @@ class WatchedRun:
             "step": chosen,
             "steps": [{"name": name, "state": self._state(name)} for name in names],
             "charts": charts(chosen, tail.series),
-            "alarms": [sentence for sentence in sentences if sentence],
+            "alarms": [
+                *(sentence for sentence in sentences if sentence),
+                *(sentence_of(event) for event in tail.events[-MOST_EVENTS:]),
+            ],
             "samples": samples(self.out / chosen / "samples.json"),
             "notice": self._stall(chosen, tail),
         }
@@ -161,6 +183,11 @@ class WatchedRun:
 
     def _has_config(self, name: str) -> bool:
         return (self.out / name / "config.yaml").exists()
+
+
+def sentence_of(event: GuardEvent) -> str:
+    """When a guard spoke up, what was done, and why."""
+    return f"{event.unit} {event.step}, {event.words}: {event.sentence}"
 
 
 def charts(name: str, series: Mapping[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:

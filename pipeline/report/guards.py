@@ -1,6 +1,6 @@
 """What the guards of a run saw and did, and the run without what they undid."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.report.results import StepResult, finite, mapping
@@ -35,7 +35,7 @@ class GuardEvent:
 
 def events_of(step: StepResult) -> list[GuardEvent]:
     """In the order in which they came."""
-    return list(_events(step.events))
+    return [event for line in step.events if (event := event_of(line)) is not None]
 
 
 def without_undone(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
@@ -73,14 +73,16 @@ def sentence_of(step: StepResult) -> str:
     return f"A guard took {step.name} {times} from {last.unit} {last.step} to {at}: {last.sentence}"
 
 
-def _events(lines: Sequence[Line]) -> Iterator[GuardEvent]:
-    for line in lines:
-        guard = mapping(line.get("guard"))
-        to = finite(guard.get("to"))
-        yield GuardEvent(
-            step=int(finite(guard.get("step")) or 0),
-            action=str(guard.get("action", "")),
-            sentence=str(guard.get("sentence", "")),
-            to=None if to is None else int(to),
-            unit=str(guard.get("unit", "iteration")),
-        )
+def event_of(line: Line) -> GuardEvent | None:
+    """The guard that spoke up in a line of metrics.jsonl, if one did."""
+    guard = mapping(line.get("guard"))
+    if not guard:
+        return None
+    to = finite(guard.get("to"))
+    return GuardEvent(
+        step=int(finite(guard.get("step")) or 0),
+        action=str(guard.get("action", "")),
+        sentence=str(guard.get("sentence", "")),
+        to=None if to is None else int(to),
+        unit=str(guard.get("unit", "iteration")),
+    )
