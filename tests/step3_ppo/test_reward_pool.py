@@ -11,13 +11,16 @@ import torch
 
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
+from pipeline.plan.checks import check_settings
+from pipeline.plan.make import make_plan
 from rewards.config import Pool, RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.reward_model import pooled
 from step3_ppo.train import train
 from tests.families import tiny_classifier
 from tests.step3_ppo.toy import PROMPTS, save_models, toy_config, toy_models
+from train import STAGES
 
 THREE = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 3.0]])
 """Scores of two responses; the variances of the models are 2/3 and 2."""
@@ -95,6 +98,28 @@ def test_the_plan_counts_every_member(directory: Path) -> None:
         "reward_3": str(directory / "reward_3"),
     }
     assert str(config.used_models()["rewards.taste.members.2"].path) == str(directory / "reward_3")
+
+
+def test_the_plan_names_a_member_that_is_not_there_or_is_damaged(
+    directory: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(directory / "reward_2", tmp_path / "damaged")
+    (damaged / "config.json").write_text("{")
+
+    def checked(member: Path) -> None:
+        described = f"{{kind: model, path: {directory / 'reward'}, members: [{member}]}}"
+        models = [
+            *("--ppo.actor.path", str(directory / "actor"), "--reward", described),
+            *("--ppo.critic.path", str(directory / "reward"), "--step", "3"),
+        ]
+        plan = make_plan(["--output-dir", str(tmp_path / "out"), *models], STAGES)
+        check_settings(plan)
+
+    checked(directory / "reward_2")
+    with pytest.raises(UserError, match=r"ppo\.rewards\.model\.members\.1\.path .*no such model"):
+        checked(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="damaged"):
+        checked(damaged)
 
 
 def test_a_run_is_rewarded_by_the_pool_also_after_a_resume(directory: Path, tmp_path: Path) -> None:
