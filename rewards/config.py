@@ -36,11 +36,17 @@ COLUMNS = {
 }
 """The column that a kind reads, where the settings name no other."""
 
+Pool = Literal["mean", "uwo", "min"]
+"""How the scores of several reward models become one."""
+
 SCALE = (0.0, 10.0)
 """Of judges, where the settings name no other."""
 
 _USED_BY: dict[str, set[str]] = {
     "path": {"model", "function", "json_schema", "remote", "judge", "generative"},
+    "members": {"model"},
+    "pool": {"model"},
+    "pool_lambda": {"model"},
     "pattern": {"regex", "exact"},
     "column": {"function", "math", "exact", "json_schema", "code", "remote"},
     "form": {"function"},
@@ -90,6 +96,15 @@ class RewardConfig:
     path: str | None = None
     """model: its directory, null takes step 2's; function: file.py:name; json_schema: the file of
     the schema; remote and judge: an address; generative: a directory or a name on the Hub."""
+
+    members: tuple[str, ...] = ()
+    """model: directories of further reward models; the scores of all are normalized and pooled."""
+
+    pool: Pool = "mean"
+    """model, of several: mean; uwo, mean - pool_lambda * variance; min, the worst case."""
+
+    pool_lambda: float = 0.1
+    """model, pool uwo: how much disagreement costs."""
 
     pattern: str = ""  # a text or None would be None at "####", a comment to YAML
     """regex: what the response must contain, `.` matches line ends too; exact: what finds the
@@ -171,7 +186,27 @@ class RewardConfig:
             self.kind != "judge" or self.model is not None,
             f"{where}.model is missing: kind judge needs the model's name at the endpoint",
         )
+        self._check_pool(where)
         self._check_numbers(where)
+
+    def _check_pool(self, where: str) -> None:
+        paths = [*self.members, *([self.path] if self.members and self.path else [])]
+        require(
+            len({*paths}) == len(paths) and all(paths),
+            f"{where}.members names a model twice, or none; give the directory of each once",
+        )
+        require(
+            bool(self.members) or self.pool == "mean",
+            f"{where}.pool {self.pool} needs {where}.members: the other reward models",
+        )
+        require(
+            self.pool == "uwo" or self.pool_lambda == type(self).pool_lambda,
+            f"{where}.pool_lambda is a setting of pool uwo; {self.pool} does not read it",
+        )
+        require(
+            math.isfinite(self.pool_lambda) and self.pool_lambda >= 0,
+            f"{where}.pool_lambda must be 0 or more, got {self.pool_lambda}",
+        )
 
     def _check_numbers(self, where: str) -> None:
         require(math.isfinite(self.weight), f"{where}.weight must be finite, got {self.weight}")

@@ -100,4 +100,9 @@ class SelectConfig:
                 source.kind != "model" or source.path is not None,
                 "--reward model: say which one, as '{kind: model, path: OUT/step2_reward}'",
             )
+            require(
+                not source.members,
+                f"--reward {source.name}: step 3 alone pools the members of a reward model; name"
+                " each model as a source, whose scores are summed by weight",
+            )
         return found

@@ -30,6 +30,12 @@ from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.reward_model import (
+    PooledRewardModel,
+    RewardModel,
+    has_moments,
+    stored_normalization,
+)
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.reward_text import RewardText, text_format
 
@@ -50,31 +56,6 @@ class Reference:
                 return self.engine(batch, temperature=temperature).logprobs
             with cast("PeftModel", cast("Policy", self.engine.model).model).disable_adapter():
                 return self.engine(batch, temperature=temperature).logprobs
-
-
-class RewardModel:
-    """The frozen judge, with the mean and standard deviation that step 2 stored, if it did.
-
-    It is sharded as the critic is, or as the actor where there is no critic.
-    """
-
-    def __init__(
-        self, model: nn.Module, like: TrainedModelConfig, text: RewardText | None = None
-    ) -> None:
-        self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name="reward model")
-        self.text = text
-        """Where it has a tokenizer or a chat template of its own."""
-        self.mean, self.std = stored_normalization(model)
-        self.has_moments = has_moments(model)
-
-    def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Raw score of each sequence, read at its last token."""
-        with evaluating(self.engine.model):
-            return self.engine(batch)[batch.last_tokens]
-
-    def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Scores with mean 0 and variance 1 over step 1's responses."""
-        return (scores - self.mean) / self.std
 
 
 class Critic(nn.Module):
@@ -237,29 +218,55 @@ def engine_of_critic(critic: nn.Module, config: PPOConfig, *, total_steps: int) 
 def load_reward(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> RewardModel | None:
-    """The reward model, which is given text where it has a chat format of its own; None without.
+    """The reward model, pooled with its members where it has some; None without one.
+
+    Raises:
+        ModelError, ConfigError: as `load_one_reward`, or members can't be pooled.
+    """
+    if not config.uses_reward_model:
+        return None
+    first = load_one_reward(config, config.reward, tokenizer, device=device)
+    source = config.model_source
+    if source is None or not source.members:
+        return first
+    others = [
+        load_one_reward(config, member, tokenizer, device=device, name=f"reward model {number}")
+        for number, member in enumerate(config.reward_members, start=2)
+    ]
+    paths = [str(model.path) for model in (config.reward, *config.reward_members)]
+    members = list(zip(paths, [first, *others], strict=True))
+    return PooledRewardModel(members, source.pool, source.pool_lambda)
+
+
+def load_one_reward(
+    config: PPOConfig,
+    settings: FrozenModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device,
+    name: str = "reward model",
+) -> RewardModel:
+    """A reward model, which is given text where it has a chat format of its own.
 
     Raises:
         ModelError: it has another tokenizer and no chat template, or classes without values.
         ConfigError: prompt and response may be longer than its context.
     """
-    if not config.uses_reward_model:
-        return None
-    chat = text_format(tokenizer, config.reward)
+    chat = text_format(tokenizer, settings)
     layout = config.reward_layout
     reward = load_classifier(
-        config.reward, device=device, seed=config.seed, defer=layout.zero_stage == 3
+        settings, device=device, seed=config.seed, defer=layout.zero_stage == 3
     )
     require_score(base_model(reward))
     if chat is None:
         require_context(base_model(reward), "reward", config)
-        return RewardModel(reward, layout)
+        return RewardModel(reward, layout, name=name)
     logger.info(
         "%s has a tokenizer or a chat template of its own: it is given the text of answers",
-        config.reward.path,
+        settings.path,
     )
     text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
-    return RewardModel(reward, layout, text)
+    return RewardModel(reward, layout, text, name=name)
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
@@ -297,15 +304,3 @@ def load_reference(
     add_tokens(model, tokenizer, seed=config.seed)
     policy = Policy(model, kernels=config.actor.kernels)
     return Reference(FrozenEngine(policy, config.actor, name="reference"))
-
-
-def has_moments(model: nn.Module) -> bool:
-    """Whether step 2 stored mean and standard deviation of the score with the model."""
-    settings = base_model(model).config
-    return all(getattr(settings, name, None) is not None for name in ("score_mean", "score_std"))
-
-
-def stored_normalization(model: nn.Module) -> tuple[float, float]:
-    """Mean and standard deviation in the model's config.json; 0 and 1 where it has none."""
-    settings = base_model(model).config
-    return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))

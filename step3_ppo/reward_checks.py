@@ -42,6 +42,18 @@ def check_rewards(config: PPOSettings) -> None:
     """
     models = [source for source in config.rewards if source.kind == MODEL]
     require(len(models) < 2, "ppo.rewards names two sources of kind model; keep one of them")
+    for source in models:
+        first = source.path or config.reward.path
+        require(
+            first not in source.members,
+            f"ppo.rewards.{source.name}.members names {first}, which is the first reward model"
+            " already; remove it",
+        )
+    require(
+        config.normalize_score or not config.reward_members,
+        "ppo.rewards: members of a reward model are pooled as normalized scores; leave"
+        " ppo.normalize_score on",
+    )
     for source in config.rewards:
         require(
             source.name not in RESERVED,

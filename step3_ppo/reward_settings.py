@@ -63,6 +63,11 @@ class RewardSettings:
         return not self.rewards or any(source.kind == MODEL for source in self.rewards)
 
     @property
+    def model_source(self) -> RewardConfig | None:
+        """The source that is the reward model; None where no list of sources names it."""
+        return next((each for each in self.rewards if each.kind == MODEL), None)
+
+    @property
     def programs(self) -> tuple[RewardConfig, ...]:
         """The sources that are neither the reward model nor the environment."""
         own = (MODEL, ENVIRONMENT)

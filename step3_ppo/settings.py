@@ -1,5 +1,6 @@
 """Settings of step 3, and what follows from them; step3_ppo/config.py has what they must be."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -275,6 +276,22 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         """The models that the method and its rewards do without."""
         critic = frozenset[str]() if self.has_critic else frozenset({"critic"})
         return critic if self.uses_reward_model else critic | {"reward"}
+
+    @property
+    def reward_members(self) -> tuple[FrozenModelConfig, ...]:
+        """The reward models beside the first, whose scores are pooled with its own."""
+        paths = self.model_source.members if self.model_source is not None else ()
+        return tuple(replace(self.reward, path=path) for path in paths)
+
+    def used_models(self) -> Mapping[str, FrozenModelConfig]:
+        """The models that the step loads, by the field that names them."""
+        source = self.model_source
+        others = {
+            f"rewards.{source.name}.members.{number}": member
+            for number, member in enumerate(self.reward_members, start=1)
+            if source is not None
+        }
+        return {**super().used_models(), **others}
 
     @property
     def row_columns(self) -> RowColumns:

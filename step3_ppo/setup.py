@@ -70,7 +70,8 @@ def set_up(
     """
     sources.check_alike(run.mesh.world)
     if config.uses_reward_model:
-        check_reward_model(config.reward.path)
+        for model in (config.reward, *config.reward_members):
+            check_reward_model(model.path)
     models = load_models(config, tokenizer, chat, iterations=run.total_steps, sources=sources)
     if models.reward is not None and models.reward.text is not None:
         models.reward.text.know((*prompts.train, *prompts.held_out))

@@ -1,6 +1,6 @@
 """What step 3 does on each of its processes."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from pipeline.config import FrozenModelConfig, Generation, ModelUse, TrainedModelConfig, Workload
 from step3_ppo.settings import PPOSettings
@@ -36,6 +36,13 @@ def workload_of(config: PPOSettings, world: int) -> Workload:
 
 
 def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
+    reward = ModelUse(
+        role="reward",
+        settings=config.reward,
+        scores=True,
+        sharded_like=_if_sharded(config.reward_layout),
+        scored=1,
+    )
     models = (
         ModelUse(
             role="actor",
@@ -53,12 +60,10 @@ def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
             sharded_like=_if_sharded(config.actor),
             scored=1,
         ),
-        ModelUse(
-            role="reward",
-            settings=config.reward,
-            scores=True,
-            sharded_like=_if_sharded(config.reward_layout),
-            scored=1,
+        reward,
+        *(
+            replace(reward, role=f"reward_{number}", settings=member)
+            for number, member in enumerate(config.reward_members, start=2)
         ),
         ModelUse(role="base", settings=config.base, phase_only=True),
     )

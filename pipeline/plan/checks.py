@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.budget.fit import in_words
 from pipeline.budget.machine import RUNTIME_CPU
-from pipeline.config import EMBEDDED, FrozenModelConfig
+from pipeline.config import EMBEDDED
 from pipeline.errors import ConfigError, UserError, UserErrors, require
 from pipeline.launch.local import share_of_cores
 from pipeline.models.directory import check_model_directory
@@ -133,8 +133,8 @@ def _model_files(plan: Plan, stage: Stage) -> None:
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
         return  # the weights may be on the machine that this is planned for
-    for name, path in model_paths(config):
-        model: FrozenModelConfig = getattr(config, name.partition(".")[0])
+    for model in config.used_models().values():
+        path = str(model.path)
         to_make = [each for each in plan.stages if each.name not in plan.finished]
         made = Path(path) in {plan.configs[each.name].output_dir for each in to_make}
         if path != EMBEDDED and is_local(path) and not made:

@@ -261,6 +261,7 @@ WRONG = {
     "--prompts is missing": {"prompts": ""},
     "--reward is missing": {"reward": ()},
     "say which one": {"reward": ("model",)},
+    "step 3 alone pools": {"reward": ("{kind: model, path: a, members: [b]}",)},
     "--best-of must be 2 or more": {"best_of": 1},
     "--temperature must be above 0": {"temperature": 0.0},
 }

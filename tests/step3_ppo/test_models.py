@@ -14,7 +14,8 @@ from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.trained import trained_causal_lm
 from step3_ppo.config import PPOConfig
-from step3_ppo.models import load_reference, stored_normalization
+from step3_ppo.models import load_reference
+from step3_ppo.reward_model import stored_normalization
 from step3_ppo.update import update_policy
 from tests.families import tiny_causal_lm
 from tests.step3_ppo.toy import toy_config, toy_models, toy_rollout, weights

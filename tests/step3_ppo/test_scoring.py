@@ -16,8 +16,9 @@ from pipeline.data.examples import Message
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.config import PPOConfig
 from step3_ppo.evaluate import HeldOut
-from step3_ppo.models import Models, has_moments
+from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
+from step3_ppo.reward_model import has_moments
 from step3_ppo.scoring import counted_scores, measured_moments, raw_scores, reward_of
 from step3_ppo.train import train
 from tests.distributed import rank, run_ranks, world_size

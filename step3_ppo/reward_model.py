@@ -1,0 +1,112 @@
+"""Frozen reward models: one, or several whose scores are pooled.
+
+Dimension names: M reward models, B responses.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pipeline.config import TrainedModelConfig
+from pipeline.data.batches import TokenBatch
+from pipeline.engine.frozen import FrozenEngine
+from pipeline.errors import ConfigError
+from pipeline.models.forward import Scorer, base_model
+from pipeline.models.trained import evaluating
+from rewards.config import Pool
+from step3_ppo.reward_text import RewardText
+
+
+class RewardModel:
+    """The frozen judge, with the mean and standard deviation that step 2 stored, if it did.
+
+    It is sharded as the critic is, or as the actor where there is no critic.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        like: TrainedModelConfig,
+        text: RewardText | None = None,
+        *,
+        name: str = "reward model",
+    ) -> None:
+        self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name=name)
+        self.text = text
+        """Where it has a tokenizer or a chat template of its own."""
+        self.mean, self.std = stored_normalization(model)
+        self.has_moments = has_moments(model)
+
+    def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
+        """Raw score of each sequence, read at its last token."""
+        with evaluating(self.engine.model):
+            return self.engine(batch)[batch.last_tokens]
+
+    def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Scores with mean 0 and variance 1 over step 1's responses."""
+        return (scores - self.mean) / self.std
+
+
+class PooledRewardModel(RewardModel):
+    """A reward model and others, whose normalized scores are pooled into one.
+
+    What it calls its raw score is in the unit of normalized ones: its mean is 0, its deviation 1.
+
+    Raises:
+        ConfigError: one of them reads text, or has no stored mean and deviation.
+    """
+
+    def __init__(
+        self, members: Sequence[tuple[str, RewardModel]], pool: Pool, pool_lambda: float
+    ) -> None:
+        for path, member in members:
+            if member.text is not None:
+                raise ConfigError(
+                    f"the reward model {path} has a tokenizer or a chat template of its own; models"
+                    " that are pooled read the actor's tokens: leave it out of members"
+                )
+            if not member.has_moments:
+                raise ConfigError(
+                    f"the reward model {path} has no score_mean and score_std in its config.json,"
+                    " without which scores can't be pooled; train it with step 2"
+                )
+        self.members = [member for _, member in members]
+        self.pool: Pool = pool
+        self.pool_lambda = pool_lambda
+        self.engine = self.members[0].engine
+        self.text = None
+        self.mean, self.std, self.has_moments = 0.0, 1.0, True
+
+    def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
+        """Pooled score of each sequence."""
+        found = [member.normalized(member.scores(batch)).float() for member in self.members]
+        return pooled(torch.stack(found), self.pool, self.pool_lambda)
+
+
+def pooled(scores: Float[Tensor, "M B"], pool: Pool, pool_lambda: float) -> Float[Tensor, " B"]:
+    """One score of each response from those of several models (Coste et al. 2024, 2310.02743).
+
+    Args:
+        scores: on one scale.
+        pool: mean; uwo, mean - pool_lambda * variance with the variance over the M models, 1 / M;
+            min, the worst case (WCO).
+        pool_lambda: of uwo.
+    """
+    if pool == "min":
+        return scores.amin(dim=0)
+    mean = scores.mean(dim=0)
+    return mean if pool == "mean" else mean - pool_lambda * scores.var(dim=0, correction=0)
+
+
+def has_moments(model: nn.Module) -> bool:
+    """Whether step 2 stored mean and standard deviation of the score with the model."""
+    settings = base_model(model).config
+    return all(getattr(settings, name, None) is not None for name in ("score_mean", "score_std"))
+
+
+def stored_normalization(model: nn.Module) -> tuple[float, float]:
+    """Mean and standard deviation in the model's config.json; 0 and 1 where it has none."""
+    settings = base_model(model).config
+    return float(getattr(settings, "score_mean", 0.0)), float(getattr(settings, "score_std", 1.0))

@@ -1,0 +1,182 @@
+"""Several reward models as one: the arithmetic by hand, the models, a run, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.data.batches import collate
+from pipeline.data.examples import Encoded
+from pipeline.errors import ConfigError, UserError
+from pipeline.plan.checks import check_settings
+from pipeline.plan.make import make_plan
+from rewards.config import Pool, RewardConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.reward_model import pooled
+from step3_ppo.train import train
+from tests.families import tiny_classifier
+from tests.step3_ppo.toy import PROMPTS, save_models, toy_config, toy_models
+from train import STAGES
+
+THREE = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 3.0]])
+"""Scores of two responses; the variances of the models are 2/3 and 2."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Toy models, and two more reward models with moments of their own."""
+    directory = tmp_path_factory.mktemp("models")
+    save_models(directory)
+    for number, (mean, std) in enumerate([(-1.0, 0.5), (3.0, 4.0)], start=2):
+        shutil.copytree(directory / "reward", directory / f"reward_{number}")
+        vocabulary = json.loads((directory / "reward" / "config.json").read_text())["vocab_size"]
+        other = tiny_classifier("llama", seed=number + 5, vocab_size=vocabulary, bos_token_id=1)
+        other.config.update({"score_mean": mean, "score_std": std})
+        other.save_pretrained(directory / f"reward_{number}")
+    return directory
+
+
+def source(directory: Path, **changes: Any) -> RewardConfig:
+    members = tuple(str(directory / f"reward_{number}") for number in (2, 3))
+    settings = {"name": "taste", "kind": "model", "members": members, **changes}
+    return RewardConfig(**settings)
+
+
+def pool_config(directory: Path, *, of: dict[str, Any] | None = None, **changes: Any) -> PPOConfig:
+    return toy_config(directory, rewards=(source(directory, **(of or {})),), **changes)
+
+
+@pytest.mark.parametrize(
+    ("pool", "pool_lambda", "scores"),
+    [
+        ("mean", 0.0, [2.0, 1.0]),
+        ("uwo", 0.0, [2.0, 1.0]),
+        ("uwo", 0.5, [2.0 - 1 / 3, 0.0]),
+        ("uwo", 3.0, [0.0, -5.0]),
+        ("min", 0.0, [1.0, 0.0]),
+    ],
+)
+def test_scores_are_pooled_as_in_the_paper(
+    pool: Pool, pool_lambda: float, scores: list[float]
+) -> None:
+    assert pooled(THREE, pool, pool_lambda).tolist() == pytest.approx(scores)
+    alone = pooled(THREE[:1], pool, pool_lambda)
+    assert torch.equal(alone, THREE[0])  # one model agrees with itself
+
+
+@pytest.mark.parametrize("pool", ["mean", "uwo", "min"])
+def test_a_pool_scores_as_its_members_do_each_in_its_own_unit(directory: Path, pool: Pool) -> None:
+    of = {"pool": pool} | ({"pool_lambda": 0.7} if pool == "uwo" else {})
+    batch = collate([Encoded.untrained(prompt) for prompt in PROMPTS])
+
+    together = toy_models(pool_config(directory, of=of)).reward
+
+    each = []
+    for name in ("reward", "reward_2", "reward_3"):
+        path = RewardConfig(name="alone", kind="model", path=str(directory / name))
+        alone = toy_models(toy_config(directory, rewards=(path,))).reward
+        each.append(alone.normalized(alone.scores(batch)))
+    expected = pooled(torch.stack(each), pool, 0.7)
+    scores = together.scores(batch)
+    assert torch.equal(scores, expected)
+    assert torch.equal(together.normalized(scores), scores)
+    assert each[0].tolist() != pytest.approx(each[1].tolist(), abs=0.01)
+
+
+def test_the_plan_counts_every_member(directory: Path) -> None:
+    config = pool_config(directory)
+
+    uses = {use.role: str(use.settings.path) for use in config.workload(1).models if use.scores}
+    assert uses == {
+        "critic": str(directory / "reward"),
+        "reward": str(directory / "reward"),
+        "reward_2": str(directory / "reward_2"),
+        "reward_3": str(directory / "reward_3"),
+    }
+    assert str(config.used_models()["rewards.taste.members.2"].path) == str(directory / "reward_3")
+
+
+def test_the_plan_names_a_member_that_is_not_there_or_is_damaged(
+    directory: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(directory / "reward_2", tmp_path / "damaged")
+    (damaged / "config.json").write_text("{")
+
+    def checked(member: Path) -> None:
+        described = f"{{kind: model, path: {directory / 'reward'}, members: [{member}]}}"
+        models = [
+            *("--ppo.actor.path", str(directory / "actor"), "--reward", described),
+            *("--ppo.critic.path", str(directory / "reward"), "--step", "3"),
+        ]
+        plan = make_plan(["--output-dir", str(tmp_path / "out"), *models], STAGES)
+        check_settings(plan)
+
+    checked(directory / "reward_2")
+    with pytest.raises(UserError, match=r"ppo\.rewards\.model\.members\.1\.path .*no such model"):
+        checked(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="damaged"):
+        checked(damaged)
+
+
+def test_a_run_is_rewarded_by_the_pool_also_after_a_resume(directory: Path, tmp_path: Path) -> None:
+    config = pool_config(
+        directory, of={"pool": "min"}, max_steps=2, save_every=1, max_prompt_length=40
+    )
+    config = replace(config, data=replace(config.data, max_eval_rows=4))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+
+    train(replace(config, output_dir=whole))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000002")
+    (again / "result.json").unlink()
+    train(replace(config, output_dir=again, resume=True))
+
+    first, second = (
+        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (whole, again)
+    )
+    scores = [line["reward_taste"] for line in first if "reward_taste" in line]
+    assert len(scores) == 2
+    assert scores == [line["reward_taste"] for line in second if "reward_taste" in line]
+
+
+def test_settings_of_a_pool_that_can_not_be_are_refused(directory: Path) -> None:
+    member = str(directory / "reward_2")
+    for of, sentence in (
+        ({"members": (), "pool": "min"}, "pool min needs rewards.taste.members"),
+        ({"members": (member, member)}, "members names a model twice"),
+        ({"path": member}, "members names a model twice"),
+        ({"pool_lambda": 0.5}, "pool_lambda is a setting of pool uwo; mean does not read it"),
+        ({"pool": "uwo", "pool_lambda": -1.0}, "pool_lambda must be 0 or more"),
+        ({"kind": "math"}, "members is a setting of kind model; math does not read it"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            source(directory, **of)
+    with pytest.raises(ConfigError, match="which is the first reward model already"):
+        pool_config(directory, of={"members": (str(directory / "reward"),)})
+    with pytest.raises(ConfigError, match=r"leave ppo\.normalize_score on"):
+        pool_config(directory, normalize_score=False)
+
+
+def test_a_member_without_moments_is_refused(directory: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(directory / "reward_2", tmp_path / "reward_2")
+    settings = json.loads((other / "config.json").read_text())
+    del settings["score_std"]
+    (other / "config.json").write_text(json.dumps(settings))
+
+    with pytest.raises(ConfigError, match=r"reward_2 has no score_mean and score_std"):
+        toy_models(pool_config(directory, of={"members": (str(other),)}))
+
+
+def test_a_member_that_reads_text_is_refused(directory: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(directory / "reward_2", tmp_path / "reward_2")
+    (other / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }} .{% endfor %}"
+    )
+
+    with pytest.raises(ConfigError, match="that are pooled read the actor's tokens"):
+        toy_models(pool_config(directory, of={"members": (str(other),)}))
