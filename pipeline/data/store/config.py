@@ -27,7 +27,7 @@ class PackConfig:
     """What a row does that can't be used: end the command, or be named, counted and left out."""
 
     max_row: int = 16 * 2**20
-    """Longest row, in bytes; a longer one is a bad row. Each worker may take 60 times as much."""
+    """Longest row, in bytes; a longer one is a bad row. It takes about 80 times as much memory."""
 
     resume: bool = False
     """Go on where a pack was ended, if one was; the file is the same."""

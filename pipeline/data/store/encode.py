@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BATCH_BYTES = 256 * 2**10
-"""Text handed to the tokenizer at a time: what it returns takes a hundred bytes a token."""
+"""Text handed to the tokenizer at a time: what it returns takes 300 bytes a token."""
 
 
 @dataclass(frozen=True)
