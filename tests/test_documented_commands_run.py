@@ -153,6 +153,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "score.py").write_text(written + CHECK)
     solved = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
     (home / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
+    texts = "".join(json.dumps({"text": f"{n} + 1 is {n + 1}."}) + "\n" for n in range(40))
+    (home / "corpus").mkdir()
+    for name in ("corpus/a.jsonl", "code.jsonl"):
+        (home / name).write_text(texts)
     tokenizer = byte_level(bos=True)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     for name in MODELS:

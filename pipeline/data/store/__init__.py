@@ -1,0 +1,1 @@
+"""Token files: a corpus as tokens, checksummed, read by memory map (docs/data_store.md)."""

@@ -1,0 +1,172 @@
+"""Token files: `python -m pipeline.data.store pack 'corpus/*.jsonl' --tokenizer DIR --out X`."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pipeline.cli import run_main, say
+from pipeline.command import read_command
+from pipeline.data.store.check import findings
+from pipeline.data.store.config import MergeConfig, PackConfig, ShowConfig, VerifyConfig
+from pipeline.data.store.reader import TokenFile
+from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, suggestion
+from pipeline.files.lock import RunLock
+from pipeline.files.output import check_output
+from pipeline.help import help_entry
+
+MODULE = "pipeline.data.store"
+C = TypeVar("C")
+
+
+def pack(words: Sequence[str]) -> None:
+    """Write the texts of .jsonl and .jsonl.gz files as one token file."""
+    names, config = _read(PackConfig, words, "pack", "FILE ... --tokenizer DIR --out X.tokens")
+    check_output(config.target, option="--out")
+
+    from pipeline.config import FrozenModelConfig
+    from pipeline.data.store.pack import pack as write
+    from pipeline.data.store.sources import find_sources
+    from pipeline.data.store.vocabulary import vocabulary_of
+    from pipeline.models.load import load_tokenizer
+    from pipeline.run import configure_logging
+
+    configure_logging(is_main=True)
+    sources = find_sources(names)
+    tokenizer = load_tokenizer(FrozenModelConfig(path=config.tokenizer))
+    with RunLock(config.target.with_name(config.target.name + ".lock")):
+        packed = write(sources, vocabulary_of(tokenizer, config.tokenizer), config)
+    layout, bad = packed.layout, packed.bad_rows
+    left_out = f", {bad:,} bad {'row' if bad == 1 else 'rows'} left out" if bad else ""
+    say(
+        f"{config.target} has {layout.documents:,} documents, {layout.tokens:,} tokens"
+        f"{left_out}; {packed.seconds:.1f} s"
+    )
+
+
+def show(words: Sequence[str]) -> None:
+    """Print what a token file says of itself, or one of its documents with --document N."""
+    names, config = _read(ShowConfig, words, "show", "X.tokens [--document N]")
+    for name in names:
+        file = TokenFile(name)
+        if config.document is None:
+            say("\n".join(_about(file)))
+        else:
+            _show_document(file, config.document, config.tokenizer)
+
+
+def verify(words: Sequence[str]) -> None:
+    """Read every byte: CRCs, ends, ids; exit code 2 names what is damaged."""
+    names, _ = _read(VerifyConfig, words, "verify", "X.tokens ...")
+    damaged = False
+    for name in names:
+        try:
+            file = TokenFile(name)
+            wrong = list(findings(file))
+        except DataError as error:
+            wrong, summary = [str(error)], ""
+        else:
+            layout = file.layout
+            summary = f"{layout.documents:,} documents, {layout.tokens:,} tokens, {layout.blocks}"
+        damaged = damaged or bool(wrong)
+        say("\n".join(wrong) if wrong else f"{name} is whole: {summary} blocks")
+    if damaged:
+        raise SystemExit(EXIT_USER_ERROR)
+
+
+def merge(words: Sequence[str]) -> None:
+    """Write the documents of several token files of one tokenizer as one."""
+    names, config = _read(MergeConfig, words, "merge", "A.tokens B.tokens ... --out C.tokens")
+    check_output(config.target, option="--out")
+    if config.target.exists():
+        raise ConfigError(f"{config.target} is there already; name another file, or remove it")
+
+    from pipeline.data.store.merge import merge as write
+
+    files = [TokenFile(name) for name in names]
+    with RunLock(config.target.with_name(config.target.name + ".lock")):
+        layout = write(files, config.target)
+    say(f"{config.target} has {layout.documents:,} documents, {layout.tokens:,} tokens")
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "pack": pack,
+    "show": show,
+    "verify": verify,
+    "merge": merge,
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what `argv` says.
+
+    Raises:
+        UserError: it says nothing that can be done.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        say(_help())
+        return
+    name, *words = argv
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name!r}; {suggestion(name, COMMANDS)}")
+    COMMANDS[name](words)
+
+
+def _read(
+    config_class: type[C], words: Sequence[str], name: str, takes: str
+) -> tuple[list[str], C]:
+    """The files before the first option, and the settings."""
+    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    about = (COMMANDS[name].__doc__ or "").strip()
+    usage = f"{MODULE} {name} {takes}"
+    config = read_command(config_class, words[count:], usage=usage, about=about)
+    if not count:
+        raise ConfigError(f"{name} needs a file: python -m {usage}")
+    return list(words[:count]), config
+
+
+def _about(file: TokenFile) -> list[str]:
+    origin, layout = file.origin, file.layout
+    more = origin.files - len(origin.names)
+    names = ", ".join([*origin.names, *([f"{more:,} more"] if more > 0 else [])])
+    return [
+        f"{file.path}: {layout.documents:,} documents, {layout.tokens:,} tokens of"
+        f" {layout.width} bytes, {layout.size:,} bytes in {layout.blocks:,} blocks",
+        f"  tokenizer   {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]},"
+        f" vocabulary {origin.vocabulary:,}, eos {origin.eos}",
+        f"  sources     {names}: {origin.bytes:,} bytes, field {origin.field}",
+        f"  left out    {origin.bad_rows:,} bad rows",
+    ]
+
+
+def _show_document(file: TokenFile, number: int, path: str | None) -> None:
+    if not 0 <= number < file.documents:
+        raise ConfigError(
+            f"--document {number} is not there: {file.path} has the documents 0 to"
+            f" {file.documents - 1:,}"
+        )
+    ids = file.tokens(number).tolist()
+
+    from pipeline.config import FrozenModelConfig
+    from pipeline.data.store.vocabulary import vocabulary_of
+    from pipeline.models.load import load_tokenizer
+
+    name = path or file.origin.tokenizer
+    tokenizer = load_tokenizer(FrozenModelConfig(path=name))
+    if vocabulary_of(tokenizer, name).hash != file.origin.tokenizer_hash:
+        raise DataError(
+            f"the tokenizer {name} is not the one that {file.path} was packed with; name that one"
+            " with --tokenizer"
+        )
+    say(f"document {number}, {len(ids):,} tokens")
+    say(str(tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False)))
+    say(" ".join(map(str, ids)))
+
+
+def _help() -> str:
+    lines = [f"usage: python -m {MODULE} COMMAND ...", ""]
+    for name, command in COMMANDS.items():
+        lines += help_entry(name, (command.__doc__ or "").strip())
+    return "\n".join([*lines, "", "COMMAND --help lists its options."])
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,176 @@
+"""The bytes of a token file.
+
+All numbers are little-endian. `align` is up to the next multiple of 64.
+
+    0           header, 4,096 bytes
+                  magic "RLTOKENS" | version u32 | token width u8 (2 or 4) | flags u8 (0) | u16 (0)
+                  | tokens u64 | documents u64 | length of the JSON u32 | CRC-32 of the header u32
+                  | JSON in UTF-8 | zeros
+    4,096       tokens, unsigned
+    align       ends of the documents, u64 each: document i is tokens[ends[i - 1] : ends[i]]
+    next        CRC-32 of each 16 MiB of all from 4,096 to here, u32 each
+    next        footer, 40 bytes
+                  begin of the ends u64 | begin of the CRCs u64 | number of CRCs u64
+                  | CRC-32 of the CRCs u32 | CRC-32 of the footer so far u32 | magic "RLTOKEND"
+
+The CRC-32 is zlib's; that of the header is taken with its own field zero.
+"""
+
+import json
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import DataError
+
+MAGIC, END_MAGIC = b"RLTOKENS", b"RLTOKEND"
+VERSION = 1
+HEADER_BYTES = 4096
+BLOCK_BYTES = 16 * 2**20
+ALIGNMENT = 64
+END_BYTES, CRC_BYTES = 8, 4
+
+_FIXED = struct.Struct("<8sIBBHQQI")
+_CRC = struct.Struct("<I")
+_FOOTER = struct.Struct("<QQQI")
+FOOTER_BYTES = _FOOTER.size + _CRC.size + len(END_MAGIC)
+_JSON_BEGIN = _FIXED.size + _CRC.size
+_JSON_ROOM = HEADER_BYTES - _JSON_BEGIN
+_NAMED_FILES = 16
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the tokens were made of and with: the JSON of the header."""
+
+    tokenizer: str
+    """The name or directory of the tokenizer."""
+
+    tokenizer_hash: str
+    """SHA-256 of the tokenizer's definition, hexadecimal."""
+
+    vocabulary: int
+    """Every id is below this."""
+
+    eos: int
+    """The id that ends every document."""
+
+    field: str
+    """The column of the rows that was read."""
+
+    files: int
+    """Number of source files."""
+
+    bytes: int
+    """Their size, compressed if they are."""
+
+    sources: str
+    """SHA-256 of their names and sizes, hexadecimal."""
+
+    names: tuple[str, ...]
+    """Names of the first of them, without directories."""
+
+    bad_rows: int = 0
+    """Rows that were skipped."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token."""
+        return 2 if self.vocabulary <= 2**16 else 4
+
+    def shortened(self) -> "Origin":
+        """With as many names as the header has room for."""
+        names = tuple(name[:_LONGEST_NAME] for name in self.names[:_NAMED_FILES])
+        return Origin(**{**asdict(self), "tokenizer": self.tokenizer[-500:], "names": names})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a token file lie, in bytes from its beginning."""
+
+    width: int
+    tokens: int
+    documents: int
+
+    @property
+    def tokens_end(self) -> int:
+        """After the last token."""
+        return HEADER_BYTES + self.width * self.tokens
+
+    @property
+    def ends_begin(self) -> int:
+        """Where the documents' ends begin."""
+        return -(-self.tokens_end // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def crcs_begin(self) -> int:
+        """Where the CRCs of the blocks begin, which is the end of the blocks."""
+        return self.ends_begin + END_BYTES * self.documents
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks with a CRC."""
+        return -(-(self.crcs_begin - HEADER_BYTES) // BLOCK_BYTES)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.crcs_begin + CRC_BYTES * self.blocks + FOOTER_BYTES
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens."""
+        return np.dtype(f"<u{self.width}")
+
+
+def encode_header(layout: Layout, origin: Origin) -> bytes:
+    """The first 4,096 bytes."""
+    text = json.dumps(asdict(origin.shortened()), sort_keys=True).encode()
+    while len(text) > _JSON_ROOM:  # names in scripts that JSON escapes take six bytes a letter
+        origin = Origin(**{**asdict(origin.shortened()), "names": origin.names[:-1]})
+        text = json.dumps(asdict(origin), sort_keys=True).encode()
+    numbers = (layout.width, 0, 0, layout.tokens, layout.documents, len(text))
+    fixed = _FIXED.pack(MAGIC, VERSION, *numbers)
+    rest = text.ljust(_JSON_ROOM, b"\0")
+    return fixed + _CRC.pack(zlib.crc32(fixed + bytes(4) + rest)) + rest
+
+
+def decode_header(path: Path, head: bytes) -> tuple[Layout, Origin]:
+    """What the first bytes of the file at `path` say.
+
+    Raises:
+        DataError: they are not those of a token file that this version reads.
+    """
+    if head[: len(MAGIC)] != MAGIC:
+        raise DataError(f"{path} is no token file; `pipeline.data.store pack` writes them")
+    if len(head) < HEADER_BYTES:
+        raise DataError(f"{path} ends within its header: it was not copied whole; copy it again")
+    _, version, width, flags, _, tokens, documents, length = _FIXED.unpack_from(head)
+    if version != VERSION or flags:
+        raise DataError(
+            f"{path} is a token file of version {version} (flags {flags}), and this program reads"
+            f" version {VERSION}; pack it again"
+        )
+    zeroed = head[: _FIXED.size] + bytes(4) + head[_JSON_BEGIN:]
+    damaged = DataError(f"{path} has a damaged header; copy it again, or pack it again")
+    if _CRC.unpack_from(head, _FIXED.size)[0] != zlib.crc32(zeroed):
+        raise damaged
+    try:
+        values: dict[str, Any] = json.loads(head[_JSON_BEGIN : _JSON_BEGIN + length])
+        origin = Origin(**{**values, "names": tuple(values["names"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged from error
+    if width != origin.width:
+        raise damaged
+    return Layout(width, tokens, documents), origin
+
+
+def encode_footer(layout: Layout, crcs: bytes) -> bytes:
+    """The last 40 bytes; `crcs` are the CRCs of the blocks as they are stored."""
+    text = _FOOTER.pack(layout.ends_begin, layout.crcs_begin, layout.blocks, zlib.crc32(crcs))
+    return text + _CRC.pack(zlib.crc32(text)) + END_MAGIC
