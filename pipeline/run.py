@@ -173,9 +173,10 @@ class Run:
     def log(
         self,
         step: int,
+        at_peak: AtPeak | None = None,
+        /,
         *,
         tokens: int = 0,
-        at_peak: AtPeak | None = None,
         **metrics: int | float,
     ) -> None:
         """Record that `step` optimizer steps are done, the last one over `tokens` tokens.

@@ -98,8 +98,8 @@ def learn(
     result = engine.step()
     run.log(
         step,
+        sft.at_peak(rows),
         tokens=sum(len(row) for row in rows),
-        at_peak=sft.at_peak(rows),
         loss=run.mesh.data.sum(nll) / num_targets,
         lr=result.lr,
         grad_norm=result.grad_norm,

@@ -125,10 +125,10 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     loss_sum, num_right = run.mesh.data.sums(totals)
     run.log(
         step,
-        tokens=sum(row.num_tokens for row in rows),
-        at_peak=reward.training.at_peak(
+        reward.training.at_peak(
             sequence for row in rows for sequence in reward.objective.sequences(row)
         ),
+        tokens=sum(row.num_tokens for row in rows),
         loss=loss_sum / len(rows),
         **({"accuracy": num_right / len(rows)} if has_right else {}),
         lr=result.lr,

@@ -75,8 +75,8 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
     )
     run.log(
         step,
+        setup.training.at_peak(each for row in encoded for each in row.sequences),
         tokens=sum(row.num_tokens for row in encoded),
-        at_peak=setup.training.at_peak(each for row in encoded for each in row.sequences),
         **means,
         **({"z0": point.z0} if config.is_unpaired else {}),
         lr=result.lr,

@@ -101,7 +101,7 @@ def test_utilization_is_the_share_of_the_time_since_the_line_before(tmp_path: Pa
     config = SFTConfig(output_dir=tmp_path, log_every=2)
     with Run(config, name="run", total_steps=4, mesh=current_mesh()) as run:
         for step in range(1, 5):
-            run.log(step, tokens=100, at_peak=AtPeak(0.5, 0.75))
+            run.log(step, AtPeak(0.5, 0.75), tokens=100)
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
