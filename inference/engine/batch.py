@@ -19,7 +19,9 @@ from traceback import format_exception
 from typing import cast
 from weakref import WeakValueDictionary
 
-from jaxtyping import Float
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -230,10 +232,14 @@ class OpenBatch:
 
 
 def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
-    """A token for each sequence, by its own settings; those of equal settings in one call."""
-    groups: dict[int, list[int]] = {}
+    """A token for each sequence, by its own settings; those of equal settings in one call.
+
+    Sequences with a guide are apart from those without, which have the bits that they have alone.
+    """
+    groups: dict[tuple[int, bool], list[int]] = {}
     for row, ticket in enumerate(tickets):
-        groups.setdefault(id(ticket.sampler), []).append(row)
+        is_guided = ticket.request.guide is not None
+        groups.setdefault((id(ticket.sampler), is_guided), []).append(row)
     if len(groups) == 1:
         return _choose_alike(tickets, logits)
     choices: dict[int, Choice] = {}
@@ -252,6 +258,7 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
             [ticket.request.drawn + len(ticket.response.ids) for ticket in tickets],
             [ticket.tokens for ticket in tickets] if sampler.needs_history else (),
             [ticket.response.ids for ticket in tickets] if sampler.counts_tokens else (),
+            _guided(tickets, logits),
         )
     except Exception as error:  # noqa: BLE001  # whatever it is, it may be one row's alone
         if len(tickets) == 1:
@@ -261,6 +268,16 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
         return list(zip(tokens, logprobs, strict=True))
     rows = zip(tickets, logits.split(1), strict=True)
     return [_choose_alike([ticket], row)[0] for ticket, row in rows]
+
+
+def _guided(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Bool[Tensor, "B V"] | None:
+    """The tokens that the guides of all sequences allow; None where they have none."""
+    masks = [
+        ticket.request.guide(ticket.response.ids)
+        for ticket in tickets
+        if ticket.request.guide is not None
+    ]
+    return torch.from_numpy(np.stack(masks)).to(logits.device) if masks else None
 
 
 def reports(

@@ -1,8 +1,11 @@
 """What is asked of generation and what comes back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
 
 from inference.engine.sampling import Sampler, without_seed
 
@@ -11,6 +14,10 @@ OnToken = Callable[[int, int], None]
 
 StopWhen = Callable[[int, list[int]], bool]
 """Whether a response ends here: called with its prompt's index and its tokens so far."""
+
+Guide = Callable[[Sequence[int]], Bool[np.ndarray, " V"]]
+"""Which tokens may follow a response so far: called before each of its tokens, perhaps again.
+Whatever it raises ends that response alone."""
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a response ended: at a stop token, at its longest, or as its caller or an error had it."""
@@ -63,6 +70,9 @@ class Request:
 
     num_top: int | None = None
     """Has each token come with `Reported`, and in it so many of the likeliest tokens."""
+
+    guide: Guide | None = None
+    """What its tokens are chosen among; a guide is of one response, and remembers it."""
 
 
 def sample_key(row: int, sample: int) -> int:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from inference.engine.requests import Reported
 from inference.engine.sampling import Sampler
+from inference.serve.guides import CompiledGrammar
 
 Finish = Literal["stop", "length"]
 
@@ -25,6 +26,8 @@ class Wanted:
     """Texts before which a response ends."""
     num_top: int | None = None
     """Of how many likeliest tokens log-probabilities are wanted; None is of no token."""
+    guide: CompiledGrammar | None = None
+    """What each response is kept within."""
     continues: bool = False
     """Whether the text goes on after the prompt's rather than beginning anew."""
 

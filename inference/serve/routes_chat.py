@@ -51,7 +51,8 @@ async def chat_completions(request: Request) -> Response:
     config = state.config
     body = await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
     fields, ignored = read_request(ChatRequest, body)
-    size = size_of([each.message for each in fields.messages], fields.chat_template_kwargs)
+    messages = [each.message for each in fields.messages]
+    size = size_of(messages, fields.chat_template_kwargs, fields.grammar)
     chat = await off_loop(size, _read, state, fields, client_of(request))
     headers = {"x-ignored-fields": ignored} if ignored else {}
     if not fields.stream:

@@ -17,7 +17,7 @@ from inference.serve.prompt_logprobs import prompt_logprobs
 from inference.serve.sampling import check_prompt, check_tokens, seed_of, wanted_of
 from inference.serve.schema import CompletionRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import State, client_of, off_loop, state_of
+from inference.serve.state import LONG, State, client_of, off_loop, state_of
 from inference.serve.stream import DONE, SIGN_OF_LIFE, EventStream, event, until_gone
 from inference.streaming import plain_text
 
@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
     config = state.config
     body = await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
     fields, ignored = read_request(CompletionRequest, body)
-    size = sum(map(len, fields.prompts))
+    size = LONG if fields.grammar else sum(map(len, fields.prompts))
     read = await off_loop(size, _read, state, fields, client_of(request))
     headers = {"x-ignored-fields": ignored} if ignored else {}
     echoed = await until_gone(request.receive, _echoed(read))

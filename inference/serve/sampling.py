@@ -8,6 +8,7 @@ from inference.engine.sampling import Sampler
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
 from inference.serve.generation import Wanted
+from inference.serve.guides import CompiledGrammar
 from inference.serve.schema import SamplingFields
 from inference.serve.served import ServedModel
 
@@ -46,6 +47,7 @@ def wanted_of(
     for prompt in prompts:
         check_tokens(served, prompt)
     sampler = _sampler(request, served, seed)
+    guide = _guide(request, served, begins=not continues)
     return [
         Wanted(
             model=served.name,
@@ -55,10 +57,25 @@ def wanted_of(
             max_new_tokens=_length(request, served, len(prompt), max_tokens, config),
             stops=request.stops,
             num_top=num_top,
+            guide=guide,
             continues=continues,
         )
         for row, prompt in enumerate(prompts)
     ]
+
+
+def _guide(request: SamplingFields, served: ServedModel, *, begins: bool) -> CompiledGrammar | None:
+    grammar = request.grammar
+    if grammar is None:
+        return None
+    if request.min_tokens:
+        raise ApiError(
+            400,
+            f"min_tokens does not go with {grammar.field}, which says where a response ends; leave"
+            " one of them out",
+            param="min_tokens",
+        )
+    return served.guides.compile(grammar, begins=begins)
 
 
 def _length(

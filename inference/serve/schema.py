@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inference.serve.errors import ApiError
+from inference.serve.response_format import FormFields
 from pipeline.data.examples import Message, Role
 from pipeline.data.template import Argument
 
@@ -55,7 +56,8 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 
 REASONS = {
     "chat_template": "a template is a program; the model's own is used",
-    "response_format": "responses are not guided by a schema; ask for JSON in the prompt",
+    "guided_json": "give the schema in response_format",
+    "guided_regex": "give the expression in regex",
 }
 
 
@@ -107,7 +109,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(FormFields):
     """How responses are drawn: OpenAI's fields and, below, ours."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.batch import OpenBatch
 from inference.serve.errors import ApiError
+from inference.serve.guides import Guides
 from inference.serve.memory import Room
 from inference.serve.models import ModelPath
 from inference.serve.token_bytes import TokenBytes
@@ -39,6 +40,7 @@ class ServedModel:
     """Most tokens of prompt and response."""
     weights_hash: str
     bytes_of: TokenBytes
+    guides: Guides
 
     def encode_chat(
         self,
@@ -103,7 +105,12 @@ class ServedModel:
     @property
     def vocabulary(self) -> int:
         """Tokens that the model knows."""
-        return self.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
+        return vocabulary_of(self.model)
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Tokens that a model knows."""
+    return model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
 
 
 def load_served(place: ModelPath, room: Room, precision: Precision) -> ServedModel:
@@ -117,17 +124,21 @@ def load_served(place: ModelPath, room: Room, precision: Precision) -> ServedMod
     tokenizer = _tokenizer(place, config)
     model = load_causal_lm(config, device=device, seed=place.seed)
     model.requires_grad_(requires_grad=False)
+    chat, bytes_of = resolve_format(tokenizer, "auto"), TokenBytes(tokenizer)
     return ServedModel(
         name=place.name,
         path=place.path,
         model=model,
         tokenizer=tokenizer,
-        chat=resolve_format(tokenizer, "auto"),
+        chat=chat,
         batch=OpenBatch(model, num_slots=room.slots, capacity=room.context),
         num_slots=room.slots,
         context=room.context,
         weights_hash=f"{weights_hash(model):013x}",
-        bytes_of=TokenBytes(tokenizer),
+        bytes_of=bytes_of,
+        guides=Guides(
+            place.name, bytes_of, vocabulary=vocabulary_of(model), stop_ids=chat.stop_ids
+        ),
     )
 
 

@@ -235,6 +235,7 @@ def _request(wanted: Wanted, key: int) -> Request:
         key,
         max_new_tokens=wanted.max_new_tokens,
         num_top=wanted.num_top,
+        guide=None if wanted.guide is None else wanted.guide.guide(),
     )
 
 

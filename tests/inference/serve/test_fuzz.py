@@ -45,6 +45,9 @@ VALUES: tuple[Any, ...] = (
     *("", "x", "user", "tiny", "\x00", "\ufffd", "🦉", "a" * 3000, "<s></s>", "../../etc/passwd"),
     *([], [[]], [0], [1, 2, 3], [[1], [2, 3]], ["a", ""], [None], [{}], [-1], [10**9], ["a", 1]),
     *({}, {"type": "text"}, {"a": {"b": 1}}, {"70": 1}, {"70": 101}, {"-1": 1}, {"x": 1}),
+    *("(", "a+", "\ud800", {"type": "json_object"}, {"type": "json_schema"}),
+    {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": ["\ud800"]}}},
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
     *({"eos_token": "a"}, {"message": True}, {"if": "x"}),
     [{"role": "user", "content": "Hi"}],
     [{"role": "assistant", "content": "Hi"}],
@@ -58,7 +61,7 @@ FIELDS = (
     *("model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "n", "stop"),
     *("stream", "stream_options", "seed", "max_tokens", "max_completion_tokens", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "user"),
-    *("logprobs", "top_logprobs", "echo", "best_of", "suffix", "tools", "response_format"),
+    *("logprobs", "top_logprobs", "echo", "best_of", "suffix", "tools", "response_format", "regex"),
     *("return_token_ids", "continue_final_message", "add_generation_prompt", "unknown"),
     *("tokens", "add_special_tokens", "chat_template", "chat_template_kwargs"),
 )

@@ -165,8 +165,8 @@ def test_headers_without_end_and_connections_without_a_request_are_closed() -> N
     [
         {"chat_template": "{{ ''.__class__.__mro__ }}"},
         {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
-        {"regex": "(a+)+b"},
+        {"guided_regex": "(a+)+b"},
+        {"structured_outputs": {"choice": ["a", "b"]}},
         {"reasoning_effort": "high"},
     ],
     ids=str,

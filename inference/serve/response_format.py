@@ -1,0 +1,70 @@
+"""What a request says of the form of its responses: JSON, a schema of it, or a pattern."""
+
+import json
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LONGEST_SCHEMA = 2**16
+LONGEST_REGEX = 2**13
+
+
+class Grammar(NamedTuple):
+    """A form in words."""
+
+    kind: Literal["schema", "regex"]
+    text: str
+    """A JSON schema, or a regular expression."""
+    field: str
+    """Of the request, for sentences."""
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's `response_format.json_schema`; its name and description count for nothing."""
+
+    model_config = ConfigDict(strict=True)
+
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def check(self) -> "ResponseFormat":
+        """A schema belongs to its type, and is of a size that can be read."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        if self.json_schema and len(json.dumps(self.json_schema.content)) > LONGEST_SCHEMA:
+            raise ValueError(f"a schema has at most {LONGEST_SCHEMA} characters")
+        return self
+
+
+class FormFields(BaseModel):
+    """The fields that say it."""
+
+    response_format: ResponseFormat | None = None
+    regex: str | None = Field(default=None, max_length=LONGEST_REGEX)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What responses are guided by; None is nothing."""
+        if self.regex:
+            return Grammar("regex", self.regex, "regex")
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        schema = {"type": "object"} if form.json_schema is None else form.json_schema.content
+        return Grammar("schema", json.dumps(schema), "response_format")
+
+    @model_validator(mode="after")
+    def check_form(self) -> "FormFields":
+        """One form at most."""
+        if self.regex and self.response_format and self.response_format.type != "text":
+            raise ValueError("regex and response_format exclude each other")
+        return self
