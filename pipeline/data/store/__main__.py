@@ -1,12 +1,19 @@
 """Token files: `python -m pipeline.data.store pack 'corpus/*.jsonl' --tokenizer DIR --out X`."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
 from pipeline.data.store.check import findings
-from pipeline.data.store.config import MergeConfig, PackConfig, ShowConfig, VerifyConfig
+from pipeline.data.store.config import (
+    ConvertConfig,
+    MergeConfig,
+    PackConfig,
+    ShowConfig,
+    VerifyConfig,
+)
 from pipeline.data.store.reader import TokenFile
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, suggestion
 from pipeline.files.lock import RunLock
@@ -87,11 +94,42 @@ def merge(words: Sequence[str]) -> None:
     say(f"{config.target} has {layout.documents:,} documents, {layout.tokens:,} tokens")
 
 
+def convert(words: Sequence[str]) -> None:
+    """Write Megatron's or Modalities' file as a token file, or a token file as Megatron's."""
+    takes = "FILE --to tokens|megatron --out X"
+    names, config = _read(ConvertConfig, words, "convert", takes)
+    if len(names) > 1:
+        raise ConfigError(f"convert takes one file, got {len(names)}; merge joins token files")
+    source, out = Path(names[0]), config.target
+    check_output(out, option="--out")
+    written = [out] if config.to == "tokens" else [Path(f"{out}.bin"), Path(f"{out}.idx")]
+    if there := [path for path in written if path.exists()]:
+        raise ConfigError(f"{there[0]} is there already; name another file, or remove it")
+    with RunLock(out.with_name(out.name + ".lock")):
+        if config.to == "megatron":
+            from pipeline.data.store.megatron import write_megatron
+
+            file = TokenFile(source)
+            write_megatron(file, out)
+            layout = file.layout
+        else:
+            from pipeline.config import FrozenModelConfig
+            from pipeline.data.store.convert import to_tokens
+            from pipeline.data.store.vocabulary import vocabulary_of
+            from pipeline.models.load import load_tokenizer
+
+            tokenizer = load_tokenizer(FrozenModelConfig(path=config.tokenizer))
+            layout = to_tokens(source, vocabulary_of(tokenizer, config.tokenizer), out)
+    names_written = " and ".join(map(str, written))
+    say(f"{names_written}: {layout.documents:,} documents, {layout.tokens:,} tokens")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "pack": pack,
     "show": show,
     "verify": verify,
     "merge": merge,
+    "convert": convert,
 }
 
 

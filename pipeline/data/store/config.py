@@ -74,5 +74,33 @@ class MergeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """What `convert` writes."""
+
+    to: Literal["tokens", "megatron"] = "tokens"
+    """A token file of Megatron's .bin and .idx or of Modalities' .pbin, or Megatron's of a token
+    file."""
+
+    out: Path | None = None
+    """The token file to write, or Megatron's without .bin; refused where it is there already."""
+
+    tokenizer: str = ""
+    """Model id or local directory of the tokenizer whose ids the file has; for `--to tokens`."""
+
+    def __post_init__(self) -> None:
+        require(self.out is not None, "out is missing; give the file to write")
+        require(
+            (self.to == "tokens") == bool(self.tokenizer),
+            "tokenizer is needed with --to tokens, and with that alone",
+        )
+
+    @property
+    def target(self) -> Path:
+        """`out`, which is there."""
+        assert self.out is not None
+        return self.out
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
     """`verify` has no options."""
