@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from pipeline.cli import say, split_options
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, suggestion
 from pipeline.help import help_entry, settings_help
 from pipeline.installation import MODULE
 from pipeline.settings.build import build_config
@@ -60,6 +60,25 @@ def read_command(
         return build_config(config_class, [], gather(options))
     except ConfigError as error:
         raise ConfigError(_with_option(str(error), names, typed)) from None
+
+
+def choose_command(
+    commands: Mapping[str, C], argv: Sequence[str], help_text: Callable[[], str]
+) -> tuple[C, Sequence[str]]:
+    """The command of a program that the first word names, and the words after it.
+
+    Without a word, or with `--help`, it prints the help and exits with code 0.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        say(help_text())
+        raise SystemExit(0)
+    name, *words = argv
+    if name not in commands:
+        raise ConfigError(f"there is no command {name!r}; {suggestion(name, commands)}")
+    return commands[name], words
 
 
 def as_option(name: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.cli import run_main, say
-from pipeline.command import read_command
+from pipeline.command import choose_command, read_command
 from pipeline.data.store.check import findings
 from pipeline.data.store.config import (
     ConvertConfig,
@@ -15,7 +15,7 @@ from pipeline.data.store.config import (
     VerifyConfig,
 )
 from pipeline.data.store.reader import TokenFile
-from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, suggestion
+from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.files.lock import RunLock
 from pipeline.files.output import check_output
 from pipeline.help import help_entry
@@ -139,13 +139,8 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: it says nothing that can be done.
     """
-    if not argv or argv[0] in ("-h", "--help"):
-        say(_help())
-        return
-    name, *words = argv
-    if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}; {suggestion(name, COMMANDS)}")
-    COMMANDS[name](words)
+    command, words = choose_command(COMMANDS, argv, _help)
+    command(words)
 
 
 def _read(

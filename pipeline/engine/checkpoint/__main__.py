@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.cli import run_main, say
+from pipeline.command import choose_command
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import candidates
 from pipeline.engine.checkpoint.layout import MANIFEST, is_base_name, step_of
 from pipeline.engine.checkpoint.show import describe
-from pipeline.errors import CheckpointError, ConfigError, suggestion
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.help import help_entry
 
 EXIT_DAMAGED = 1
@@ -79,13 +80,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: it says nothing that can be done.
     """
-    if not argv or argv[0] in ("-h", "--help"):
-        say(_help())
-        return
-    name, *words = argv
-    if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}; {suggestion(name, COMMANDS)}")
-    command, _ = COMMANDS[name]
+    (command, _), words = choose_command(COMMANDS, argv, _help)
     command(words)
 
 
