@@ -8,14 +8,28 @@ from pipeline.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig:
+class WritingConfig:
+    """What every command needs that writes a token file, or another program's."""
+
+    out: Path | None = None
+    """The file to write, of Megatron's two the name without .bin; refused where it is there."""
+
+    def __post_init__(self) -> None:
+        require(self.out is not None, "out is missing; give the file to write")
+
+    @property
+    def target(self) -> Path:
+        """`out`, which is there."""
+        assert self.out is not None
+        return self.out
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(WritingConfig):
     """What `pack` does."""
 
     tokenizer: str = ""
     """Model id or local directory of the tokenizer."""
-
-    out: Path | None = None
-    """The token file to write; refused where it is there already."""
 
     workers: int = 1
     """Processes that tokenize; the file is the same for any number of them."""
@@ -33,16 +47,10 @@ class PackConfig:
     """Go on where a pack was ended, if one was; the file is the same."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.tokenizer), "tokenizer is missing; give its directory or model id")
-        require(self.out is not None, "out is missing; give the token file to write")
         require(self.workers >= 1, f"workers must be at least 1, got {self.workers}")
         require(self.max_row >= 1, f"max_row must be at least 1, got {self.max_row}")
-
-    @property
-    def target(self) -> Path:
-        """`out`, which is there."""
-        assert self.out is not None
-        return self.out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,48 +65,27 @@ class ShowConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig:
+class MergeConfig(WritingConfig):
     """What `merge` writes."""
-
-    out: Path | None = None
-    """The token file to write; refused where it is there already."""
-
-    def __post_init__(self) -> None:
-        require(self.out is not None, "out is missing; give the token file to write")
-
-    @property
-    def target(self) -> Path:
-        """`out`, which is there."""
-        assert self.out is not None
-        return self.out
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
+class ConvertConfig(WritingConfig):
     """What `convert` writes."""
 
     to: Literal["tokens", "megatron"] = "tokens"
     """A token file of Megatron's .bin and .idx or of Modalities' .pbin, or Megatron's of a token
     file."""
 
-    out: Path | None = None
-    """The token file to write, or Megatron's without .bin; refused where it is there already."""
-
     tokenizer: str = ""
     """Model id or local directory of the tokenizer whose ids the file has; for `--to tokens`."""
 
     def __post_init__(self) -> None:
-        require(self.out is not None, "out is missing; give the file to write")
+        super().__post_init__()
         require(
             (self.to == "tokens") == bool(self.tokenizer),
             "tokenizer is needed with --to tokens, and with that alone",
         )
-
-    @property
-    def target(self) -> Path:
-        """`out`, which is there."""
-        assert self.out is not None
-        return self.out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,11 @@ _NAMED_FILES = 16
 _LONGEST_NAME = 100
 
 
+def token_width(vocabulary: int) -> int:
+    """Bytes of a token whose id is below `vocabulary`."""
+    return 2 if vocabulary <= 2**16 else 4
+
+
 @dataclass(frozen=True)
 class Origin:
     """What the tokens were made of and with: the JSON of the header."""
@@ -81,7 +86,7 @@ class Origin:
     @property
     def width(self) -> int:
         """Bytes of a token."""
-        return 2 if self.vocabulary <= 2**16 else 4
+        return token_width(self.vocabulary)
 
     def shortened(self) -> "Origin":
         """With as many names as the header has room for."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.data.store.config import PackConfig
 from pipeline.data.store.encode import Encoded, Rows
 from pipeline.data.store.journal import START, Entry, Journal, crc_of, resume_from
-from pipeline.data.store.layout import VERSION, Layout, Origin
+from pipeline.data.store.layout import VERSION, Layout, Origin, token_width
 from pipeline.data.store.pieces import PIECE_BYTES, Piece, cut
 from pipeline.data.store.sources import SourceFile, check_unchanged, sources_hash
 from pipeline.data.store.vocabulary import Vocabulary
@@ -47,7 +47,7 @@ def pack(sources: Sequence[SourceFile], vocabulary: Vocabulary, config: PackConf
     began = time.perf_counter()
     resume = is_resumed(config.target, resume=config.resume)
     plan, path = _plan(sources, vocabulary, config), journal_path(config.target)
-    width = _width(vocabulary)
+    width = token_width(vocabulary.size)
     rows = Rows(config.field, config.max_row, vocabulary.eos, width)
     with TokenWriter(config.target, width, resume=resume) as writer:
         done, entry = resume_from(path, plan, writer) if resume else (0, START)
@@ -185,10 +185,6 @@ def _origin(
         names=tuple(source.path.name for source in sources),
         bad_rows=bad_rows,
     )
-
-
-def _width(vocabulary: Vocabulary) -> int:
-    return 2 if vocabulary.size <= 2**16 else 4
 
 
 def _plan(sources: Sequence[SourceFile], vocabulary: Vocabulary, config: PackConfig) -> str:
