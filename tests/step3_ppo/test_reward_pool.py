@@ -17,8 +17,8 @@ from pipeline.plan.make import make_plan
 from rewards.config import Pool, RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.reward_model import pooled
-from step3_ppo.train import train
 from tests.families import tiny_classifier
+from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import PROMPTS, save_models, toy_config, toy_models
 from train import STAGES
 
@@ -127,18 +127,9 @@ def test_a_run_is_rewarded_by_the_pool_also_after_a_resume(directory: Path, tmp_
         directory, of={"pool": "min"}, max_steps=2, save_every=1, max_prompt_length=40
     )
     config = replace(config, data=replace(config.data, max_eval_rows=4))
-    whole, again = tmp_path / "whole", tmp_path / "again"
 
-    train(replace(config, output_dir=whole))
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "step_00000002")
-    (again / "result.json").unlink()
-    train(replace(config, output_dir=again, resume=True))
+    first, second = run_whole_and_resumed(config, tmp_path)
 
-    first, second = (
-        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (whole, again)
-    )
     scores = [line["reward_taste"] for line in first if "reward_taste" in line]
     assert len(scores) == 2
     assert scores == [line["reward_taste"] for line in second if "reward_taste" in line]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 from step3_ppo.reward_model import has_moments
 from step3_ppo.scoring import counted_scores, measured_moments, raw_scores, reward_of
-from step3_ppo.train import train
 from tests.distributed import rank, run_ranks, world_size
+from tests.step3_ppo.resumed import run_whole_and_resumed
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
 RAW = torch.tensor([2.5, 4.5, -40.5])
@@ -146,18 +145,10 @@ def test_a_reward_model_without_moments_gets_those_of_the_first_rollout_also_aft
 ) -> None:
     config = without_moments(tmp_path)
     assert not toy_models(config).reward.has_moments
-    whole, again = tmp_path / "whole", tmp_path / "again"
 
-    train(replace(config, output_dir=whole))
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "step_00000002")
-    (again / "result.json").unlink()
-    train(replace(config, output_dir=again, resume=True))
+    first, second = run_whole_and_resumed(config, tmp_path)
 
-    first, second = (
-        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (whole, again)
-    )
+    whole = tmp_path / "whole"
     scores = [line["reward_score"] for line in first if "reward_score" in line]
     assert scores == [line["reward_score"] for line in second if "reward_score" in line]
     mean, std = Checkpoint.open(whole / "checkpoints" / "step_00000002").state["once"]["moments"]
