@@ -89,7 +89,7 @@ def run(setting: Setting, args: argparse.Namespace) -> Speed | None:
         command += ["--model.zero_stage", str(setting.stage)]
         command += ["--model.gradient_checkpointing", str(setting.checkpointing).lower()]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode and "memory" in ended.stderr:
+        if ended.returncode and "out of memory: " in ended.stderr:
             return None
         if ended.returncode:
             raise SystemExit(f"{' '.join(command)}\n{ended.stderr}")
