@@ -117,9 +117,10 @@ def test_a_step_without_operations_has_no_utilization(tmp_path: Path) -> None:
     assert "mfu" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_of_a_processor_is_what_a_product_reaches(dtype: torch.dtype) -> None:
-    peak = device_peak(dtype)
+def test_a_peak_is_as_set_or_measured_in_the_models_number_format() -> None:
+    model = llama().to(torch.bfloat16)
 
-    assert 1e8 < peak.flops < 1e15
-    assert str(dtype).removeprefix("torch.") in peak.basis
+    assert utilization_of(model, peak_tflops=3.0, mesh=current_mesh()).peak == Peak(3e12, "as set")
+    measured = utilization_of(model, peak_tflops=None, mesh=current_mesh()).peak
+    assert "bfloat16 measured here" in measured.basis
+    assert "float32 measured here" in device_peak(torch.float32).basis
