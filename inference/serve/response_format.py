@@ -1,12 +1,18 @@
 """What a request says of the form of its responses: JSON, a schema of it, or a pattern."""
 
 import json
+import math
+from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LONGEST_SCHEMA = 2**16
 LONGEST_REGEX = 2**13
+LARGEST_MULTIPLE = 10_000
+"""Of what numbers may be multiples of: it takes a state for each remainder, seconds for a million.
+"""
 
 
 class Grammar(NamedTuple):
@@ -42,6 +48,10 @@ class ResponseFormat(BaseModel):
             raise ValueError("json_schema belongs to the type json_schema, which needs it")
         if self.json_schema and len(json.dumps(self.json_schema.content)) > LONGEST_SCHEMA:
             raise ValueError(f"a schema has at most {LONGEST_SCHEMA} characters")
+        if self.json_schema and _common_multiple(self.json_schema.content) > LARGEST_MULTIPLE:
+            raise ValueError(
+                f"the least common multiple of all multipleOf is at most {LARGEST_MULTIPLE}"
+            )
         return self
 
 
@@ -68,3 +78,24 @@ class FormFields(BaseModel):
         if self.regex and self.response_format and self.response_format.type != "text":
             raise ValueError("regex and response_format exclude each other")
         return self
+
+
+def _common_multiple(schema: object) -> int:
+    """The least of all `multipleOf`, in units of the last decimal place that one of them has."""
+    steps = [Decimal(str(step)).normalize() for step in _steps(schema) if 0 < step < math.inf]
+    places = max((-int(step.as_tuple().exponent) for step in steps), default=0)
+    return math.lcm(*(int(step.scaleb(max(0, places))) for step in steps))
+
+
+def _steps(schema: object) -> Iterator[int | float]:
+    """What stands as `multipleOf`, wherever it is."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            step = part.get("multipleOf")
+            if isinstance(step, int | float) and not isinstance(step, bool):
+                yield step
+            waiting.extend(part.values())
+        elif isinstance(part, list):
+            waiting.extend(part)

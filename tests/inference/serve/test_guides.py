@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inference.serve.errors import ApiError
 from inference.serve.guides import GuideError, Guides, RowGuide
-from inference.serve.response_format import Grammar
+from inference.serve.response_format import Grammar, ResponseFormat
 from inference.serve.text import ResponseText
 from inference.serve.token_bytes import TokenBytes
 from tests.inference.serve.serving import (
@@ -240,6 +240,18 @@ def test_a_response_that_can_not_begin_with_a_space_is_not_asked_to() -> None:
             {"response_format": schema({"description": "a" * 2**16})},
             "response_format: a schema has at most 65536 characters",
         ),
+        (
+            {"response_format": schema({"type": "integer", "multipleOf": 999983})},
+            "response_format: the least common multiple of all multipleOf is at most 10000",
+        ),
+        (
+            {"response_format": schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]})},
+            "response_format: the least common multiple of all multipleOf is at most 10000",
+        ),
+        (
+            {"response_format": schema({"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 1e-30}]})},
+            "response_format: the least common multiple of all multipleOf is at most 10000",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type: input should be 'text'"),
         ({"response_format": {"type": "json_schema"}}, "response_format: json_schema belongs"),
         ({"response_format": schema(), "regex": "a"}, "body: regex and response_format exclude"),
@@ -255,6 +267,23 @@ def test_what_can_not_guide_is_refused_in_a_sentence(
     assert refused.status == 400
     assert refused.error["message"].startswith(sentence), refused.error
     assert "\n" not in refused.error["message"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"multipleOf": 10_000}],
+        [{"multipleOf": 1e-30}],
+        [{"multipleOf": 0.25}, {"multipleOf": 5}, {"properties": {"multipleOf": {"type": "null"}}}],
+        [{"multipleOf": -1}, {"multipleOf": 1e400}, {"multipleOf": True}],
+    ],
+)
+def test_small_multiples_are_taken_and_what_is_none_is_left_to_the_guide(
+    parts: list[dict[str, Any]],
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"anyOf": parts}}}
+
+    assert ResponseFormat.model_validate(form).json_schema is not None
 
 
 def test_a_schema_that_grows_without_end_holds_nobody_up(server: Running) -> None:
