@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.story_rule import sentences_of
 from inference.generation import generate
+from pipeline.logs import configure_logging
 from pipeline.models.chat import decode_response
 from pipeline.models.load import load_for_inference
-from pipeline.run import configure_logging
 
 LONGEST = 176
 """Tokens of a story that are sampled."""

@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> None:
     from evaluation.results import as_table, document
     from inference.weights.hash import weights_hash
     from pipeline.data.resolve_format import resolve_format
+    from pipeline.logs import configure_logging
     from pipeline.models.forward import context_length
     from pipeline.models.load import load_for_inference
     from pipeline.models.ready import check_ready
-    from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
     check_ready(config.path)

@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> None:
 
     from evaluation.comparison import strength_intervals, strengths
     from evaluation.verdicts import answers_of, columns_read, matches
+    from pipeline.logs import configure_logging
     from pipeline.models.ready import check_ready
-    from pipeline.run import configure_logging
     from rewards.prompts import read_prompts
 
     configure_logging(is_main=True)

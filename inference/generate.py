@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.files.prompts import read_prompts
     from inference.files.responses import Responder, write_responses
+    from pipeline.logs import configure_logging
     from pipeline.models.load import load_for_inference
-    from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
     prompts = read_prompts(options.prompts)

@@ -5,16 +5,13 @@ import logging
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
-
-import transformers
 
 from pipeline.cli import write_config
 from pipeline.config import StepConfig
@@ -34,10 +31,6 @@ from pipeline.watchdog.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
-OUR_LOGGERS = (
-    *("inference", "pipeline", "rewards", "evaluation"),
-    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference", "__main__"),
-)
 DIVERGED = "diverged.json"
 """Left by a run that diverged: its state is none to go on from, so that it begins again."""
 
@@ -328,31 +321,6 @@ class Run:
         self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         if metrics:
             self._trackers.log(step, metrics)
-
-
-def configure_logging(*, is_main: bool) -> None:
-    """Log one line a message, `HH:MM:SS message`, to standard error.
-
-    Rank 0 shows our messages and the warnings of libraries; other ranks show errors only.
-    """
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers = [old for old in root.handlers if not isinstance(old, _StderrHandler)]
-    root.addHandler(handler)
-    root.setLevel(logging.WARNING if is_main else logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # loading checks for missing weights itself
-    for name in OUR_LOGGERS:
-        logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
-
-
-class _StderrHandler(logging.Handler):
-    """Writes to what sys.stderr is at the moment: a progress bar puts itself in between."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # a terminal that was closed ends no run
-            sys.stderr.write(self.format(record) + "\n")
 
 
 def changed_settings(config: StepConfig) -> dict[str, object]:

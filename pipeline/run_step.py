@@ -7,9 +7,9 @@ from pipeline.budget.start import check_memory
 from pipeline.cli import parse_step
 from pipeline.compute_threads import compute_threads
 from pipeline.config import StepConfig
+from pipeline.logs import configure_logging
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
-from pipeline.run import configure_logging
 from pipeline.watchdog.process import watching
 
 C = TypeVar("C", bound=StepConfig)

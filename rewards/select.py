@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> None:
     )
     check_output(config.output, option="--output")
 
+    from pipeline.logs import configure_logging
     from pipeline.models.ready import check_ready
-    from pipeline.run import configure_logging
     from rewards.candidates import MODEL, programs_of, sampled_candidates
     from rewards.prompts import read_prompts
     from rewards.sources import read_sources, row_columns

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
     from inference.files.prompts import Prompt, read_prompts
     from pipeline.data.examples import Message
-    from pipeline.run import configure_logging
+    from pipeline.logs import configure_logging
 
     configure_logging(is_main=True)
     if options.prompts is not None:

@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> None:
     )
     config = RewardConfig(data=DataConfig(max_length=options.max_length))
 
+    from pipeline.logs import configure_logging
     from pipeline.models.reward_model import load_scorer
-    from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
     scorer, chat = load_scorer(options.path)

@@ -12,8 +12,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from pipeline.cli import run_main
+from pipeline.logs import configure_logging
 from pipeline.parallel.process_group import process_group
-from pipeline.run import configure_logging
 from pipeline.watchdog.process import watching
 from tests.distributed import PROCESSES
 

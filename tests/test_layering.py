@@ -28,7 +28,7 @@ MAY_IMPORT = {
 
 
 FLOORS = (
-    {"errors", "signals", "clock", "installation", "origin", "position"},
+    {"errors", "signals", "clock", "installation", "logs", "origin", "position"},
     {"settings", "files", "parallel"},
     {"help", "config", "faults"},
     {"cli", "progress", "random_state", "watchdog"},
@@ -121,7 +121,7 @@ def test_rooms_of_a_package_import_lower_rooms_alone(
 def test_nothing_below_the_steps_knows_one_by_name() -> None:
     """A step describes itself by `StepConfig.workload` and `Stage`."""
     # They name packages, or the splits of sets on the Hub.
-    lists = {"pipeline/run.py", "pipeline/launch/probe.py", "pipeline/data/splits.py"}
+    lists = {"pipeline/logs.py", "pipeline/launch/probe.py", "pipeline/data/splits.py"}
     names = STEPS | {"ppo", "step1", "step2", "step3"}
     found = {
         f"{file.relative_to(ROOT)}:{node.lineno}"

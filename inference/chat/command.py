@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> None:
     from inference.chat.conversation import Conversation
     from inference.chat.terminal import Terminal
     from pipeline.data.resolve_format import resolve_format
+    from pipeline.logs import configure_logging
     from pipeline.models.load import load_for_inference
-    from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
     path = find_model(options.path, options.method)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     from inference.serve.loading import load
     from inference.serve.server import listen, serve
     from inference.serve.watch import WatchedRun
-    from pipeline.run import configure_logging
+    from pipeline.logs import configure_logging
 
     seen = config.watch or config.run
     ratings = open_ratings(config)

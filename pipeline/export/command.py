@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.export.aside import check_out, written_aside
     from pipeline.export.card import write_export_card
     from pipeline.export.forms import prepare_form
-    from pipeline.run import configure_logging
+    from pipeline.logs import configure_logging
 
     assert config.out is not None
     out = config.out.expanduser()

@@ -25,8 +25,8 @@ def main(argv: Sequence[str]) -> None:
         usage="step2_reward.lab --path DIR [--data-path FILE | --bench FILE]",
         about="Measure how good a reward model is, and how far it can be trusted.",
     )
+    from pipeline.logs import configure_logging
     from pipeline.report.lab import write_page
-    from pipeline.run import configure_logging
     from step2_reward.lab.bench_model import measure_bench
     from step2_reward.lab.model import measure_model
     from step2_reward.lab.sentences import sentences

@@ -27,9 +27,9 @@ from pipeline.cli import run_main, write_config
 from pipeline.config import DataConfig, LoraConfig, StepConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import newest
+from pipeline.logs import configure_logging
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
-from pipeline.run import configure_logging
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.watchdog.process import watching
 from tests.distributed import PROCESSES

@@ -164,7 +164,8 @@ ENDLESS = """
     from pathlib import Path
     from step1_sft.config import SFTConfig
     from pipeline.parallel.mesh import current_mesh
-    from pipeline.run import Run, configure_logging
+    from pipeline.logs import configure_logging
+    from pipeline.run import Run
 
     configure_logging(is_main=True)
     config = SFTConfig(output_dir=Path(sys.argv[1]))

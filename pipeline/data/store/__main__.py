@@ -33,8 +33,8 @@ def pack(words: Sequence[str]) -> None:
     from pipeline.data.store.pack import pack as write
     from pipeline.data.store.sources import find_sources
     from pipeline.data.store.vocabulary import vocabulary_of
+    from pipeline.logs import configure_logging
     from pipeline.models.load import load_tokenizer
-    from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
     sources = find_sources(names)

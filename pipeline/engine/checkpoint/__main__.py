@@ -47,8 +47,8 @@ def show(words: Sequence[str]) -> None:
 
 def consolidate(words: Sequence[str]) -> None:
     """Write the model as a Hugging Face directory OUT; of step 3 the actor, or --model critic."""
+    from pipeline.logs import configure_logging
     from pipeline.models.consolidate import consolidate as write
-    from pipeline.run import configure_logging
 
     configure_logging(is_main=True)
     model = None
