@@ -205,7 +205,9 @@ def test_a_tokenizer_that_is_not_the_models_is_an_error_of_the_request(tmp_path:
     byte_level().save_pretrained(path)
     with serving((ModelPath("tiny", path),)) as server:
         refused = post(server, CHAT, chat("zzz ÿÿÿ"))
-        answered = post(server, COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 3})
+        answered = post(
+            server, COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 3, "min_tokens": 3}
+        )
         scored = {"prompt": [5, 100], "echo": True, "logprobs": 1, "max_tokens": 0}
         unknown = post(server, COMPLETIONS, scored)
 
