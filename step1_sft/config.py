@@ -46,6 +46,7 @@ class SFTConfig(TaskSettings, RowStepConfig):
         """One language model learns from whole rows."""
         return Workload(
             world=world,
+            replicas=self.parallel.replicas,
             models=(ModelUse(role="model", settings=self.model, keeps_best=self.keep_best),),
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,

@@ -97,6 +97,7 @@ class RewardConfig(LabelSettings, RowStepConfig):
         """A scorer learns from rows; then step 1's model generates what sets the score's unit."""
         return Workload(
             world=world,
+            replicas=self.parallel.replicas,
             models=(
                 ModelUse(role="model", settings=self.model, scores=True, keeps_best=self.keep_best),
                 ModelUse(role="actor", settings=self.actor, phase_only=True),

@@ -146,6 +146,7 @@ class PreferenceConfig(TaskSettings, RowStepConfig, GuardSettings):
         scored += 2 if self.is_unpaired else 0  # mismatched responses, of both policies
         return Workload(
             world=world,
+            replicas=self.parallel.replicas,
             models=(
                 ModelUse(
                     role="model",

@@ -203,7 +203,7 @@ class _Step:
         yield Item("gradient_buffers", model.role, sizes["gradient_buffers"], moments=buffers)
         yield from self.passing(model, self.training(model), backward=not accumulates)
         if not accumulates:  # sums grow as activations go: the highest moment is at either end
-            yield Item("gradients", model.role, root // self.workload.world, place, on_the_way)
+            yield Item("gradients", model.role, root // self.workload.shards, place, on_the_way)
         if self.learns_from_texts(model):
             yield from self.passing(model, self.reading_texts(model), during="texts")
 
@@ -335,7 +335,7 @@ class _Step:
             entropy=self.workload.learns_entropy,
             temperature=self.workload.temperature,
             checkpoint_every=engine.checkpoint_every if engine.gradient_checkpointing else None,
-            narrow=self.workload.world > 1 and shared,
+            narrow=self.workload.shards > 1 and shared,
         )
 
     def reading_texts(self, model: CountedModel) -> Pass:

@@ -14,6 +14,7 @@ from pipeline.config.model import (
     TrainedModelConfig,
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
     RowStepConfig,
     SaveInterval,
@@ -37,6 +38,7 @@ __all__ = [
     "ModelUse",
     "OffloadConfig",
     "OptimConfig",
+    "ParallelConfig",
     "Precision",
     "Quantize",
     "RowColumns",

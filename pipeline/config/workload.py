@@ -104,6 +104,9 @@ class Workload:
     world: int
     """Processes."""
 
+    replicas: int = 1
+    """Copies of the models that they keep."""
+
     models: tuple[ModelUse, ...]
     """In the order in which they are loaded; of those that learn, the one the step is about first.
     """
@@ -147,6 +150,11 @@ class Workload:
     def data_rows(self) -> int:
         """Rows of the data that an iteration takes."""
         return self.iteration_rows // (self.generation.group_size if self.generation else 1)
+
+    @property
+    def shards(self) -> int:
+        """Processes that share out the states of a model."""
+        return max(1, self.world // self.replicas)
 
     @property
     def share(self) -> int:

@@ -179,6 +179,17 @@ class Collectives:
     def meet(self) -> None:
         """Come to a moment after which all before it has been read; all processes call it."""
 
+    copy, copies = 0, 1
+    """Of the model, of which each is sharded among processes of its own."""
+
+    def end_step(self) -> None:
+        """Give back what only an optimizer step needs; all processes call it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that collectives need for themselves from one to the next."""
+        return 0
+
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         return Finished()
 

@@ -153,6 +153,7 @@ class Engine:
         for group in self.groups:
             group.gradients.clear()
         self.pool.release()
+        self.comm.end_step()
         self._stop_if_hopeless(finite=finite, worst=worst)
         return StepResult(grad_norm=grad_norm, lr=self.optim.lr * factor, skipped=not finite)
 

@@ -31,7 +31,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
             for name, place, elements in group.spans(own=True):
                 yield Fragment(f"{prefix}/{kind}/{name}", elements.start, vector[place])
     for name, buffer in _buffers(engine).items():
-        key = _buffer_key(prefix, name, engine.comm.rank)
+        key = _buffer_key(prefix, name, engine.group.rank)
         yield Fragment(key, 0, buffer.detach().reshape(-1))
 
 
@@ -53,7 +53,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
                 continue
             piece = flat.shard if flat.disk is None else flat.disk.read()
             first = engine.comm.rank * flat.shard_numel
-            for name, start, stop in flat.stretches(first, first + flat.shard_numel):
+            for name, start, stop in flat.stretches(*flat.written):
                 own = piece[start - first : stop - first]
                 own = own if flat.disk is None else own.clone()  # its place is for the next one
                 yield Fragment(f"{prefix}/frozen/{name}", start - flat.offsets[name], own)
@@ -110,7 +110,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
             _load_group(group, masters, prefix, checkpoint, described)
     for name, buffer in _buffers(engine).items():
         flat = torch.empty_like(buffer).reshape(-1)
-        own, first = (_buffer_key(prefix, name, rank) for rank in (engine.comm.rank, 0))
+        own, first = (_buffer_key(prefix, name, rank) for rank in (engine.group.rank, 0))
         checkpoint.read(own if checkpoint.holds(own) else first, 0, flat)
         buffer.copy_(flat.view(buffer.shape))
 

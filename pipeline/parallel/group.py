@@ -1,7 +1,7 @@
 """Some processes of a job, and the numbers and objects that they tell each other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -131,6 +131,20 @@ class Group:
                         f" {theirs[number]}; {SAME_ORDER}"
                     )
         return f"the processes ran different layers; {SAME_ORDER}"
+
+
+@dataclass(frozen=True)
+class DataGroup(Group):
+    """Processes that train one model in several copies, each of which some of them share out.
+
+    Process `copies.rank * shards.size + shards.rank` of the group.
+    """
+
+    shards: Group = field(kw_only=True)
+    """Those of this process's copy."""
+
+    copies: Group = field(kw_only=True)
+    """Those that keep the same piece as this one, of each copy one."""
 
 
 ALONE = Group()

@@ -2,18 +2,20 @@
 
 A function asks `current_mesh()`; an object that outlives a call is given its group. What concerns
 the job - who writes files, who is alive, where all must have come - asks `mesh.world`. What
-concerns a model - its shards, its batch, sums over the batch - asks `mesh.data`.
+concerns a model - its shards, its batch, sums over the batch - asks `mesh.data`. `cut_mesh` says
+once for the job how its processes are divided.
 """
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from pipeline.errors import require
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import ALONE, DataGroup, Group
 
 SECOND_WORD_SECONDS = 30
 
@@ -26,7 +28,8 @@ class Mesh:
     """All of them."""
 
     data: Group
-    """Those that train the same model, each on its share of a batch; they shard its states."""
+    """Those that train the same model, each on its share of a batch; they shard its states, all
+    together or, as a `DataGroup`, copy by copy."""
 
     @property
     def is_main(self) -> bool:
@@ -37,6 +40,16 @@ class Mesh:
     def local_size(self) -> int:
         """Number of processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Processes along each axis, as a run records it."""
+        copies = self.data.copies.size if isinstance(self.data, DataGroup) else 1
+        return {
+            "processes": self.world.size,
+            "replicas": copies,
+            "shards": self.data.size // copies,
+        }
 
     def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
         """This process's group of `size` neighbours in rank that generate together.
@@ -61,11 +74,52 @@ class Mesh:
 
 def current_mesh() -> Mesh:
     """The mesh of the job that this process has joined, or of this process alone."""
+    if _cut:
+        return _cut[-1]
     if not dist.is_initialized():
         return Mesh(world=ALONE, data=ALONE)
     ranks = tuple(range(dist.get_world_size()))
     world = Group(dist.get_rank(), ranks, dist.group.WORLD)
     return Mesh(world=world, data=world)
+
+
+_cut: list[Mesh] = []
+"""The mesh that `cut_mesh` has made: of the job, as torch's process group is."""
+
+
+@contextmanager
+def cut_mesh(*, replicas: int, timeout_seconds: float) -> Iterator[Mesh]:
+    """Divide the processes of the job, for as long as it lasts; all of them call it.
+
+    Args:
+        replicas: copies of each model; those of one copy are neighbours in rank, as are the
+            processes of a machine.
+        timeout_seconds: for which one process may keep the others waiting.
+
+    Raises:
+        ConfigError: the processes can't be divided so.
+    """
+    mesh = current_mesh()
+    number = mesh.world.size
+    require(number % replicas == 0, f"{replicas} replicas don't divide the {number} processes")
+    if replicas > 1:
+        size = number // replicas
+        rows = [range(first, first + size) for first in range(0, number, size)]
+        mesh = replace(
+            mesh,
+            data=DataGroup(
+                mesh.world.rank,
+                mesh.world.ranks,
+                mesh.world.process_group,
+                shards=subgroup(rows, timeout_seconds=timeout_seconds),
+                copies=subgroup(zip(*rows, strict=True), timeout_seconds=timeout_seconds),
+            ),
+        )
+    _cut.append(mesh)
+    try:
+        yield mesh
+    finally:
+        _cut.pop()
 
 
 def subgroup(

@@ -72,6 +72,7 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         role = name.partition(".")[0]
         how = f", ZeRO stage {trained[role].zero_stage}" if role in trained else ""
         yield _line(role, f"{path}{how}{_offload(trained[role]) if role in trained else ''}")
+    yield from _mesh(config, plan.machine.world)
     yield from _method(config)
     yield _line("data", f"{' '.join(config.data.path)}, split {_split(config)}")
     length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
@@ -80,6 +81,14 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
         f" {_length(config)}, seed {config.seed}",
     )
+
+
+def _mesh(config: StepConfig, world: int) -> Iterator[str]:
+    """How the processes are divided, where they are."""
+    replicas, shards = config.parallel.replicas, config.workload(world).shards
+    if replicas > 1:
+        each = "one process" if shards == 1 else f"{shards} processes, which share its states"
+        yield _line("parallel", f"{replicas} replicas of each model that learns, each of {each}")
 
 
 def _method(config: StepConfig) -> Iterator[str]:
