@@ -33,11 +33,11 @@ def run_step(
     config = parse_step(config_class, argv)
     config.parallel.check(launched.world_size())
     check_memory(config, section=section)
-    replicas, patience = config.parallel.replicas, config.timeout_seconds
+    parallel, patience = config.parallel, config.timeout_seconds
     with (
         compute_threads(config.threads),
         process_group(watching, patience),
-        cut_mesh(replicas=replicas, timeout_seconds=patience) as mesh,
+        cut_mesh(replicas=parallel.replicas, pp=parallel.pp, timeout_seconds=patience) as mesh,
     ):
         configure_logging(is_main=mesh.is_main)
         train(config)

@@ -24,6 +24,8 @@ from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy
+from pipeline.models.passes import Passes, own_stage, passes_of
+from pipeline.models.stages import Passage
 from pipeline.models.trained import evaluating, trained_causal_lm, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
 from pipeline.parallel.device import local_device
@@ -46,8 +48,8 @@ def train(config: SFTConfig) -> Path:
     rows = load_rows(config, config.model, step=1)
     with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)
-        engine, held_out, best, config = sft.engine, sft.held_out, sft.best, sft.config
-        before = sft.checkpoints.once("before", lambda: perplexity(engine, held_out, config))
+        passes, held_out, best, config = sft.passes, sft.held_out, sft.best, sft.config
+        before = sft.checkpoints.once("before", lambda: perplexity(passes, held_out, config))
         check_start(config.model.path, {"held-out perplexity": before})
         tasks = open_tasks(sft)
         first = sft.checkpoints.once("tasks", tasks.metrics)
@@ -63,7 +65,7 @@ def train(config: SFTConfig) -> Path:
                 batch = encode(rows.next_examples(), rows.chat, config)
                 learn(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
-                    best.update(perplexity(engine, held_out, config), step=step)
+                    best.update(perplexity(passes, held_out, config), step=step)
                     run.evaluated(step, {"perplexity": best.last, **tasks.metrics()})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(sft, run, tasks, before=before, first=first)
@@ -72,16 +74,30 @@ def train(config: SFTConfig) -> Path:
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, Encoded]:
     """The actor in its engine, with the state of an earlier run where this one goes on."""
-    model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
-    set_stop_tokens(model, rows.chat.stop_ids)
-    policy = Policy(model, kernels=config.model.kernels)
-    engine = Engine(
-        policy, config.model, total_steps=rows.total_steps, name="actor", group=run.mesh.data
+    stages = run.mesh.stages
+    model = trained_causal_lm(
+        config.model,
+        rows.tokenizer,
+        device=local_device(),
+        seed=config.seed,
+        in_stages=stages.size > 1,
     )
+    set_stop_tokens(model, rows.chat.stop_ids)
+    stage = own_stage(model, config.parallel, stages)
+    part = Policy if stage.is_last else Passage
+    engine = Engine(
+        part(model, kernels=config.model.kernels),
+        config.model,
+        total_steps=rows.total_steps,
+        name="actor",
+        group=run.mesh.data,
+        stages=stages,
+    )
+    passes = passes_of(engine, stage, config.parallel, stages)
     config = within_context(config, model)
     check_rows(rows.data, rows.chat, config)
     held_out = encode(rows.data.eval, rows.chat, config)
-    return set_up(config, model, engine, rows, held_out, run)
+    return set_up(config, model, engine, rows, held_out, run, passes=passes)
 
 
 def learn(
@@ -90,11 +106,11 @@ def learn(
     """Take one optimizer step on the rows, and log it."""
     engine, config = sft.engine, sft.config
     num_targets = max(1, sum(row.num_targets for row in rows))
-    nll = 0.0
-    for batch in cut(rows, config):
-        loss = next_token_nll(engine(batch, uniform=True).logprobs)
-        engine.backward(loss / num_targets)
-        nll += loss.item()
+    nll = sft.passes.learn(
+        cut(rows, config),
+        lambda batch: next_token_nll(engine(batch, uniform=True).logprobs),
+        divisor=num_targets,
+    )
     result = engine.step()
     run.log(
         step,
@@ -104,16 +120,16 @@ def learn(
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
+        **sft.passes.metrics(),
     )
 
 
-def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> float:
+def perplexity(passes: Passes, rows: Sequence[Encoded], config: SFTConfig) -> float:
     """Exp of the mean negative log-likelihood of the held-out target tokens."""
-    nll, num_targets = 0.0, 0
+    engine, batches = passes.engine, cut(rows, config)
     with evaluating(engine.model):
-        for batch in cut(rows, config):
-            nll += next_token_nll(engine(batch).logprobs).item()
-            num_targets += batch.num_targets
+        nll = passes.ask(batches, lambda batch: next_token_nll(engine(batch).logprobs))
+    num_targets = sum(batch.num_targets for batch in batches)
     total_nll, total_targets = engine.group.sums([nll, num_targets])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 

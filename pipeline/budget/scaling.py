@@ -14,7 +14,7 @@ from pipeline.budget.machine import GIB, parse_machine
 from pipeline.budget.speed import PEAK
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
-from pipeline.config import LoraConfig, ModelUse, TrainedModelConfig, Workload
+from pipeline.config import LoraConfig, ModelUse, ParallelConfig, TrainedModelConfig, Workload
 from pipeline.errors import require
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def scale(config: ScalingConfig) -> Iterator[Scaled]:
             settings = replace(_settings(config), zero_stage=stage)
             workload = Workload(
                 world=gpus,
-                replicas=replicas,
+                parallel=ParallelConfig(replicas=replicas),
                 models=(ModelUse(role="model", settings=settings, keeps_best=True),),
                 iteration_rows=config.micro_batches * gpus,
                 batch_size=config.micro_batches * gpus,

@@ -26,7 +26,7 @@ def engine_bytes(model: CountedModel, workload: Workload, machine: Machine) -> M
         model.present,
         model.engine,
         world=workload.shards,
-        replicas=workload.replicas,
+        replicas=workload.parallel.replicas,
         device=device_of(machine),
         micro_batches=workload.passes(model.role),
     )

@@ -18,7 +18,7 @@ from pipeline.engine.layout import padded_size
 from pipeline.engine.masters import BYTES as MASTER_BYTES
 from pipeline.engine.masters import kind_of_masters
 from pipeline.engine.optim import build_optimizer
-from pipeline.engine.setup import param_settings, placement_of
+from pipeline.engine.setup import placement_of, vectors_of
 from pipeline.engine.units import UnitParams, find_units
 from pipeline.parallel.device import local_device
 
@@ -185,16 +185,13 @@ def state_vectors(optim: OptimConfig) -> int:
 def _vectors(
     unit: UnitParams, config: TrainedModelConfig, world: int, places: Counter[int]
 ) -> Unit:
-    sizes = Counter[ParamSettings]()
-    tied: set[ParamSettings] = set()
-    for name, param in unit.params.items():
-        settings = param_settings(name, param, config)
-        sizes[settings] += param.numel()
-        if places[id(param)] > 1:
-            tied.add(settings)
     return [
-        Vector(settings, padded_size(numel, world), settings in tied)
-        for settings, numel in sizes.items()
+        Vector(
+            settings,
+            padded_size(sum(param.numel() for param in params.values()), world),
+            tied=any(places[id(param)] > 1 for param in params.values()),
+        )
+        for (_, settings), params in vectors_of(unit, config).items()
     ]
 
 

@@ -34,10 +34,19 @@ class Group:
     """Whether its collectives are among those that all processes of the job come to in the same
     order, which are counted and compared."""
 
+    in_step: bool = True
+    """Whether its processes do the same, which is compared in sums; those of several stages of a
+    pipeline don't."""
+
     @property
     def size(self) -> int:
         """Number of processes."""
         return len(self.ranks)
+
+    @property
+    def others(self) -> list[int]:
+        """Ranks in the whole job of the others."""
+        return [*self.ranks[: self.rank], *self.ranks[self.rank + 1 :]]
 
     @property
     def global_rank(self) -> int:
@@ -48,7 +57,7 @@ class Group:
         """Wait until every process is here."""
         if self.process_group is not None:
             self._enter_collective("barrier")
-            with HERE.waiting():
+            with HERE.waiting(self.others):
                 dist.barrier(group=self.process_group)
 
     def sums(self, values: Sequence[int | float]) -> list[float]:
@@ -76,7 +85,7 @@ class Group:
             return [value]
         values: list[T | None] = [None] * self.size
         self._enter_collective("all_gather", "objects")
-        with HERE.waiting():
+        with HERE.waiting(self.others):
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
 
@@ -91,7 +100,7 @@ class Group:
         maximum.
         """
         done = values.new_zeros(self.size)
-        done[self.rank] = HERE.fingerprint
+        done[self.rank] = HERE.fingerprint if self.in_step else 0
         return torch.cat([values, done])
 
     def without_fingerprints(self, packed: Tensor) -> Tensor:
@@ -111,7 +120,7 @@ class Group:
         own = torch.tensor(values, dtype=torch.float64, device=local_device())
         self._enter_collective("all_reduce", "a few numbers", own.nbytes)
         packed = self.with_fingerprints(own)
-        with HERE.waiting():
+        with HERE.waiting(self.others):
             dist.all_reduce(packed, op=op, group=self.process_group)
         return self.without_fingerprints(packed).tolist()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -31,6 +32,10 @@ class Mesh:
     """Those that train the same model, each on its share of a batch; they shard its states, all
     together or, as a `DataGroup`, copy by copy."""
 
+    stages: Group = ALONE
+    """Those that have the stages of one pipeline, in order: each some of the model's blocks, and
+    all the same share of a batch."""
+
     @property
     def is_main(self) -> bool:
         """True on the process that writes files and prints."""
@@ -47,6 +52,7 @@ class Mesh:
         copies = self.data.copies.size if isinstance(self.data, DataGroup) else 1
         return {
             "processes": self.world.size,
+            "stages": self.stages.size,
             "replicas": copies,
             "shards": self.data.size // copies,
         }
@@ -88,12 +94,13 @@ _cut: list[Mesh] = []
 
 
 @contextmanager
-def cut_mesh(*, replicas: int, timeout_seconds: float) -> Iterator[Mesh]:
+def cut_mesh(*, replicas: int, pp: int = 1, timeout_seconds: float) -> Iterator[Mesh]:
     """Divide the processes of the job, for as long as it lasts; all of them call it.
 
     Args:
         replicas: copies of each model; those of one copy are neighbours in rank, as are the
             processes of a machine.
+        pp: stages of a pipeline. The first so-many-th of the processes have the first stage.
         timeout_seconds: for which one process may keep the others waiting.
 
     Raises:
@@ -101,18 +108,32 @@ def cut_mesh(*, replicas: int, timeout_seconds: float) -> Iterator[Mesh]:
     """
     mesh = current_mesh()
     number = mesh.world.size
-    require(number % replicas == 0, f"{replicas} replicas don't divide the {number} processes")
+    require(
+        number % (pp * replicas) == 0,
+        f"{pp} stages of {replicas} replicas don't divide the {number} processes",
+    )
+    stages = _rows(range(number), number // pp)
+    if pp > 1:
+        mesh = Mesh(
+            world=replace(mesh.world, in_step=False),
+            data=subgroup(stages, timeout_seconds=timeout_seconds),
+            stages=replace(
+                subgroup(zip(*stages, strict=True), timeout_seconds=timeout_seconds),
+                in_step=False,
+            ),
+        )
     if replicas > 1:
-        size = number // replicas
-        rows = [range(first, first + size) for first in range(0, number, size)]
+        copies = [_rows(stage, len(stage) // replicas) for stage in stages]
+        across = [ranks for rows in copies for ranks in zip(*rows, strict=True)]
+        data = mesh.data
         mesh = replace(
             mesh,
             data=DataGroup(
-                mesh.world.rank,
-                mesh.world.ranks,
-                mesh.world.process_group,
-                shards=subgroup(rows, timeout_seconds=timeout_seconds),
-                copies=subgroup(zip(*rows, strict=True), timeout_seconds=timeout_seconds),
+                data.rank,
+                data.ranks,
+                data.process_group,
+                shards=subgroup(chain(*copies), timeout_seconds=timeout_seconds),
+                copies=subgroup(across, timeout_seconds=timeout_seconds),
             ),
         )
     _cut.append(mesh)
@@ -120,6 +141,11 @@ def cut_mesh(*, replicas: int, timeout_seconds: float) -> Iterator[Mesh]:
         yield mesh
     finally:
         _cut.pop()
+
+
+def _rows(ranks: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Neighbours in rank, so many together."""
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
 def subgroup(

@@ -91,6 +91,23 @@ def simulate(
     return Timetable(starts, total, 1 - busy / (stages * total) if total else 0.0, most)
 
 
+def drawn(orders: Sequence[Sequence[Instruction]]) -> list[str]:
+    """A timetable in text, a line for each stage: forward passes of one column, backward of two.
+
+    A pass is the last digit of its micro-batch, a backward pass twice, and a dot is a wait.
+    """
+    rows: list[str] = []
+    table = simulate(orders)
+    for starts in table.starts:
+        row = ["."] * round(table.seconds)
+        for each, start in starts.items():
+            width = 1 if each.kind == "forward" else 2
+            at = round(start)
+            row[at : at + width] = str(each.micro_batch % 10) * width
+        rows.append("".join(row))
+    return rows
+
+
 def bubble(stages: int, count: int) -> float:
     """Share of a step's time that stages of equal length wait in either schedule."""
     return (stages - 1) / (count + stages - 1)
