@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from evaluation.answering import Chat
 from evaluation.in_training import TaskEvaluations, generating_from
 from pipeline.cli import run_main
@@ -31,6 +33,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
+from pipeline.scalars import read_scalars
 from step1_sft.batches import check_rows, cut, encode
 from step1_sft.losses import next_token_nll
 
@@ -90,17 +93,17 @@ def learn(
     """Take one optimizer step on the rows, and log it."""
     engine, config = sft.engine, sft.config
     num_targets = max(1, sum(row.num_targets for row in rows))
-    nll = 0.0
+    losses: list[Tensor] = []
     for batch in cut(rows, config):
         loss = next_token_nll(engine(batch, uniform=True).logprobs)
         engine.backward(loss / num_targets)
-        nll += loss.item()
+        losses.append(loss.detach())
     result = engine.step()
     run.log(
         step,
         sft.at_peak(rows),
         tokens=sum(len(row) for row in rows),
-        loss=run.mesh.data.sum(nll) / num_targets,
+        loss=run.mesh.data.sum(sum(read_scalars(losses))) / num_targets,
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
@@ -109,12 +112,13 @@ def learn(
 
 def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> float:
     """Exp of the mean negative log-likelihood of the held-out target tokens."""
-    nll, num_targets = 0.0, 0
+    losses: list[Tensor] = []
+    num_targets = 0
     with evaluating(engine.model):
         for batch in cut(rows, config):
-            nll += next_token_nll(engine(batch).logprobs).item()
+            losses.append(next_token_nll(engine(batch).logprobs))
             num_targets += batch.num_targets
-    total_nll, total_targets = engine.group.sums([nll, num_targets])
+    total_nll, total_targets = engine.group.sums([sum(read_scalars(losses)), num_targets])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 
