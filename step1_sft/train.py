@@ -106,7 +106,7 @@ def learn(
     """Take one optimizer step on the rows, and log it."""
     engine, config = sft.engine, sft.config
     num_targets = max(1, sum(row.num_targets for row in rows))
-    nll = sft.passes.learn(
+    losses = sft.passes.learn(
         cut(rows, config),
         lambda batch: next_token_nll(engine(batch, uniform=True).logprobs),
         divisor=num_targets,
@@ -116,7 +116,7 @@ def learn(
         step,
         sft.at_peak(rows),
         tokens=sum(len(row) for row in rows),
-        loss=run.mesh.data.sum(nll) / num_targets,
+        loss=run.mesh.data.sum(sft.passes.total(losses)) / num_targets,
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
@@ -128,9 +128,9 @@ def perplexity(passes: Passes, rows: Sequence[Encoded], config: SFTConfig) -> fl
     """Exp of the mean negative log-likelihood of the held-out target tokens."""
     engine, batches = passes.engine, cut(rows, config)
     with evaluating(engine.model):
-        nll = passes.ask(batches, lambda batch: next_token_nll(engine(batch).logprobs))
+        losses = passes.ask(batches, lambda batch: next_token_nll(engine(batch).logprobs))
     num_targets = sum(batch.num_targets for batch in batches)
-    total_nll, total_targets = engine.group.sums([nll, num_targets])
+    total_nll, total_targets = engine.group.sums([passes.total(losses), num_targets])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 

@@ -18,6 +18,7 @@ from pipeline.models.stages import Stage, blocks_of, cut_stage
 from pipeline.parallel.group import Group
 from pipeline.parallel.schedules import Instruction, Schedule, instructions
 from pipeline.parallel.transfer import Transfers
+from pipeline.scalars import read_scalars
 
 AHEAD = 4
 """Micro-batches that a stage may be ahead of the next one, where none goes back."""
@@ -29,28 +30,31 @@ LossOf = Callable[[TokenBatch], Tensor]
 class Passes:
     """The passes of a model that this process has whole."""
 
-    bubble: float | None = None
-    """Share of the last optimizer step's passes in which stages waited for each other."""
-
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def metrics(self) -> dict[str, float]:
-        """What a step's line in metrics.jsonl says of them."""
-        return {} if self.bubble is None else {"bubble": self.bubble}
+        """What a step's line in metrics.jsonl says of its passes; all processes call it."""
+        return {}
 
-    def learn(self, batches: Sequence[TokenBatch], loss_of: LossOf, *, divisor: float) -> float:
-        """Add the gradients of all losses, each divided; the sum of the losses."""
-        total = 0.0
+    def total(self, losses: Sequence[Tensor]) -> float:
+        """The sum of the losses of a list, read from the device."""
+        return sum(read_scalars(losses))
+
+    def learn(
+        self, batches: Sequence[TokenBatch], loss_of: LossOf, *, divisor: float
+    ) -> list[Tensor]:
+        """Add the gradients of all losses, each divided; the losses, for `total`."""
+        losses: list[Tensor] = []
         for batch in batches:
             loss = loss_of(batch)
             self.engine.backward(loss / divisor)
-            total += loss.item()
-        return total
+            losses.append(loss.detach())
+        return losses
 
-    def ask(self, batches: Sequence[TokenBatch], loss_of: LossOf) -> float:
-        """The sum of the losses, without gradients: in evaluation mode."""
-        return sum(loss_of(batch).item() for batch in batches)
+    def ask(self, batches: Sequence[TokenBatch], loss_of: LossOf) -> list[Tensor]:
+        """The losses without gradients, in evaluation mode, for `total`."""
+        return [loss_of(batch) for batch in batches]
 
 
 @dataclass
@@ -78,11 +82,15 @@ class StagedPasses(Passes):
         self._schedule: Schedule = schedule
         self._transfers = Transfers(stages)
         self._waiting: dict[int, _Waiting] = {}
+        self._took = 0.0
+        """Seconds of the passes of the last optimizer step."""
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
-    def learn(self, batches: Sequence[TokenBatch], loss_of: LossOf, *, divisor: float) -> float:
-        """As one process does, in the order of the schedule; every stage returns the sum."""
+    def learn(
+        self, batches: Sequence[TokenBatch], loss_of: LossOf, *, divisor: float
+    ) -> list[Tensor]:
+        """As one process does, in the order of the schedule; only the last stage has losses."""
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
         order = instructions(
@@ -91,33 +99,38 @@ class StagedPasses(Passes):
             stages=self._stage.count,
             count=len(batches),
         )
-        total = 0.0
+        losses: list[Tensor] = []
         for each in order:
             if each.kind == "forward":
-                loss = self._forward(each, batches[each.micro_batch], loss_of)
-                total += 0.0 if loss is None else loss.item()
+                losses += self._forward(each, batches[each.micro_batch], loss_of)
             else:
                 self._back(each.micro_batch, divisor)
         self._transfers.settle()
-        elapsed = time.perf_counter() - began
-        total, waited, elapsed = self._stages.sums([total, self._transfers.waited, elapsed])
-        self.bubble = waited / elapsed
-        return total
+        self._took = time.perf_counter() - began
+        return losses
 
-    def ask(self, batches: Sequence[TokenBatch], loss_of: LossOf) -> float:
-        """As one process does; every stage returns the sum."""
+    def ask(self, batches: Sequence[TokenBatch], loss_of: LossOf) -> list[Tensor]:
+        """As one process does; only the last stage has losses."""
         self._follow()
-        total = 0.0
+        losses: list[Tensor] = []
         for number, batch in enumerate(batches):
-            loss = self._forward(Instruction("forward", number), batch, loss_of)
-            total += 0.0 if loss is None else loss.item()
+            losses += self._forward(Instruction("forward", number), batch, loss_of)
             self._waiting.clear()
             self._transfers.settle(but=AHEAD)
         self._transfers.settle()
-        return self._stages.sum(total)
+        return losses
 
-    def _forward(self, at: Instruction, batch: TokenBatch, loss_of: LossOf) -> Tensor | None:
-        """Take a micro-batch on; its loss on the last stage."""
+    def total(self, losses: Sequence[Tensor]) -> float:
+        """The sum of the last stage's losses, on every stage."""
+        return self._stages.sum(super().total(losses))
+
+    def metrics(self) -> dict[str, float]:
+        """`bubble`: the share of the step's passes in which stages waited for each other."""
+        waited, took = self._stages.sums([self._transfers.waited, self._took])
+        return {"bubble": waited / max(took, 1e-9)}
+
+    def _forward(self, at: Instruction, batch: TokenBatch, loss_of: LossOf) -> list[Tensor]:
+        """Take a micro-batch on; on the last stage its loss."""
         stage, number = self._stage, at.micro_batch
         received: Tensor | None = None
         if stage.inlet is not None:
@@ -129,12 +142,12 @@ class StagedPasses(Passes):
         if stage.is_last:
             loss = loss_of(batch)
             self._waiting[number] = _Waiting(loss, received, None)
-            return loss
+            return [loss.detach()]
         hidden: Tensor = self.engine(batch)
         tied = None if stage.tied is None else stage.tied.view_as(stage.tied)
         self._waiting[number] = _Waiting(hidden, received, tied)
         self._transfers.send(hidden, stage.number + 1, "hidden states", number)
-        return None
+        return []
 
     def _back(self, number: int, divisor: float) -> None:
         """Go back through a micro-batch, and hand on the gradient of what was received."""
