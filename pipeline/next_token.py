@@ -14,6 +14,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.trained import evaluating
 from pipeline.offline import Training
 from pipeline.run import AtPeak, Run
+from pipeline.scalars import read_scalars
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +44,18 @@ def learn(
     engine: Engine, batches: Iterable[TokenBatch], size: Size, run: Run, *, step: int
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it."""
-    nll = 0.0
+    losses: list[Tensor] = []
     targets = max(1, size.targets)
     for batch in batches:
         loss = next_token_nll(engine(batch, uniform=True).logprobs)
         engine.backward(loss / targets)
-        nll += loss.item()
+        losses.append(loss.detach())
     result = engine.step()
     run.log(
         step,
         size.at_peak,
         tokens=size.tokens,
-        loss=run.mesh.data.sum(nll) / targets,
+        loss=run.mesh.data.sum(sum(read_scalars(losses))) / targets,
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
@@ -63,12 +64,13 @@ def learn(
 
 def perplexity(engine: Engine, batches: Iterable[TokenBatch]) -> float:
     """Exp of the mean negative log-likelihood of all target tokens; of this process's batches."""
-    nll, num_targets = 0.0, 0
+    losses: list[Tensor] = []
+    num_targets = 0
     with evaluating(engine.model):
         for batch in batches:
-            nll += next_token_nll(engine(batch).logprobs).item()
+            losses.append(next_token_nll(engine(batch).logprobs))
             num_targets += batch.num_targets
-    total_nll, total_targets = engine.group.sums([nll, num_targets])
+    total_nll, total_targets = engine.group.sums([sum(read_scalars(losses)), num_targets])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 

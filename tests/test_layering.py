@@ -28,7 +28,7 @@ MAY_IMPORT = {
 
 
 FLOORS = (
-    {"errors", "signals", "clock", "installation", "logs", "origin", "position"},
+    {"errors", "signals", "clock", "installation", "logs", "origin", "position", "scalars"},
     {"settings", "files", "parallel"},
     {"help", "config", "faults"},
     {"cli", "progress", "random_state", "watchdog"},
