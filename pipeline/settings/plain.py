@@ -110,7 +110,7 @@ def defaults(config: object, given: object = None) -> dict[str, Any]:
     """
     usual = type(config)() if given is None else given
     result: dict[str, Any] = {}
-    for each in dataclasses.fields(config):  # type: ignore[arg-type]
+    for each in fields_of(type(config)):
         value, default = getattr(config, each.name), getattr(usual, each.name)
         if dataclasses.is_dataclass(value):
             alike = default if type(default) is type(value) else None
