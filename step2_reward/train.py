@@ -41,7 +41,7 @@ from step2_reward.objective import Objective
 class RewardTraining:
     """A reward model that learns."""
 
-    training: Training[RewardConfig, Any]
+    training: Training[RewardConfig, Any, Rows]
     objective: Objective[Any, Any]
 
     @property

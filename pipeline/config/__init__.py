@@ -21,7 +21,8 @@ from pipeline.config.step import (
     Tracker,
     affects_result,
 )
-from pipeline.config.workload import Generation, ModelUse, Workload
+from pipeline.config.text import TextDataConfig
+from pipeline.config.workload import Generation, ModelUse, RowCounts, Workload
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 
 __all__ = [
@@ -40,11 +41,13 @@ __all__ = [
     "Precision",
     "Quantize",
     "RowColumns",
+    "RowCounts",
     "RowShare",
     "RowStepConfig",
     "RowUse",
     "SaveInterval",
     "StepConfig",
+    "TextDataConfig",
     "Tracker",
     "TrainedModelConfig",
     "Workload",
