@@ -70,12 +70,13 @@ def test_at_the_start_the_model_is_its_base_to_the_bit_and_with_the_adapter_off_
     family: str, tmp_path: Path
 ) -> None:
     path = base(family, tmp_path)
-    for variant, precision, quantize in (
+    cases: list[tuple[AdapterVariant, str, str]] = [
         *((variant, "fp32", "none") for variant in VARIANTS),
         ("dora", "bf16", "nf4"),
         ("pissa", "bf16", "none"),
         ("olora", "fp32", "int8"),
-    ):
+    ]
+    for variant, precision, quantize in cases:
         ways: dict[str, Any] = {"precision": precision, "quantize": quantize}
         config = settings(path, lora=of(variant), **ways)
         plain, _ = learned(settings(path, **ways), steps=0)
@@ -217,7 +218,12 @@ def test_what_is_saved_loads_in_peft_on_the_untouched_base_and_generates_the_bit
 def ends(path: str) -> dict[str, Tensor]:
     """All parameters by variant, stage and name, dequantized where they are quantized."""
     found: dict[str, Tensor] = {}
-    for variant, quantize in (("dora", "nf4"), ("pissa", "none"), ("olora", "int8")):
+    cases: list[tuple[AdapterVariant, str]] = [
+        ("dora", "nf4"),
+        ("pissa", "none"),
+        ("olora", "int8"),
+    ]
+    for variant, quantize in cases:
         for stage in (0, 3):
             zero = ZeroConfig(reduction="deterministic")
             ways: dict[str, Any] = {"lora": of(variant), "quantize": quantize, "zero": zero}
@@ -268,7 +274,7 @@ def test_processes_begin_alike_though_they_round_differently(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_gives_the_model_that_the_run_exports(tmp_path: Path) -> None:
-    for variant in ("dora", "pissa"):
+    for variant in VARIANTS[:2]:
         directory = tmp_path / variant
         config = settings(base("llama", directory / "base"), lora=of(variant))
         model, engine = learned(config, steps=1)
