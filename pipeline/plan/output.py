@@ -274,8 +274,7 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
     Of a step that is not to run only the settings count that all steps share.
     """
-    today = portable(plain(type(config)(output_dir=config.output_dir)))
-    recorded = with_defaults(_recorded(directory), today)
+    recorded = with_defaults(_recorded(directory), config)
     wanted = portable(plain(config))
     # A method decides many other settings: it is what the user would have to change.
     for name in sorted(recorded.keys() | wanted.keys(), key=lambda name: (name != "method", name)):

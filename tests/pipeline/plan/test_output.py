@@ -74,6 +74,18 @@ def test_a_setting_that_did_not_exist_then_had_the_effect_of_its_default(tmp_pat
     )
 
 
+def test_so_had_one_of_an_optional_section(tmp_path: Path) -> None:
+    adapters = ("--sft.model.lora.rank", "4")
+    recorded = run_step(tmp_path, 1, *adapters) / "config.yaml"
+    older = [line for line in recorded.read_text().splitlines() if "variant:" not in line]
+    recorded.write_text("\n".join(older))
+
+    assert finished(tmp_path, "--resume", *adapters) == {"step1_sft"}
+    assert "sft.model.lora.variant lora where this run has rslora" in complaint(
+        tmp_path, "--resume", *adapters, "--sft.model.lora.variant", "rslora"
+    )
+
+
 def test_a_file_is_no_output_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
