@@ -6,6 +6,7 @@ One frozen dataclass per concern. A field's docstring is its `--help` text and i
 from pipeline.config.data import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, check_split
 from pipeline.config.model import (
     LORA_RATE,
+    AdapterVariant,
     FrozenModelConfig,
     Kernels,
     LoraConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "DEFAULT_OPTIM",
     "EMBEDDED",
     "LORA_RATE",
+    "AdapterVariant",
     "DataConfig",
     "FrozenModelConfig",
     "Generation",

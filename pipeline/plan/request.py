@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.cli import read_layers, split_options
-from pipeline.config import Quantize, check_split
+from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.errors import ConfigError, require
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.methods import check_sections
@@ -118,8 +118,10 @@ class Request(Deployment, Autotuning):
     --ppo.ppo_epochs."""
 
     lora: int | None = None
-    """Train adapters of this rank alone, in the steps that run: lora.rank of --sft.model,
-    --reward.model, --ppo.actor and --ppo.critic, or --preference.model."""
+    """Train adapters alone, of this rank (lora.rank of models that learn)."""
+
+    lora_variant: AdapterVariant | None = None
+    """Kind of these adapters (MODEL.lora.variant)."""
 
     quantize: Quantize | None = None
     """Store weights under adapters in 4 or 8 bits (MODEL.quantize)."""
@@ -167,6 +169,11 @@ class Request(Deployment, Autotuning):
         for name in ("lr", "batch_size", "epochs", "lora", "max_length"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.lora is not None or self.lora_variant is None,
+            f"--lora-variant {self.lora_variant} is a kind of adapters, and --lora gives none; add"
+            " --lora 16, or set the lora.variant of a model",
+        )
         if self.data_split is not None:
             check_split("data_split", self.data_split)
         require(
