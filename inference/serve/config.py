@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config import Precision
 from pipeline.errors import ConfigError, require
@@ -12,6 +13,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that this machine alone reaches."""
 
 MIB = 2**20
+
+PrefixReuse = Literal["client", "all", "off"]
+"""Among whom keys and values are shared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,14 @@ class ServeConfig:
 
     cache_gib: float | None = None
     """Memory for keys and values of all models; null takes half of what the weights leave free."""
+
+    prefix_reuse: PrefixReuse = "client"
+    """Whose keys and values a prompt takes over as far as it begins like an earlier one: client
+    (those of the same key or address), all, off."""
+
+    prefill_chunk: int | None = None
+    """Tokens of prompts that are read between two tokens of those who are answered; null takes 256
+    on a CPU, 512 on a GPU."""
 
     queue: int = 256
     """Requests that wait for a slot; further ones are refused with 429."""
@@ -112,7 +124,7 @@ class ServeConfig:
         require(0 <= self.port < 65536, f"port must lie in [0, 65535]: {self.port}")
         if self.watch is not None:
             require(self.watch.is_dir(), f"watch: {self.watch}: no such directory")
-        for name in ("slots", "context", "cache_gib"):
+        for name in ("slots", "context", "cache_gib", "prefill_chunk"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0: {value}")
         for name in (

@@ -33,6 +33,6 @@ def load(
         remark(f"reward: {reward}")
     for place in places:
         remark(f"{place.name}: {place.path}, {rooms[place.name].words}")
-        state.models[place.name] = load_served(place, rooms[place.name], config.precision)
+        state.models[place.name] = load_served(place, rooms[place.name], config)
         state.metrics.serves(place.name, rooms[place.name].slots)
     return state
