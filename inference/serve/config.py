@@ -25,6 +25,12 @@ class ServeConfig:
     path: tuple[str, ...] = ()
     """Models: a directory or Hub name each, with a name of its own as sft=OUT/step1_sft."""
 
+    adapter: tuple[str, ...] = ()
+    """LoRA adapters over a model, each as NAME=DIR; the model is in memory once."""
+
+    adapter_base: str | None = None
+    """Name of the model that adapters change; null takes the first one."""
+
     run: Path | None = None
     """A run's output directory: base, step 1 and step 3, those that are there."""
 
@@ -120,6 +126,10 @@ class ServeConfig:
         require(
             bool(self.path or self.run or self.watch),
             "--path is missing: give a model directory, or --run OUT for the models of a run",
+        )
+        require(
+            self.adapter_base is None or bool(self.adapter),
+            "adapter_base is given without an adapter; give --adapter NAME=DIR too",
         )
         require(0 <= self.port < 65536, f"port must lie in [0, 65535]: {self.port}")
         if self.watch is not None:
