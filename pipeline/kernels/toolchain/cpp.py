@@ -246,7 +246,7 @@ def instruction_flags() -> tuple[str, ...]:
     Raises:
         NotBuiltError: PyTorch rounds otherwise on it, having no fused multiply-add.
     """
-    if platform.machine() in ("aarch64", "arm64"):
+    if is_arm():
         return ()
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in INSTRUCTIONS:
@@ -271,6 +271,19 @@ def multiplies_bf16() -> bool:
     """Whether the processor has instructions for it."""
     # PyTorch doesn't promise its question; unasked the answer is no.
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+
+
+def has_bf16_products() -> bool:
+    """Whether PyTorch multiplies bf16 on this processor at least as fast as fp32."""
+    if is_arm():
+        # PyTorch doesn't promise this question either.
+        return bool(getattr(torch.cpu, "get_capabilities", dict)().get("bf16", False))
+    return has_avx512() and multiplies_bf16()
+
+
+def is_arm() -> bool:
+    """Whether the processor is one of ARM's with 64 bits."""
+    return platform.machine() in ("aarch64", "arm64")
 
 
 def seal(library: Path) -> None:
