@@ -24,7 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.engine.zero import in_backward
 from pipeline.kernels.decode_attention.pieces import piece, whole_pieces
 from pipeline.kernels.products.cpu import library
-from pipeline.kernels.toolchain.cpp import Built, has_avx512, multiplies_bf16
+from pipeline.kernels.toolchain.cpp import Built
+from pipeline.kernels.toolchain.levels import has_avx512, multiplies_bf16
 
 PRODUCTS = ("mm", "addmm", "bmm")
 """Operations that a matrix product ends in."""

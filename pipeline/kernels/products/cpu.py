@@ -9,14 +9,8 @@ from jaxtyping import BFloat16
 from torch import Tensor
 
 from pipeline.kernels.linear import cpu as linear
-from pipeline.kernels.toolchain.cpp import (
-    FUSED,
-    NUMBERS,
-    Built,
-    NotBuiltError,
-    found,
-    has_bf16_products,
-)
+from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
+from pipeline.kernels.toolchain.levels import has_bf16_products
 from pipeline.kernels.toolchain.threads import parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
