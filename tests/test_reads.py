@@ -56,7 +56,7 @@ def _reward(directory: Path, size: int) -> Any:
 @pytest.mark.parametrize(
     ("train", "task", "within"),
     [
-        pytest.param(train_sft, _sft, "learn", id="sft"),
+        pytest.param(train_sft, _sft, "learn_from", id="sft"),
         pytest.param(train_reward, _reward, "learn", id="reward"),
         pytest.param(train_preference, _preference("kto"), "learn", id="kto"),
         pytest.param(train_ppo, _ppo("ppo"), "update_policy", id="ppo"),

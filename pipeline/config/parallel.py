@@ -22,7 +22,7 @@ class ParallelConfig:
 
     pp: int = 1
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    so many-th of the processes; 1 has the model whole. Step 1 only."""
+    so many-th of the processes; 1 has the model whole. Steps 0 and 1 only."""
 
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
@@ -104,6 +104,11 @@ class ParallelConfig:
             f" parallel.pp {self.pp} don't share; set it 0",
         )
         require(
+            model.lora is None or model.lora.variant in ("lora", "rslora"),
+            f"{role}.lora.variant of parallel.pp {self.pp} is lora or rslora: the others look at"
+            " weights of which a stage has not all",
+        )
+        require(
             "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
         )
@@ -116,6 +121,6 @@ class ParallelConfig:
         """
         require(
             self.pp == 1,
-            f"parallel.pp {self.pp}: only step 1 runs as a pipeline; {step} needs its models whole,"
-            " set parallel.pp 1 for it (replicas and zero_stage share them out)",
+            f"parallel.pp {self.pp}: only steps 0 and 1 run as pipelines; {step} needs its models"
+            " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
         )

@@ -20,6 +20,7 @@ from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
+from pipeline.models.variants import save_adapter
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.transfer import receive_named, send_named
@@ -164,7 +165,7 @@ def _write(
         plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
-            model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
+            save_adapter(model, adapter, staging / ADAPTER_DIR)
             if current_mesh().stages.size > 1:  # of which peft has written what the first one has
                 own = {name.replace(".default.", "."): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})

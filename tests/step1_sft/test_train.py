@@ -69,7 +69,7 @@ def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
         Policy(tiny_causal_lm("llama", vocab_size=VOCABULARY)), config.model, total_steps=1
     )
 
-    got = perplexity(Passes(engine), rows, config)
+    got = perplexity(Passes(engine), cut(rows, config))
 
     nll, count = 0.0, 0
     for row in rows:
@@ -156,7 +156,7 @@ def test_the_exported_weights_are_the_best_ones_and_patience_stops(tmp_path: Pat
     held_out = load_examples(config.data, step=1, seed=config.seed).eval
     model = load_causal_lm(FrozenModelConfig(path=str(config.output_dir)), device=CPU)
     passes = Passes(Engine(Policy(model), config.model, total_steps=1))
-    again = perplexity(passes, encode(held_out, chat, config), config)
+    again = perplexity(passes, cut(encode(held_out, chat, config), config))
     assert again == pytest.approx(best, rel=1e-5)
 
 
