@@ -5,7 +5,7 @@ Dimension name: S sequences of a micro-batch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Int
 from torch import Tensor
@@ -21,6 +21,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.label_rows import Labels
 
 
+@runtime_checkable
 class Row(Protocol):
     """A row as token ids."""
 
@@ -30,6 +31,7 @@ class Row(Protocol):
         ...
 
 
+@runtime_checkable
 class Batch(Protocol):
     """Rows of a micro-batch."""
 

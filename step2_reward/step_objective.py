@@ -131,10 +131,10 @@ class StepObjective(Objective[StepRow, StepBatch]):
         """Where the labelled steps end."""
         return batch.ends
 
-    def loss(self, outputs: LabelOutputs, batch: StepBatch) -> tuple[Tensor, float]:
+    def loss(self, outputs: LabelOutputs, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """The mean loss of all steps, and the share that is judged right, times the rows."""
         logits = outputs.logits.squeeze(-1)
-        right = ((logits > 0) == (batch.targets >= 0.5)).sum().item()
+        right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
     def evaluate(
