@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import EMBEDDED, OptimConfig, TextDataConfig, TrainedModelConfig
+from pipeline.config import (
+    EMBEDDED,
+    OptimConfig,
+    ParallelConfig,
+    TextDataConfig,
+    TrainedModelConfig,
+)
 from pipeline.data.corpus.rows import TokenRow
 from pipeline.data.store.convert import to_tokens
 from pipeline.data.store.megatron import write_megatron
@@ -21,6 +28,7 @@ from pipeline.data.store.sources import find_sources
 from pipeline.data.store.vocabulary import vocabulary_of
 from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.models.embedded import build_tokenizer
+from pipeline.parallel.mesh import cut_mesh
 from step0_pretrain import train as step
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.corpus import load_rows
@@ -172,6 +180,26 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) 
     (out / "result.json").unlink()
     with pytest.raises(ConfigError, match=r"was made with data.path"):
         train(replace(whole, output_dir=out, resume=True, data=other))
+
+
+def train_in_stages(config: PretrainConfig) -> None:
+    with cut_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
+        train(config)
+
+
+def test_two_stages_of_a_pipeline_end_as_one_process(start: Path, tmp_path: Path) -> None:
+    # As many micro-batches on one process: the sums then have the same terms.
+    alone = small(start, tmp_path / "alone", parallel=ParallelConfig(micro_batches=3))
+    train(alone)
+    staged = small(start, tmp_path / "two", parallel=ParallelConfig(pp=2, micro_batches=3))
+
+    run_ranks(train_in_stages, staged)
+
+    one, two = (load_file(each.output_dir / "model.safetensors") for each in (alone, staged))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    for name in ("loss", "grad_norm", "eval_perplexity"):
+        assert logged(alone, name) == logged(staged, name)
 
 
 def test_texts_token_files_and_megatrons_are_the_same_corpus(start: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from pipeline.next_token import next_token_nll
 from torch import Tensor
 
 from pipeline.budget.machine import Machine
@@ -27,12 +26,13 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.predict import predict
 from pipeline.errors import ConfigError
 from pipeline.models.embedded import build_tokenizer
+from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
-from step1_sft.train import learn, load_model, train
+from step1_sft.train import learn_from, load_model, train
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from tests.distributed import run_ranks
@@ -236,7 +236,7 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
             sft = load_model(config, rows, opened)
-            learn(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
             flats = [flat for unit in sft.engine.zero.units for flat in unit.flats]
             held = {
                 "weights": sum(flat.full.nbytes for flat in flats),
@@ -304,9 +304,9 @@ def test_settings_that_contradict_stages_are_refused(name: str, tmp_path: Path) 
 def test_other_steps_say_that_they_have_no_stages() -> None:
     parallel = ParallelConfig(pp=2)
 
-    with pytest.raises(ConfigError, match="only step 1 runs as a pipeline; step 2 needs"):
+    with pytest.raises(ConfigError, match="only steps 0 and 1 run as pipelines; step 2 needs"):
         RewardConfig(parallel=parallel)
-    with pytest.raises(ConfigError, match="only step 1 runs as a pipeline; step 3 needs"):
+    with pytest.raises(ConfigError, match="only steps 0 and 1 run as pipelines; step 3 needs"):
         PPOConfig(parallel=parallel)
     with pytest.raises(ConfigError, match="says which stage has which blocks"):
         ParallelConfig(partition=(1, 1))
@@ -326,7 +326,7 @@ def hangs(config: SFTConfig) -> None:
             sft = load_model(config, rows, opened)
             if mesh.stages.rank == 2:
                 sft.engine.model.register_forward_pre_hook(lambda *_: time.sleep(1000))
-            learn(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
 
 
 def test_a_stage_that_hangs_is_named_through_those_that_wait_for_each_other(
