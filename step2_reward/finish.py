@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from pipeline.models.card import Card
 from pipeline.models.forward import Scorer, base_model
-from pipeline.offline import Training
+from pipeline.offline import Rows, Training
 from pipeline.run import Run
 from step2_reward.config import RewardConfig
 from step2_reward.lab.measure import measure
@@ -32,7 +32,7 @@ METHODS = {
 
 
 def finish(
-    training: Training[RewardConfig, Any],
+    training: Training[RewardConfig, Any, Rows],
     objective: Objective[Any, Any],
     run: Run,
     *,
@@ -110,7 +110,7 @@ def trust(figures: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def name_labels(training: Training[RewardConfig, Any], labels: Labels) -> None:
+def name_labels(training: Training[RewardConfig, Any, Rows], labels: Labels) -> None:
     """Give the model's labels the names of the classes, as `transformers` has them."""
     if labels.kind == "classes":
         settings = base_model(training.model).config
@@ -118,7 +118,9 @@ def name_labels(training: Training[RewardConfig, Any], labels: Labels) -> None:
         settings.label2id = {name: number for number, name in enumerate(labels.classes)}
 
 
-def label_settings(training: Training[RewardConfig, Any], labels: Labels) -> dict[str, object]:
+def label_settings(
+    training: Training[RewardConfig, Any, Rows], labels: Labels
+) -> dict[str, object]:
     """What config.json says of labels: which kind, classes and what they are worth, thresholds."""
     settings: dict[str, object] = {"label_kind": labels.kind}
     if labels.classes:

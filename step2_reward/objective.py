@@ -81,7 +81,7 @@ class Objective(ABC, Generic[R, B]):
         return batch.tokens.last_tokens
 
     @abstractmethod
-    def loss(self, outputs: LabelOutputs, batch: B) -> tuple[Tensor, float | None]:
+    def loss(self, outputs: LabelOutputs, batch: B) -> tuple[Tensor, Tensor | None]:
         """The loss summed over rows, and how many rows are right, where one by one they can be.
 
         Args:

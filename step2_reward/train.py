@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from pipeline.cli import run_main
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.engine import Engine
@@ -29,6 +31,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
+from pipeline.scalars import read_scalars
 from step2_reward.finish import finish
 from step2_reward.label_objectives import objective_of
 from step2_reward.label_rows import resolve
@@ -39,7 +42,7 @@ from step2_reward.objective import Objective
 class RewardTraining:
     """A reward model that learns."""
 
-    training: Training[RewardConfig, Any]
+    training: Training[RewardConfig, Any, Rows]
     objective: Objective[Any, Any]
 
     @property
@@ -121,15 +124,15 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     engine, config = reward.training.engine, reward.training.config
     batch = reward.training.rows
     rows = reward.objective.encode(batch.next_examples(), batch.chat, config)
-    totals, has_right = [0.0, 0.0], False
+    losses, rights = list[Tensor](), list[Tensor]()
     for part in reward.objective.cut(rows, config):
         outputs: LabelOutputs = engine(part.tokens, labels=True)
         loss, right = reward.objective.loss(outputs.at(reward.objective.places(part)), part)
         engine.backward(loss / len(rows))
-        has_right = right is not None
-        totals = [totals[0] + loss.item(), totals[1] + (right or 0.0)]
+        losses.append(loss.detach())
+        rights += [] if right is None else [right]
     result = engine.step()
-    loss_sum, num_right = run.mesh.data.sums(totals)
+    loss_sum, num_right = run.mesh.data.sums([sum(read_scalars(losses)), sum(read_scalars(rights))])
     run.log(
         step,
         reward.training.at_peak(
@@ -137,7 +140,7 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
         ),
         tokens=sum(row.num_tokens for row in rows),
         loss=loss_sum / len(rows),
-        **({"accuracy": num_right / len(rows)} if has_right else {}),
+        **({"accuracy": num_right / len(rows)} if rights else {}),
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),

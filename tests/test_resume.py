@@ -20,6 +20,8 @@ from pipeline.config import (
 )
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from step0_pretrain.config import PretrainConfig
+from step0_pretrain.train import train as train_pretrain
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
 from step2_reward.config import RewardConfig
@@ -92,6 +94,8 @@ CONFIGS = {"sft": sft, "reward": reward, "ppo": ppo}
 
 def run(config: StepConfig) -> None:
     match config:
+        case PretrainConfig():
+            train_pretrain(config)
         case SFTConfig():
             train_sft(config)
         case RewardConfig():

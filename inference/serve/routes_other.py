@@ -36,6 +36,7 @@ def _model(state: State, served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "rlhf",
+        "parent": served.base,
         "context": served.context,
         "slots": served.num_slots,
         "weights_hash": served.weights_hash,

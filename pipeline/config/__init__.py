@@ -22,7 +22,8 @@ from pipeline.config.step import (
     Tracker,
     affects_result,
 )
-from pipeline.config.workload import Generation, ModelUse, Workload
+from pipeline.config.text import TextDataConfig
+from pipeline.config.workload import Generation, ModelUse, RowCounts, Workload
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 
 __all__ = [
@@ -42,11 +43,13 @@ __all__ = [
     "Precision",
     "Quantize",
     "RowColumns",
+    "RowCounts",
     "RowShare",
     "RowStepConfig",
     "RowUse",
     "SaveInterval",
     "StepConfig",
+    "TextDataConfig",
     "Tracker",
     "TrainedModelConfig",
     "Workload",

@@ -65,7 +65,7 @@ class FrozenModelConfig:
 
     precision: Precision = "auto"
     """Number format of the weights (dtype); auto is bf16 on a GPU that has it, else fp32. On a CPU
-    bf16 is fast only where the processor has instructions for it (AVX512-BF16, AMX)."""
+    bf16 trains faster only where the processor has instructions for it (AVX512-BF16, AMX)."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
@@ -309,7 +309,12 @@ def _say_whole(family: str, kernels: Kernels) -> None:
 
 def context_length(model: PreTrainedModel) -> int:
     """Tokens the model's position encoding covers; in effect no limit where it has none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    return positions(model.config)
+
+
+def positions(settings: PreTrainedConfig) -> int:
+    """`context_length` of a model with these settings."""
+    return getattr(settings.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.settings.describe import items_class, list_settings, without_none
+from pipeline.settings.describe import fields_of, items_class, list_settings, without_none
 
 Option = tuple[str, list[str]]
 """A name without its dashes, and the words that follow it: ("data.path", ["a", "b"])."""
@@ -18,7 +18,7 @@ Option = tuple[str, list[str]]
 def plain(value: object) -> Any:  # noqa: ANN401
     """Dataclasses, tuples and paths as the mappings, lists and strings that YAML has."""
     if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields_of(type(value))}
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
@@ -110,7 +110,7 @@ def defaults(config: object, given: object = None) -> dict[str, Any]:
     """
     usual = type(config)() if given is None else given
     result: dict[str, Any] = {}
-    for each in dataclasses.fields(config):  # type: ignore[arg-type]
+    for each in fields_of(type(config)):
         value, default = getattr(config, each.name), getattr(usual, each.name)
         if dataclasses.is_dataclass(value):
             alike = default if type(default) is type(value) else None

@@ -8,12 +8,12 @@ from pipeline.errors import ConfigError
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import OPT_SIZES, parse_request
 from pipeline.plan.resolve import step_configs
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 
 def configs(*argv: str) -> dict[str, Any]:
-    command_line = parse_request(argv, STAGES)
-    stages = side_by_side(STAGES, command_line.request.method)
+    command_line = parse_request(argv, THREE_STEPS)
+    stages = side_by_side(THREE_STEPS, command_line.request.method)
     resolved: dict[str, StepConfig] = step_configs(command_line, stages)
     return dict(zip(("sft", "reward", "ppo"), resolved.values(), strict=True))
 
@@ -117,7 +117,7 @@ def test_short_forms_are_for_the_steps_that_run() -> None:
 )
 def test_a_short_form_that_cant_be_is_named_as_it_was_typed(argv: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse_request(argv.split(), STAGES)
+        parse_request(argv.split(), THREE_STEPS)
 
     assert str(error.value).startswith(sentence)
 
@@ -127,7 +127,9 @@ def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for size in OPT_SIZES:
-        request = parse_request(["--actor-model", size, "--reward-model", size], STAGES).request
+        request = parse_request(
+            ["--actor-model", size, "--reward-model", size], THREE_STEPS
+        ).request
         assert (request.actor_model, request.reward_model) == (f"facebook/opt-{size}",) * 2
 
     given = configs("--actor-model", "1.3B", "--reward-model", "350m")
