@@ -25,7 +25,7 @@ C = TypeVar("C")
 
 
 def pack(words: Sequence[str]) -> None:
-    """Write the texts of .jsonl and .jsonl.gz files as one token file."""
+    """Write the texts of .jsonl files, also .gz and .zst, and of .txt files as one token file."""
     names, config = _read(PackConfig, words, "pack", "FILE ... --tokenizer DIR --out X.tokens")
     check_output(config.target, option="--out")
 
