@@ -5,8 +5,9 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipeline.errors import DataError
 
@@ -44,7 +45,7 @@ def check_readable(path: Path) -> None:
     if path.suffix != ".zst":
         return
     try:
-        import zstandard  # noqa: F401
+        import_module("zstandard")
     except ImportError:
         raise DataError(
             f"{path} needs the package zstandard, which is not here: pip install zstandard"
@@ -58,8 +59,7 @@ class _Unpacked(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        import zstandard
-
+        zstandard: Any = import_module("zstandard")
         self._file = file
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor().decompressobj
