@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import StepConfig, affects_result
+from pipeline.config import affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.going_back import Return, forget_return
 from pipeline.engine.checkpoint.healthy import healthy_up_to
@@ -25,6 +25,7 @@ from pipeline.engine.state import (
     describe,
     frozen_fragments,
     load,
+    merged,
     read_weights,
     trained_bytes,
     trained_fragments,
@@ -271,7 +272,7 @@ class Checkpoints:
             "data": self.data,
             "settings": self._settings(),
             "engines": {name: describe(each) for name, each in self.engines.items()},
-            "models": {name: describe_model(each.model) for name, each in self.engines.items()},
+            "models": {name: self._model(each) for name, each in self.engines.items()},
             "parts": {
                 name: part.state_dict()
                 for name, part in self.parts.items()
@@ -281,6 +282,11 @@ class Checkpoints:
             "once": self._once,
             **self._health(),
         }
+
+    def _model(self, engine: Engine) -> dict[str, Any] | None:
+        """What it takes to build an engine's model again, from what its stages say."""
+        own = describe_model(engine.model)
+        return None if own is None else merged(engine.stages.gather_objects(own))
 
     def _health(self) -> dict[str, Any]:
         if self._guards is None:
@@ -297,7 +303,7 @@ class Checkpoints:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that must stay as they are, by dotted name."""
-        return _deciding(self.config)
+        return _deciding(portable(plain(self.config)))
 
     def _resume(self) -> None:
         checkpoint = newest_on_all(self.root, self._world)
@@ -319,8 +325,7 @@ class Checkpoints:
     def _check(self, checkpoint: Checkpoint) -> None:
         """Raise where the run would not go on as if nothing had happened."""
         state, settings = checkpoint.state, self._settings()
-        today = _deciding(type(self.config)(output_dir=self.config.output_dir))
-        theirs = with_defaults(state["settings"], today)
+        theirs = _deciding(with_defaults(state["settings"], self.config))
         for name in sorted(theirs.keys() | settings.keys()):
             there, here = theirs.get(name), settings.get(name)
             if there != here:
@@ -361,7 +366,6 @@ class Checkpoints:
         logger.info("%s goes on after step %d", self.run.name, self.done)
 
 
-def _deciding(config: StepConfig) -> dict[str, Any]:
-    """The settings that decide what a run results in, by dotted name."""
-    flat = portable(plain(config))
-    return {name: value for name, value in flat.items() if affects_result(name)}
+def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, by dotted name, that decide what a run results in."""
+    return {name: value for name, value in settings.items() if affects_result(name)}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -20,16 +20,44 @@ from pipeline.data.stages import StageData
 from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
-from pipeline.engine.parts import KnowsHealth
+from pipeline.engine.parts import KnowsHealth, Stateful
 from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
+from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import AtPeak, Run
 from pipeline.utilization import Utilization, utilization_of
 
 C = TypeVar("C", bound=RowStepConfig)
 R = TypeVar("R")
+
+
+class Source(Protocol):
+    """Rows, and the order in which a step learns from them."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of the model that learns."""
+        ...
+
+    @property
+    def stream(self) -> Stateful:
+        """The order, and how far it is."""
+        ...
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same rows, and for no others."""
+        ...
+
+
+S = TypeVar("S", bound=Source)
 
 
 @dataclass(frozen=True)
@@ -44,6 +72,11 @@ class Rows:
 
     total_steps: int
     """Optimizer steps of the run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same training rows, and for no others."""
+        return fingerprint(self.data.train)
 
     def next_examples(self) -> list[Example]:
         """The examples of the next global batch."""
@@ -73,8 +106,8 @@ def load_rows(
 
 
 @dataclass(frozen=True)
-class Training(Generic[C, R]):
-    """A model that learns from rows of type R under settings of type C."""
+class Training(Generic[C, R, S]):
+    """A model that learns from rows of type R, which S gives, under settings of type C."""
 
     config: C
     """With `data.max_length` no longer than what the model reads."""
@@ -83,7 +116,7 @@ class Training(Generic[C, R]):
     """The Hugging Face model, with its adapters if it has any."""
 
     engine: Engine
-    rows: Rows
+    rows: S
     held_out: Sequence[R]
     """The evaluation rows, encoded."""
 
@@ -91,6 +124,9 @@ class Training(Generic[C, R]):
     checkpoints: Checkpoints
     eval_every: int
     utilization: Utilization
+
+    passes: Passes
+    """Over the micro-batches of a step."""
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due."""
@@ -105,7 +141,7 @@ class Training(Generic[C, R]):
         export(self.model, self.rows.tokenizer, self.config.output_dir, weights=self.engine)
 
 
-def steps_between_evaluations(config: StepConfig, rows: Rows, held_out: Sequence[object]) -> int:
+def steps_between_evaluations(config: StepConfig, rows: Source, held_out: Sequence[object]) -> int:
     """When a step evaluates that learns from these rows, and evaluates on those held out."""
     return evaluation_interval(
         config.eval_every,
@@ -118,28 +154,32 @@ def set_up(
     config: C,
     model: nn.Module,
     engine: Engine,
-    rows: Rows,
+    rows: S,
     held_out: Sequence[R],
     run: Run,
     guards: KnowsHealth | None = None,
-) -> Training[C, R]:
+    passes: Passes | None = None,
+) -> Training[C, R, S]:
     """Record the step's prompts, decide when it evaluates, and load its state with `resume`.
 
-    `guards`, where there are any, are part of that state.
+    `guards`, where there are any, are part of that state. `passes` are those of a stage, where the
+    model is one.
     """
-    record_prompts(rows.data.prompts, config)
+    if isinstance(rows, Rows):
+        record_prompts(rows.data.prompts, config)
     best = BestWeights(engine, keep=config.keep_best)
     checkpoints = Checkpoints(
         run,
         engines={"model": engine},
         parts={"stream": rows.stream, "best": best, "guards": guards},
         tokenizer=rows.tokenizer,
-        data=fingerprint(rows.data.train),
+        data=rows.fingerprint,
         guards=guards,
     )
     every = steps_between_evaluations(config, rows, held_out)
     speed = utilization_of(model, peak_tflops=config.peak_tflops, mesh=run.mesh)
-    return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed)
+    passes = Passes(engine) if passes is None else passes
+    return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed, passes)
 
 
 def check_rows(
@@ -179,13 +219,17 @@ def local_parts(
         max_tokens: of a micro-batch.
         deterministic: cut alike whatever the number of processes.
     """
-    data = current_mesh().data
+    data, parallel = current_mesh().data, config.parallel
+    at_least = math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None
+    if parallel.micro_batches is not None or (parallel.pp > 1 and not deterministic):
+        wanted = (parallel.least_micro_batches or 1) * data.size
+        at_least = max(at_least or 1, min(wanted, len(lengths)))
     return micro_batches(
         lengths,
         max_tokens=max_tokens,
         num_processes=data.size,
         process=data.rank,
-        at_least=math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None,
+        at_least=at_least,
     )
 
 

@@ -27,6 +27,7 @@ from pipeline.kernels.causal_attention.dispatch import causal_attention
 from pipeline.kernels.causal_attention.dispatch import continued_attention as by_kernel
 from pipeline.kernels.decode_attention.pieces import whole_pieces
 from pipeline.models.padding import pad, unpad
+from pipeline.parallel.device import send
 
 RAGGED = "ragged"
 
@@ -109,7 +110,8 @@ class Ragged:
         self, lengths: Sequence[int], device: torch.device, *, kernels: Kernels = "auto"
     ) -> None:
         self.kernels: Kernels = kernels
-        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        self.positions = send(positions, device)
         self.lengths = tuple(lengths)
         self.device = device
         self.groups = similar_lengths(lengths)
@@ -250,7 +252,8 @@ def _padded(
         real.append((step < size).flatten())
     places = torch.cat(real).nonzero().squeeze(-1)
     of_row = torch.cat(source)
-    return Padded(shapes, of_row.to(device), places[of_row[places].argsort()].to(device))
+    place = places[of_row[places].argsort()]
+    return Padded(shapes, send(of_row, device), send(place, device))
 
 
 def ragged_attention(

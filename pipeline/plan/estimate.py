@@ -13,6 +13,7 @@ from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.speed import CpuSpeed, Speed, Work, gpu_speed
 from pipeline.config import Generation, StepConfig, Workload
 from pipeline.launch.local import gpu_names, share_of_cores
+from pipeline.parallel.schedules import bubble
 from pipeline.plan.memory import origins_of
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview
@@ -54,7 +55,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, speed: Speed) -> Estima
     """How long a step takes, or in a few words why there is no estimate."""
     config = plan.configs[stage.name]
     steps = preview.steps(config)
-    if preview.data is None:
+    if preview.counts is None:
         return "not known before the rows are read"
     if preview.tokens is None or steps is None:
         return "not known before the tokenizer is there"
@@ -92,8 +93,8 @@ class _Count:
     @property
     def held_out(self) -> int:
         """Held-out rows of a process."""
-        assert self.preview.data is not None
-        return -(-len(self.preview.data.eval) // self.workload.world)
+        assert self.preview.counts is not None
+        return -(-self.preview.counts.held_out // self.workload.world)
 
     def seconds(self, steps: int) -> float:
         """Of so many iterations and the evaluations beside them."""
@@ -123,9 +124,14 @@ class _Count:
         for model in self.workload.models:
             if model.learns:
                 work = self.work[model.role]
-                learning += self._passes(work, rows, learns=True)
+                learning += self._passes(work, rows, learns=True) / (1 - self._bubble)
                 learning += batches * self.speed.update(work)
         return self.workload.epochs * learning
+
+    @property
+    def _bubble(self) -> float:
+        """Share of their time in which the stages of a pipeline wait for each other."""
+        return bubble(self.workload.parallel.pp, self.workload.micro_batches)
 
     def _scoring(self, rows: int) -> float:
         """Passes without gradients over an iteration's responses."""

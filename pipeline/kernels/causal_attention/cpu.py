@@ -10,7 +10,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from pipeline.kernels.decode_attention.cpu import MOST_SIZE
-from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, bf16_flags, found
+from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
+from pipeline.kernels.toolchain.levels import bf16_flags
 from pipeline.kernels.toolchain.threads import parallel
 
 HERE = Path(__file__).parent
