@@ -30,10 +30,14 @@ class Delta:
 
 
 class Value:
-    """Finds the end of a JSON value in text that comes in pieces."""
+    """Finds the end of a JSON value in text that comes in pieces.
 
-    def __init__(self) -> None:
-        self._depth = 0
+    Args:
+        depth: how many brackets are open before the text.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._in_string = False
         self._escaped = False
 
@@ -198,10 +202,15 @@ class CallParser:
             self._state = self._closing
 
     def _closing(self, *, final: bool) -> Iterator[Delta]:
-        """What is left of the call's own object."""
-        del final
+        """What is left of a call's object, as Mistral's `id`; some models leave its end out."""
         self._held = self._held.lstrip()
-        if self._held:
+        if self._held.startswith(","):
+            end = Value(depth=1).take(self._held)
+            if end is not None:
+                self._held, self._state = self._held[end:], self._after
+            elif final:
+                self._held = ""
+        elif self._held:
             self._held, self._state = self._held.removeprefix("}"), self._after
         yield from ()
 

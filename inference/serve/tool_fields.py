@@ -47,8 +47,13 @@ class Tool(BaseModel):
 
     @property
     def as_template(self) -> dict[str, Any]:
-        """As chat templates have it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+        """As chat templates have it, with what some of them take for granted."""
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": self.function.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": function}
 
 
 class NamedFunction(BaseModel):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from pipeline.next_token import next_token_nll
 from torch import Tensor
 
 from pipeline.budget.machine import Machine
@@ -27,6 +26,7 @@ from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.predict import predict
 from pipeline.errors import ConfigError
 from pipeline.models.embedded import build_tokenizer
+from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run import Run
