@@ -1,6 +1,7 @@
 """From a base language model to a chat model: supervised fine-tuning, reward model, PPO or DPO.
 
-`python train.py` runs the three steps on the embedded default; `--help` lists the options.
+`python train.py` runs the three steps on the embedded default; `--step 0` continues pre-training
+before them; `--help` lists the options.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from pipeline import orchestrator
 from pipeline.cli import run_main
 from pipeline.plan.stage import BEFORE, Stage
+from step0_pretrain.config import PretrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -15,12 +17,22 @@ from step3_preference.config import PreferenceConfig
 
 STAGES = (
     Stage(
+        0,
+        "step0_pretrain",
+        "pretrain",
+        PretrainConfig,
+        "step0_pretrain.train",
+        models={"model": BEFORE},
+        options={"model": "actor"},
+        by_choice=True,
+    ),
+    Stage(
         1,
         "step1_sft",
         "sft",
         SFTConfig,
         "step1_sft.train",
-        models={"model": BEFORE},
+        models={"model": "pretrain"},
         options={"model": "actor"},
         chat_model=".",
     ),
@@ -61,7 +73,7 @@ STAGES = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """Hand the command line and the three steps to the orchestrator."""
+    """Hand the command line and the steps to the orchestrator."""
     orchestrator.main(argv, STAGES)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import StepConfig, affects_result
+from pipeline.config import affects_result
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.going_back import Return, forget_return
 from pipeline.engine.checkpoint.healthy import healthy_up_to
@@ -297,7 +297,7 @@ class Checkpoints:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that must stay as they are, by dotted name."""
-        return _deciding(self.config)
+        return _deciding(portable(plain(self.config)))
 
     def _resume(self) -> None:
         checkpoint = newest_on_all(self.root, self._world)
@@ -319,8 +319,7 @@ class Checkpoints:
     def _check(self, checkpoint: Checkpoint) -> None:
         """Raise where the run would not go on as if nothing had happened."""
         state, settings = checkpoint.state, self._settings()
-        today = _deciding(type(self.config)(output_dir=self.config.output_dir))
-        theirs = with_defaults(state["settings"], today)
+        theirs = _deciding(with_defaults(state["settings"], self.config))
         for name in sorted(theirs.keys() | settings.keys()):
             there, here = theirs.get(name), settings.get(name)
             if there != here:
@@ -361,7 +360,6 @@ class Checkpoints:
         logger.info("%s goes on after step %d", self.run.name, self.done)
 
 
-def _deciding(config: StepConfig) -> dict[str, Any]:
-    """The settings that decide what a run results in, by dotted name."""
-    flat = portable(plain(config))
-    return {name: value for name, value in flat.items() if affects_result(name)}
+def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, by dotted name, that decide what a run results in."""
+    return {name: value for name, value in settings.items() if affects_result(name)}

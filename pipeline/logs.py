@@ -8,7 +8,7 @@ import transformers
 
 OUR_LOGGERS = (
     *("inference", "pipeline", "rewards", "evaluation"),
-    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference", "__main__"),
+    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference", "__main__"),
 )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ from pipeline.data.stages import StageData
 from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
 from pipeline.engine.engine import Engine
-from pipeline.engine.parts import KnowsHealth
+from pipeline.engine.parts import KnowsHealth, Stateful
 from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
@@ -30,6 +30,33 @@ from pipeline.utilization import Utilization, utilization_of
 
 C = TypeVar("C", bound=RowStepConfig)
 R = TypeVar("R")
+
+
+class Source(Protocol):
+    """Rows, and the order in which a step learns from them."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of the model that learns."""
+        ...
+
+    @property
+    def stream(self) -> Stateful:
+        """The order, and how far it is."""
+        ...
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same rows, and for no others."""
+        ...
+
+
+S = TypeVar("S", bound=Source)
 
 
 @dataclass(frozen=True)
@@ -44,6 +71,11 @@ class Rows:
 
     total_steps: int
     """Optimizer steps of the run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same training rows, and for no others."""
+        return fingerprint(self.data.train)
 
     def next_examples(self) -> list[Example]:
         """The examples of the next global batch."""
@@ -73,8 +105,8 @@ def load_rows(
 
 
 @dataclass(frozen=True)
-class Training(Generic[C, R]):
-    """A model that learns from rows of type R under settings of type C."""
+class Training(Generic[C, R, S]):
+    """A model that learns from rows of type R, which S gives, under settings of type C."""
 
     config: C
     """With `data.max_length` no longer than what the model reads."""
@@ -83,7 +115,7 @@ class Training(Generic[C, R]):
     """The Hugging Face model, with its adapters if it has any."""
 
     engine: Engine
-    rows: Rows
+    rows: S
     held_out: Sequence[R]
     """The evaluation rows, encoded."""
 
@@ -105,7 +137,7 @@ class Training(Generic[C, R]):
         export(self.model, self.rows.tokenizer, self.config.output_dir, weights=self.engine)
 
 
-def steps_between_evaluations(config: StepConfig, rows: Rows, held_out: Sequence[object]) -> int:
+def steps_between_evaluations(config: StepConfig, rows: Source, held_out: Sequence[object]) -> int:
     """When a step evaluates that learns from these rows, and evaluates on those held out."""
     return evaluation_interval(
         config.eval_every,
@@ -118,23 +150,24 @@ def set_up(
     config: C,
     model: nn.Module,
     engine: Engine,
-    rows: Rows,
+    rows: S,
     held_out: Sequence[R],
     run: Run,
     guards: KnowsHealth | None = None,
-) -> Training[C, R]:
+) -> Training[C, R, S]:
     """Record the step's prompts, decide when it evaluates, and load its state with `resume`.
 
     `guards`, where there are any, are part of that state.
     """
-    record_prompts(rows.data.prompts, config)
+    if isinstance(rows, Rows):
+        record_prompts(rows.data.prompts, config)
     best = BestWeights(engine, keep=config.keep_best)
     checkpoints = Checkpoints(
         run,
         engines={"model": engine},
         parts={"stream": rows.stream, "best": best, "guards": guards},
         tokenizer=rows.tokenizer,
-        data=fingerprint(rows.data.train),
+        data=rows.fingerprint,
         guards=guards,
     )
     every = steps_between_evaluations(config, rows, held_out)

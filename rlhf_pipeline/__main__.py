@@ -8,7 +8,7 @@ import rlhf_pipeline
 
 OWN = (
     *("evaluation", "inference", "pipeline", "rewards"),
-    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
+    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
 )
 USAGE = (
     "usage: python -m rlhf_pipeline MODULE [OPTION ...]\n\n"

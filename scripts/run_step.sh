@@ -32,7 +32,12 @@ stage() {
   if [ -n "${2:-${STAGE:-}}" ]; then SETTINGS+=("--$1.zero_stage" "${2:-$STAGE}"); fi
 }
 MODULE=$STEP
-if [ "$STEP" = step3_grpo ]; then
+if [ "$STEP" = step0_pretrain ]; then
+  SETTINGS+=(--data.path "${1:-c.tokens}")
+  stage model "${3:-}"
+  SETTINGS+=(--output_dir "${2:-output/$STEP}")
+  OWN=3
+elif [ "$STEP" = step3_grpo ]; then
   MODULE=step3_ppo
   SETTINGS+=(--actor.path "${1:-output/step1_sft}" --data.path "${2:-gsm8k.jsonl}")
   stage actor "${3:-}"

@@ -6,7 +6,8 @@
 #   bash scripts/sweep.sh scripts/step1_sft/opt/single_node/run_1.3b.sh out --max_steps 20
 #
 # Usage: sweep.sh SCRIPT OUTPUT [SETTINGS ...]
-#   STAGES="0 1 2 3"  OFFLOAD="none cpu"  LORA="off 64"  narrow it down; step 3 takes ACTOR, CRITIC
+#   STAGES="0 1 2 3"  OFFLOAD="none cpu"  LORA="off 64"  narrow it down; step 0 takes CORPUS, step
+#   3 ACTOR, CRITIC
 set -euo pipefail
 SCRIPT=$1 OUTPUT=$2
 shift 2
@@ -20,7 +21,9 @@ for stage in ${STAGES:-0 1 2 3}; do
       if grep -q "^$stage"$'\t'"$offload"$'\t'"$lora"$'\t0\t' "$TABLE"; then continue; fi
       run=$OUTPUT/stage${stage}_${offload}_lora_$lora
       models=(model) arguments=("$run" "$stage")
-      if [[ $SCRIPT == *step3_ppo* ]]; then
+      if [[ $SCRIPT == *step0_pretrain* ]]; then
+        arguments=("${CORPUS:-c.tokens}" "$run" "$stage")
+      elif [[ $SCRIPT == *step3_ppo* ]]; then
         models=(actor critic)
         arguments=("${ACTOR:-output/step1_sft}" "${CRITIC:-output/step2_reward}" "$stage" "$stage"
           "$run")

@@ -10,8 +10,6 @@ from step1_sft.config import SFTConfig
 if __name__ == "__main__":
     before_imports(SFTConfig)
 
-import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +22,8 @@ from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy
-from pipeline.models.trained import evaluating, trained_causal_lm, within_context
+from pipeline.models.trained import trained_causal_lm, within_context
+from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Rows, Training, load_rows, set_up
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -32,9 +31,6 @@ from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
 from step1_sft.batches import check_rows, cut, encode
-from step1_sft.losses import next_token_nll
-
-logger = logging.getLogger(__name__)
 
 METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned."
 
@@ -47,7 +43,7 @@ def train(config: SFTConfig) -> Path:
     with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)
         engine, held_out, best, config = sft.engine, sft.held_out, sft.best, sft.config
-        before = sft.checkpoints.once("before", lambda: perplexity(engine, held_out, config))
+        before = sft.checkpoints.once("before", lambda: perplexity(engine, cut(held_out, config)))
         check_start(config.model.path, {"held-out perplexity": before})
         tasks = open_tasks(sft)
         first = sft.checkpoints.once("tasks", tasks.metrics)
@@ -61,16 +57,16 @@ def train(config: SFTConfig) -> Path:
         with keeping_best(run, best, sft.export, model=config.model):
             for step in sft.checkpoints.steps(enough=enough):
                 batch = encode(rows.next_examples(), rows.chat, config)
-                learn(sft, batch, run, step=step)
+                learn_from(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
-                    best.update(perplexity(engine, held_out, config), step=step)
+                    best.update(perplexity(engine, cut(held_out, config)), step=step)
                     run.evaluated(step, {"perplexity": best.last, **tasks.metrics()})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(sft, run, tasks, before=before, first=first)
     return config.output_dir
 
 
-def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, Encoded]:
+def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, Encoded, Rows]:
     """The actor in its engine, with the state of an earlier run where this one goes on."""
     model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
     set_stop_tokens(model, rows.chat.stop_ids)
@@ -84,48 +80,24 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, E
     return set_up(config, model, engine, rows, held_out, run)
 
 
-def learn(
-    sft: Training[SFTConfig, Encoded], rows: Sequence[Encoded], run: Run, *, step: int
+def learn_from(
+    sft: Training[SFTConfig, Encoded, Rows], rows: Sequence[Encoded], run: Run, *, step: int
 ) -> None:
     """Take one optimizer step on the rows, and log it."""
-    engine, config = sft.engine, sft.config
-    num_targets = max(1, sum(row.num_targets for row in rows))
-    nll = 0.0
-    for batch in cut(rows, config):
-        loss = next_token_nll(engine(batch, uniform=True).logprobs)
-        engine.backward(loss / num_targets)
-        nll += loss.item()
-    result = engine.step()
-    run.log(
-        step,
-        sft.at_peak(rows),
-        tokens=sum(len(row) for row in rows),
-        loss=run.mesh.data.sum(nll) / num_targets,
-        lr=result.lr,
-        grad_norm=result.grad_norm,
-        skipped=int(result.skipped),
+    tokens, targets = sum(map(len, rows)), sum(row.num_targets for row in rows)
+    learn(
+        sft.engine, cut(rows, sft.config), Size(tokens, targets, sft.at_peak(rows)), run, step=step
     )
 
 
-def perplexity(engine: Engine, rows: Sequence[Encoded], config: SFTConfig) -> float:
-    """Exp of the mean negative log-likelihood of the held-out target tokens."""
-    nll, num_targets = 0.0, 0
-    with evaluating(engine.model):
-        for batch in cut(rows, config):
-            nll += next_token_nll(engine(batch).logprobs).item()
-            num_targets += batch.num_targets
-    total_nll, total_targets = engine.group.sums([nll, num_targets])
-    return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
-
-
-def open_tasks(sft: Training[SFTConfig, Encoded]) -> TaskEvaluations:
+def open_tasks(sft: Training[SFTConfig, Encoded, Rows]) -> TaskEvaluations:
     """The tasks of the settings, asked of the model as it is now."""
     chat = Chat(sft.rows.tokenizer, sft.rows.chat)
     return TaskEvaluations(sft.config, chat, generating_from(sft.model, sft.engine))
 
 
 def finish(
-    sft: Training[SFTConfig, Encoded],
+    sft: Training[SFTConfig, Encoded, Rows],
     run: Run,
     tasks: TaskEvaluations,
     *,
@@ -141,28 +113,18 @@ def finish(
         before: perplexity of the model that the step began with.
         first: its figures of the tasks.
     """
-    best, config = sft.best, sft.config
-    restored = best.restore()
-    sft.export()
-    after, step = (best.value, best.step) if restored else (best.last, best.last_step)
+    exported = export_best(sft)
     run.finish(
         eval={
             "perplexity_before": before,
-            "perplexity_after": after,
-            "best_step": step,
+            "perplexity_after": exported.perplexity,
+            "best_step": exported.step,
             "rows": len(sft.rows.data.eval),
-            **tasks.summary(first, changed=restored and best.step != best.last_step),
+            **tasks.summary(first, changed=not exported.is_last),
         },
-        models={".": Card("Chat model", METHOD, config.model.path or "", ("sft",))},
+        models={".": Card("Chat model", METHOD, sft.config.model.path or "", ("sft",))},
     )
-    if step == 0:
-        logger.warning(
-            "no evaluation was better than the model before training (perplexity %.4g, in the"
-            " end %.4g), whose weights are exported: lower model.optim.lr, now %g",
-            before,
-            best.last,
-            config.model.optim.lr,
-        )
+    warn_unless_better(sft, exported, before)
 
 
 def main(argv: Sequence[str]) -> None:

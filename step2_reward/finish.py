@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from pipeline.models.card import Card
 from pipeline.models.forward import Scorer, base_model
-from pipeline.offline import Training
+from pipeline.offline import Rows, Training
 from pipeline.run import Run
 from step2_reward.config import RewardConfig
 from step2_reward.lab.measure import measure
@@ -25,12 +25,14 @@ METHODS = {
     "scalar": "Trained on ratings of dialogues; its one label is the score of a dialogue.",
     "rankings": "Trained on ranked lists of responses (Plackett-Luce; Ouyang et al. 2022); its one"
     " label is the score of a dialogue.",
+    "steps": "Trained on steps of responses, each right or wrong (Lightman et al. 2023); its one"
+    " label, read where a step ends, is the log-odds that the step is right.",
 }
 """Of each kind of label, for the model's card."""
 
 
 def finish(
-    training: Training[RewardConfig, Any],
+    training: Training[RewardConfig, Any, Rows],
     objective: Objective[Any, Any],
     run: Run,
     *,
@@ -43,7 +45,7 @@ def finish(
     after = objective.evaluate(scorer, training.held_out, config)
     name_labels(training, labels)
     training.export()
-    settings, moments = label_settings(training, labels), None
+    settings, moments = label_settings(training, labels) | objective.settings(), None
     base_model(training.model).config.update(settings)  # of which scores may be made
     if labels.gives_scores:
         moments = measure_scores(
@@ -108,7 +110,7 @@ def trust(figures: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def name_labels(training: Training[RewardConfig, Any], labels: Labels) -> None:
+def name_labels(training: Training[RewardConfig, Any, Rows], labels: Labels) -> None:
     """Give the model's labels the names of the classes, as `transformers` has them."""
     if labels.kind == "classes":
         settings = base_model(training.model).config
@@ -116,7 +118,9 @@ def name_labels(training: Training[RewardConfig, Any], labels: Labels) -> None:
         settings.label2id = {name: number for number, name in enumerate(labels.classes)}
 
 
-def label_settings(training: Training[RewardConfig, Any], labels: Labels) -> dict[str, object]:
+def label_settings(
+    training: Training[RewardConfig, Any, Rows], labels: Labels
+) -> dict[str, object]:
     """What config.json says of labels: which kind, classes and what they are worth, thresholds."""
     settings: dict[str, object] = {"label_kind": labels.kind}
     if labels.classes:

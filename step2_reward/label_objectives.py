@@ -20,7 +20,7 @@ from pipeline.data.stages import StageData
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.forward import LabelOutputs, Scorer
 from pipeline.models.trained import evaluating
-from pipeline.parallel.device import local_device
+from pipeline.parallel.device import send
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.lab.classes import class_report
@@ -34,6 +34,7 @@ from step2_reward.losses.rankings import plackett_luce_loss
 from step2_reward.losses.scalar import binary_cross_entropy, squared_error
 from step2_reward.objective import Objective, start_cutpoints
 from step2_reward.pair_objective import PairObjective
+from step2_reward.step_objective import StepObjective
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class LabelObjective(Objective[LabelledRow, LabelledBatch]):
                 outputs = scorer.final_outputs(batch.tokens)
                 loss, num_right = self.loss(outputs, batch)
                 total += loss.item()
-                right += num_right or 0.0
+                right += 0.0 if num_right is None else num_right.item()
                 found += zip(batch.numbers, outputs.logits[batch.places].tolist(), strict=True)
                 cutpoints = outputs.cutpoints
         data = current_mesh().data
@@ -126,14 +127,14 @@ class TieObjective(LabelObjective):
         share = min(self.labels.tie_share, 0.9)
         return start_cutpoints([2 * math.atanh(share)], positive=True)
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, float]:
+    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
         """The loss summed over pairs, and how many outcomes are the likeliest."""
         assert outputs.cutpoints is not None
         kappa = outputs.cutpoints[0]
         chosen, rejected = batch.by_row(outputs.logits.squeeze(-1)).unbind(1)
         is_tie = batch.targets == 1
         likeliest = tie_log_probabilities((chosen - rejected).detach(), kappa.detach()).argmax(1)
-        right = float((likeliest == is_tie.long()).sum())
+        right = (likeliest == is_tie.long()).sum()
         return tie_loss(chosen, rejected, is_tie, kappa), right
 
     def figures(self, held_out: Evaluated) -> dict[str, float]:
@@ -153,7 +154,7 @@ class TieObjective(LabelObjective):
 class ClassObjective(LabelObjective):
     """Classes: cross entropy, focal, weighted."""
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, float]:
+    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
         """The loss summed over rows, and how many are in their class."""
         logits = outputs.logits[batch.places[:, 0]]
         loss = cross_entropy(
@@ -162,13 +163,13 @@ class ClassObjective(LabelObjective):
             weights=self._weights(),
             focal_gamma=self.config.focal_gamma if self.labels.loss == "focal" else 0.0,
         )
-        return loss, float((logits.argmax(dim=1) == batch.classes).sum())
+        return loss, (logits.argmax(dim=1) == batch.classes).sum()
 
     def _weights(self) -> Tensor | None:
         weights: Sequence[float] = self.config.class_weights
         if self.config.class_balance_beta:
             weights = balanced_weights(self.labels.counts, beta=self.config.class_balance_beta)
-        return torch.tensor(weights, device=local_device()) if weights else None
+        return send(torch.tensor(weights)) if weights else None
 
     def figures(self, held_out: Evaluated) -> dict[str, float]:
         """Recall and F1, each class counting alike."""
@@ -189,12 +190,12 @@ class OrdinalObjective(LabelObjective):
             starts.append(math.log(below / (total - below)))
         return start_cutpoints(starts)
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, float]:
+    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
         """The loss summed over rows, and how many are in their class."""
         assert outputs.cutpoints is not None
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)
         logprobs = ordinal_log_probabilities(scores.detach(), outputs.cutpoints.detach())
-        right = float((logprobs.argmax(dim=1) == batch.classes).sum())
+        right = (logprobs.argmax(dim=1) == batch.classes).sum()
         return ordinal_loss(scores, batch.classes, outputs.cutpoints), right
 
     def figures(self, held_out: Evaluated) -> dict[str, float]:
@@ -232,7 +233,7 @@ class ScalarObjective(LabelObjective):
 class RankingObjective(LabelObjective):
     """Ranked lists: Plackett-Luce."""
 
-    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, float]:
+    def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
         """The loss summed over lists, and the shares of their pairs in the right order, summed."""
         scores = batch.by_row(outputs.logits.squeeze(-1))
         is_pair = (batch.ranks[:, :, None] < batch.ranks[:, None, :]) & batch.ranks.isfinite()[
@@ -240,7 +241,7 @@ class RankingObjective(LabelObjective):
         ]
         ahead = (scores[:, :, None] > scores[:, None, :]) & is_pair
         shares = ahead.sum(dim=(1, 2)) / is_pair.sum(dim=(1, 2)).clamp(min=1)
-        return plackett_luce_loss(scores, batch.ranks), float(shares.sum())
+        return plackett_luce_loss(scores, batch.ranks), shares.sum()
 
     def figures(self, held_out: Evaluated) -> dict[str, float]:
         """How often the response with the highest score is one of the best."""
@@ -251,17 +252,20 @@ class RankingObjective(LabelObjective):
         return {"best_found": hits / max(1, len(held_out.rows))}
 
 
-OBJECTIVES: dict[str, type[PairObjective | LabelObjective]] = {
+OBJECTIVES: dict[str, type[PairObjective | LabelObjective | StepObjective]] = {
     "pairs": PairObjective,
     "ties": TieObjective,
     "classes": ClassObjective,
     "ordinal": OrdinalObjective,
     "scalar": ScalarObjective,
     "rankings": RankingObjective,
+    "steps": StepObjective,
 }
 """By kind of label."""
 
 
-def objective_of(labels: Labels, config: RewardConfig) -> PairObjective | LabelObjective:
+def objective_of(
+    labels: Labels, config: RewardConfig
+) -> PairObjective | LabelObjective | StepObjective:
     """What the labels make of rows."""
     return OBJECTIVES[labels.kind](labels, config)

@@ -16,7 +16,7 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.dialogues import Turns
 from pipeline.data.examples import Encoded, Example
-from pipeline.parallel.device import local_device
+from pipeline.parallel.device import local_device, send
 from step2_reward.config import RewardConfig
 from step2_reward.label_rows import OF_CLASSES, OF_LABELS, Labels
 
@@ -160,11 +160,10 @@ def collate_rows(all_rows: Sequence[LabelledRow], numbers: Sequence[int]) -> Lab
                     ranks[number, place] = row.ranks[place] if row.ranks else 1.0
                 sequences.append(row.sequences[place])
     targets = torch.tensor([row.target for row in rows], dtype=torch.float32)
-    device = local_device()
     return LabelledBatch(
-        tokens=collate(sequences).to(device),
-        places=places.to(device),
-        ranks=ranks.to(device),
-        targets=targets.to(device),
+        tokens=collate(sequences).to(local_device()),
+        places=send(places),
+        ranks=send(ranks),
+        targets=send(targets),
         numbers=tuple(numbers),
     )

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from jaxtyping import Int
 from torch import Tensor
 
 from pipeline.data.batches import TokenBatch
@@ -72,12 +73,20 @@ class Objective(ABC, Generic[R, B]):
     def cut(self, rows: Sequence[R], config: RewardConfig) -> list[B]:
         """This process's micro-batches of the rows."""
 
+    def settings(self) -> dict[str, object]:
+        """What else the exported model's config.json says of how its outputs are read."""
+        return {}
+
+    def places(self, batch: B) -> Int[Tensor, " _"]:
+        """The tokens of a batch whose outputs `loss` takes: the last of each sequence."""
+        return batch.tokens.last_tokens
+
     @abstractmethod
-    def loss(self, outputs: LabelOutputs, batch: B) -> tuple[Tensor, float | None]:
+    def loss(self, outputs: LabelOutputs, batch: B) -> tuple[Tensor, Tensor | None]:
         """The loss summed over rows, and how many rows are right, where one by one they can be.
 
         Args:
-            outputs: of the S sequences.
+            outputs: of the S sequences, or of `places`.
             batch: the rows.
         """
 

@@ -38,7 +38,7 @@ class PairObjective(Objective[EncodedPair, PairBatch]):
         """This process's micro-batches of the pairs."""
         return cut(rows, config)
 
-    def loss(self, outputs: LabelOutputs, batch: PairBatch) -> tuple[Tensor, float]:
+    def loss(self, outputs: LabelOutputs, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """The loss summed over pairs, and how many are in the right order."""
         config = self.config
         chosen, rejected = batch.split(outputs.logits.squeeze(-1))
@@ -49,7 +49,7 @@ class PairObjective(Objective[EncodedPair, PairBatch]):
             center_coef=config.center_coef,
             focal_gamma=config.focal_gamma if self.labels.loss == "focal" else 0.0,
         )
-        return loss, float((chosen > rejected).sum())
+        return loss, (chosen > rejected).sum()
 
     def evaluate(
         self, scorer: Scorer, rows: Sequence[EncodedPair], config: RewardConfig

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from pipeline.cli import run_main
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.engine import Engine
+from pipeline.errors import ModelError
 from pipeline.models.chat import require_same_chat
-from pipeline.models.forward import LabelOutputs, Scorer
+from pipeline.models.forward import LabelOutputs, Scorer, base_model, reads_whole
 from pipeline.models.load import load_tokenizer
 from pipeline.models.trained import trained_classifier, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
@@ -28,6 +31,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
+from pipeline.scalars import read_scalars
 from step2_reward.finish import finish
 from step2_reward.label_objectives import objective_of
 from step2_reward.label_rows import resolve
@@ -38,7 +42,7 @@ from step2_reward.objective import Objective
 class RewardTraining:
     """A reward model that learns."""
 
-    training: Training[RewardConfig, Any]
+    training: Training[RewardConfig, Any, Rows]
     objective: Objective[Any, Any]
 
     @property
@@ -95,6 +99,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         seed=config.seed,
         num_labels=labels.num_labels,
     )
+    base_model(model).config.update({"label_kind": labels.kind})  # not that of an earlier training
     scorer = Scorer(model, kernels=config.model.kernels, cutpoints=objective.cutpoints())
     engine = Engine(
         scorer,
@@ -104,6 +109,11 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         group=run.mesh.data,
     )
     config = within_context(config, model)
+    if labels.kind == "steps" and reads_whole(base_model(model)):
+        raise ModelError(
+            f"reward.model.path {config.model.path} reads a response as a whole, as encoders do,"
+            " and can't judge it step by step; start from a language model"
+        )
     objective.check(rows.data, rows.chat, config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
     return RewardTraining(set_up(config, model, engine, rows, held_out, run), objective)
@@ -114,15 +124,15 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     engine, config = reward.training.engine, reward.training.config
     batch = reward.training.rows
     rows = reward.objective.encode(batch.next_examples(), batch.chat, config)
-    totals, has_right = [0.0, 0.0], False
+    losses, rights = list[Tensor](), list[Tensor]()
     for part in reward.objective.cut(rows, config):
         outputs: LabelOutputs = engine(part.tokens, labels=True)
-        loss, right = reward.objective.loss(outputs.at(part.tokens.last_tokens), part)
+        loss, right = reward.objective.loss(outputs.at(reward.objective.places(part)), part)
         engine.backward(loss / len(rows))
-        has_right = right is not None
-        totals = [totals[0] + loss.item(), totals[1] + (right or 0.0)]
+        losses.append(loss.detach())
+        rights += [] if right is None else [right]
     result = engine.step()
-    loss_sum, num_right = run.mesh.data.sums(totals)
+    loss_sum, num_right = run.mesh.data.sums([sum(read_scalars(losses)), sum(read_scalars(rights))])
     run.log(
         step,
         reward.training.at_peak(
@@ -130,7 +140,7 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
         ),
         tokens=sum(row.num_tokens for row in rows),
         loss=loss_sum / len(rows),
-        **({"accuracy": num_right / len(rows)} if has_right else {}),
+        **({"accuracy": num_right / len(rows)} if rights else {}),
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),

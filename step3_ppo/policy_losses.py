@@ -97,8 +97,10 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
     """The mean over its response at each token, summed in float64."""
     padded = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
     padded = padded.masked_scatter(mask, values.double())
-    means = padded.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    return means[:, None].expand_as(padded)[mask].to(values.dtype)
+    counts = mask.sum(dim=1)
+    means = padded.sum(dim=1) / counts.clamp(min=1)
+    # By its size, which the host knows: a choice by the mask would have to ask the device for it.
+    return means.repeat_interleave(counts, output_size=len(values)).to(values.dtype)
 
 
 @dataclass(frozen=True)

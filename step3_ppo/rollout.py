@@ -8,7 +8,6 @@ said between them lies in `Experience.sequences` alone, so that nothing is summe
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,8 +16,6 @@ from torch import Tensor
 from inference.engine.sampling import Sampler
 from inference.generation import Response, generate_each
 from pipeline.data.batches import TokenBatch, collate, local_micro_batches, pad
-from pipeline.data.examples import Encoded
-from pipeline.models.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -26,147 +23,11 @@ from step3_ppo.advantages import ESTIMATORS, Estimate, Rewarded
 from step3_ppo.config import PPOConfig
 from step3_ppo.correction import correction_weights
 from step3_ppo.episodes import whole_sequence
+from step3_ppo.experience import Experience, Forward, Rollout
 from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
 from step3_ppo.needs import ESTIMATOR_NEEDS
 from step3_ppo.scoring import raw_scores
-
-
-@dataclass(frozen=True)
-class Forward:
-    """One pass of actor and critic over a process's whole rollout, with the graph to go back."""
-
-    policy: TokenLogprobs
-    values: Float[Tensor, " K"] | None
-    """None without a critic."""
-
-    def outputs(self) -> dict[str, Tensor]:
-        """Those of the models, without graphs."""
-        assert self.policy.entropy is not None
-        outputs = {
-            "logprobs": self.policy.logprobs.detach(),
-            "entropy": self.policy.entropy.detach(),
-        }
-        return outputs if self.values is None else outputs | {"values": self.values.detach()}
-
-
-@dataclass(frozen=True)
-class Experience:
-    """Responses as the models saw them when they were sampled."""
-
-    sequences: list[Encoded]
-    """Prompt and response; the actor's tokens are the trained ones."""
-
-    stopped: Bool[Tensor, " B"]
-    """Whether the response ended by itself."""
-
-    mask: Bool[Tensor, "B T"]
-    """True on response tokens, the end-of-turn token included."""
-
-    sampled_logprobs: Float[Tensor, "B T"]
-    """log pi as generation computed it."""
-
-    logprobs: Float[Tensor, "B T"]
-    """log pi as training computes it, before any update: the old policy of the ratio."""
-
-    ref_logprobs: Float[Tensor, "B T"]
-    entropy: Float[Tensor, "B T"]
-    values: Float[Tensor, "B T"] | None
-    """Value of the state before each token; None without a critic."""
-
-    score: Float[Tensor, " B"] | None
-    """The reward model's raw score of the whole sequence; None without a reward model."""
-
-    forward: Forward | None = None
-    """What the first update can go back through, once."""
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """Response tokens of some rows, in one piece: everything an update needs."""
-
-    tokens: TokenBatch
-    mask: Bool[Tensor, "B T"]
-    """Where the K tokens are, in this order, in their responses."""
-
-    old_logprobs: Float[Tensor, " K"]
-    ref_logprobs: Float[Tensor, " K"]
-    advantages: Float[Tensor, " K"]
-    lengths: Float[Tensor, " K"]
-    """Of each token: the tokens of its response."""
-
-    counted: Float[Tensor, " K"]
-    """0 for tokens that no loss has, else 1."""
-
-    positive: Float[Tensor, " K"]
-    """1 for tokens of responses with a reward above 0, else 0."""
-
-    correction: Float[Tensor, " K"] | None
-    """Of `step3_ppo.correction`; None weighs all alike."""
-
-    kl_coef: float
-    """Weight of the KL penalty in the loss."""
-
-    old_values: Float[Tensor, " K"] | None
-    returns: Float[Tensor, " K"] | None
-    """What the critic learns; both are None without a critic."""
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Experience with what is derived from it; fixed over all epochs of updates."""
-
-    experience: Experience
-    reward_score: Float[Tensor, " B"]
-    """What each response is worth, as it counts in the reward."""
-
-    rewards: Float[Tensor, "B T"]
-    advantages: Float[Tensor, "B T"]
-    returns: Float[Tensor, "B T"] | None
-    """What the critic learns; None without a critic."""
-
-    counted: Bool[Tensor, " B"]
-    """False for responses that neither a baseline nor a loss has."""
-
-    correction: Float[Tensor, "B T"] | None = None
-    """What each token weighs where generation's policy is not training's; None weighs all alike."""
-
-    group_size: int = 1
-    """Responses to each prompt, which are neighbours."""
-
-    kl_coef: float = 0.0
-    """Weight of the KL penalty in the loss; 0 where it is in the reward."""
-
-    def minibatch(self, rows: Sequence[int]) -> Minibatch:
-        """The rows laid end to end; without rows, one that teaches nothing."""
-        experience = self.experience
-        index = torch.tensor(list(rows) or [0], device=experience.mask.device)
-        mask = experience.mask[index] if rows else torch.zeros_like(experience.mask[index])
-        sequences = [experience.sequences[row] for row in index.tolist()]
-        if not rows:
-            sequences = [Encoded.untrained(sequences[0].input_ids)]
-        lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)
-
-        def tokens_of(padded: Float[Tensor, "B T"] | None) -> Float[Tensor, " K"] | None:
-            return None if padded is None else padded[index][mask]
-
-        def of_response(flags: Bool[Tensor, " B"]) -> Float[Tensor, " K"]:
-            return flags[index, None].expand_as(mask)[mask].float()
-
-        return Minibatch(
-            tokens=collate(sequences).to(local_device()),
-            mask=mask,
-            old_logprobs=experience.logprobs[index][mask],
-            ref_logprobs=experience.ref_logprobs[index][mask],
-            advantages=self.advantages[index][mask],
-            lengths=lengths[mask].float(),
-            counted=of_response(self.counted),
-            positive=of_response(self.counted & (self.reward_score > 0)),
-            correction=tokens_of(self.correction),
-            kl_coef=self.kl_coef,
-            old_values=tokens_of(experience.values),
-            returns=tokens_of(self.returns),
-        )
 
 
 def generate_responses(

@@ -6,9 +6,10 @@ from torch import Tensor
 from evaluation.repetition import repeated_trigrams
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.correction import effective_share
+from step3_ppo.experience import Experience, Rollout
 from step3_ppo.groups import are_equal, group_std
 from step3_ppo.losses import explained_variance, k3
-from step3_ppo.rollout import Experience, Rollout, global_moments
+from step3_ppo.rollout import global_moments
 from step3_ppo.standard_errors import standard_error
 
 

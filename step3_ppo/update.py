@@ -1,6 +1,6 @@
 """The updates of the actor, and of a critic, on one rollout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,17 +8,19 @@ from torch import Tensor
 
 from pipeline.data.batches import local_micro_batches
 from pipeline.models.forward import TokenLogprobs
+from pipeline.parallel.device import send
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
+from pipeline.scalars import read_scalars
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import Ema
+from step3_ppo.experience import Forward, Minibatch, Rollout
 from step3_ppo.kl_losses import KL_LOSSES
 from step3_ppo.losses import policy_ratio, value_loss
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_first_update
 from step3_ppo.policy_losses import LOSSES, TrustRegion
 from step3_ppo.ptx import PtxStream
-from step3_ppo.rollout import Forward, Minibatch, Rollout
 from step3_ppo.weights import Weighting
 
 
@@ -145,21 +147,15 @@ def update_minibatch(
     data = current_mesh().data
     weighting = _weighting(rollout, rows, config)
     num_tokens = weighting.num_tokens
-    sums: dict[str, float] = {}
-    maxima = {"ratio_max": 0.0, "ratio_error": 0.0}
+    parts: list[dict[str, Tensor]] = []
     for part in local_micro_batches(lengths, max_tokens=max_tokens):
         minibatch = rollout.minibatch([rows[index] for index in part])
-        found = _backward(
-            models, minibatch, config, weighting, train_actor=train_actor, forward=forward
+        parts.append(
+            _backward(
+                models, minibatch, config, weighting, train_actor=train_actor, forward=forward
+            )
         )
-        for name, largest in maxima.items():
-            maxima[name] = max(largest, found.pop(name).item())
-        for name, value in found.items():
-            sums[name] = sums.get(name, 0.0) + value.item()
-
-    totals = dict(zip(sums, data.sums(list(sums.values())), strict=True))
-    metrics = {name: total / num_tokens for name, total in totals.items()}
-    metrics |= {name: data.max(largest) for name, largest in maxima.items()}
+    metrics = _of_all(parts, num_tokens=num_tokens, data=data)
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
         for engine in models.trained.values():
@@ -178,6 +174,20 @@ def update_minibatch(
         metrics |= {"actor_grad_norm": actor.grad_norm, "lr": actor.lr}
         metrics["skipped"] += float(actor.skipped)
     return Update(metrics, num_tokens, stopped=False)
+
+
+def _of_all(
+    parts: Sequence[Mapping[str, Tensor]], *, num_tokens: int, data: Group
+) -> dict[str, float]:
+    """Figures a token of all micro-batches of all processes, and the largest of the maxima."""
+    numbers = iter(read_scalars([value for part in parts for value in part.values()]))
+    rows = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each takes its own
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    maxima = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
+    sums = dict(zip(columns, data.sums([sum(each) for each in columns.values()]), strict=True))
+    return {name: total / num_tokens for name, total in sums.items()} | {
+        name: data.max(largest) for name, largest in maxima.items()
+    }
 
 
 def _backward(
@@ -226,16 +236,11 @@ def _backward(
 def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weighting:
     """The counts of a minibatch over all processes, without what no loss has."""
     mask = rollout.experience.mask
-    index = torch.tensor(list(rows), dtype=torch.long, device=mask.device)
+    index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)
     lengths, counted = mask[index].sum(dim=1), rollout.counted[index]
     positive = counted & (rollout.reward_score[index] > 0)
-    tokens, responses, positive_tokens = current_mesh().data.sums(
-        [
-            (lengths * counted).sum().item(),
-            counted.sum().item(),
-            (lengths * positive).sum().item(),
-        ]
-    )
+    counts = (lengths * counted).sum(), counted.sum(), (lengths * positive).sum()
+    tokens, responses, positive_tokens = current_mesh().data.sums(read_scalars(counts))
     return Weighting(
         config.aggregate,
         num_tokens=max(1, int(tokens)),
@@ -312,9 +317,9 @@ def _ratio_figures(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
 def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
     """Add the gradient of ptx_coef * mean NLL per token; return the mean NLL."""
     batches, num_targets = next(ptx)
-    nll = 0.0
+    losses: list[Tensor] = []
     for batch in batches:
         loss = -models.actor(batch, uniform=True).logprobs.sum()
         models.actor.backward(config.ptx_coef * loss / num_targets)
-        nll += loss.item()
-    return current_mesh().data.sum(nll) / num_targets
+        losses.append(loss.detach())
+    return current_mesh().data.sum(sum(read_scalars(losses))) / num_targets

@@ -17,7 +17,7 @@ from pipeline.errors import require
 from pipeline.guards.guards import Guards
 from pipeline.models.card import Card
 from pipeline.models.load import model_path
-from pipeline.offline import Training
+from pipeline.offline import Rows, Training
 from pipeline.origin import training_at
 from pipeline.run import Run
 from step3_preference.config import PreferenceConfig
@@ -37,7 +37,9 @@ class Course:
     not what the actor writes: so it also answers the first held-out prompts each time.
     """
 
-    def __init__(self, training: Training[PreferenceConfig, Row], reference: Reference) -> None:
+    def __init__(
+        self, training: Training[PreferenceConfig, Row, Rows], reference: Reference
+    ) -> None:
         self.training = training
         self.reference = reference
         self.config = config = training.config

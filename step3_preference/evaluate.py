@@ -45,9 +45,7 @@ def evaluate_rows(
                 places = (*batch.chosen, *batch.rejected)
                 values |= dict(zip(places, (logp - compared).tolist(), strict=True))
     data = current_mesh().data
-    means = Figures(tuple(data.sums(list(total.sums)))).means(
-        len(rows), paired=not config.is_unpaired
-    )
+    means = total.means(data, len(rows), paired=not config.is_unpaired)
     if config.is_unpaired:
         everyones = data.gather_objects(values)
         means["accuracy"] = order([{**part} for part in everyones], rows)

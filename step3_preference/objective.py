@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
 from step3_preference.config import PreferenceConfig
 from step3_preference.losses import (
     hinge_loss,
@@ -37,20 +39,21 @@ class Point:
 class Figures:
     """Sums over rows and sequences, from which means follow; they add up."""
 
-    sums: tuple[float, ...]
-    """Loss, right order, rewards, log-probabilities of a token and numbers of both sides."""
+    sums: Float[Tensor, "8"]
+    """Loss, right order, rewards, log-probabilities of a token and numbers of both sides; in fp64,
+    where the model is."""
 
     @classmethod
     def none(cls) -> "Figures":
         """Of no rows."""
-        return cls((0.0,) * 8)
+        return cls(torch.zeros(8, dtype=torch.float64, device=local_device()))
 
     def __add__(self, other: "Figures") -> "Figures":
-        return Figures(tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
+        return Figures(self.sums + other.sums)
 
-    def means(self, rows: int, *, paired: bool) -> dict[str, float]:
-        """By name; of the rows' loss and order, and of the sequences of each side."""
-        loss, right, *sides, chosen, rejected = self.sums
+    def means(self, data: Group, rows: int, *, paired: bool) -> dict[str, float]:
+        """Of all processes, by name; of the rows' loss and order, and of each side's sequences."""
+        loss, right, *sides, chosen, rejected = data.sums(self.sums.tolist())
         counts = (chosen, rejected, chosen, rejected)
         names = ("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
         found = {
@@ -107,8 +110,9 @@ def objective(
         sides = (config.beta * chosen, config.beta * rejected)
         sides += (per_token[:number], per_token[number:])
         sums = [loss, right, *(each.sum() for each in sides)]
-    counts = (float(number), float(len(values) - number))
-    return loss, Figures((*torch.stack([each.float() for each in sums]).tolist(), *counts))
+        counts = [loss.new_full((), count) for count in (number, len(values) - number)]
+        figures = torch.stack([each.float() for each in (*sums, *counts)]).double()
+    return loss, Figures(figures)
 
 
 def paired_loss(

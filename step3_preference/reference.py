@@ -28,8 +28,9 @@ from pipeline.files.durable import replace_durably
 from pipeline.models.forward import Policy
 from pipeline.models.trained import evaluating
 from pipeline.offline import Rows
-from pipeline.parallel.device import local_device
+from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
+from pipeline.scalars import read_scalars
 from step3_preference.config import PreferenceConfig
 from step3_preference.mismatched import mismatched_batches
 from step3_preference.rows import Row, RowBatch, cut
@@ -100,7 +101,7 @@ class Reference:
             with self.start.applied():
                 return batch.sums(self.start.engine(batch.tokens).logprobs)
         both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
-        return torch.cat(both).to(local_device())
+        return send(torch.cat(both))
 
     def of_rows(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
         """Those of training rows by their numbers; None where they are computed as they come."""
@@ -123,7 +124,7 @@ class Reference:
         """
         if not self.config.is_unpaired:
             return 0.0
-        total, engine = 0.0, self.start.engine
+        sums, engine = list[Tensor](), self.start.engine
         stored: Tensor | None = None
         if self.table is not None and first is None:
             stored = self.table.mismatched_held_out
@@ -136,9 +137,9 @@ class Reference:
                     with self.start.applied():
                         theirs = batch.sums(engine(batch.tokens).logprobs)
                 else:
-                    theirs = stored[list(batch.chosen)].to(own.device)
-                total += (own - theirs).sum().item()
-        return max(0.0, current_mesh().data.sum(total) / len(rows))
+                    theirs = send(stored[list(batch.chosen)], own.device)
+                sums.append((own - theirs).sum())
+        return max(0.0, current_mesh().data.sum(sum(read_scalars(sums))) / len(rows))
 
 
 def open_reference(

@@ -15,7 +15,7 @@ from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.parallel.device import local_device
+from pipeline.parallel.device import local_device, send
 from step3_preference.config import PreferenceConfig
 
 Fate = Literal["whole", "cut", "too long", "equal", "untrained"]
@@ -63,7 +63,7 @@ class RowBatch:
 
     def lengths(self) -> Float[Tensor, " S"]:
         """Tokens of each response."""
-        return torch.tensor(self.counts, dtype=torch.float32, device=local_device())
+        return send(torch.tensor(self.counts, dtype=torch.float32))
 
 
 def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, Fate]:

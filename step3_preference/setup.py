@@ -29,7 +29,7 @@ from step3_preference.store import RowStore
 class Setup:
     """The actor that learns, what it is compared with, and its evaluations."""
 
-    training: Training[PreferenceConfig, Row]
+    training: Training[PreferenceConfig, Row, Rows]
     store: RowStore
     reference: Reference
     course: Course

@@ -70,9 +70,7 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
         engine.backward(loss / len(encoded))
         total += figures
     result = engine.step()
-    means = Figures(tuple(run.mesh.data.sums(list(total.sums)))).means(
-        len(encoded), paired=not config.is_unpaired
-    )
+    means = total.means(run.mesh.data, len(encoded), paired=not config.is_unpaired)
     run.log(
         step,
         setup.training.at_peak(each for row in encoded for each in row.sequences),

@@ -9,6 +9,7 @@ import yaml
 
 from pipeline.cli import parse_step
 from pipeline.settings.plain import flatten, plain
+from step0_pretrain.config import PretrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -17,6 +18,7 @@ from train import STAGES
 
 ROOT = Path(__file__).parent.parent
 CLASSES = {
+    "pretrain": PretrainConfig,
     "sft": SFTConfig,
     "reward": RewardConfig,
     "ppo": PPOConfig,
@@ -86,6 +88,7 @@ def test_every_script_starts_its_step_with_its_preset(
     step, _, deployment, file = script.relative_to(ROOT / "scripts").parts
     size, _, lora = file.removeprefix("run_").removesuffix(".sh").partition("_")
     of_step = {
+        "step0_pretrain": ["CORPUS", "OUT", "1"],
         "step3_ppo": ["A", "C", "0", "1", "OUT"],
         "step3_grpo": ["A", "ROWS", "0", "OUT"],
         "step3_preference": ["A", "1", "OUT"],
@@ -113,7 +116,9 @@ def test_every_script_starts_its_step_with_its_preset(
         assert [model.path for model in models] == ["A", "C", "C"]
         trained = [(config.actor, 0), (config.critic, 1)]
     else:
-        assert isinstance(config, SFTConfig | RewardConfig | PreferenceConfig)
+        assert isinstance(config, PretrainConfig | SFTConfig | RewardConfig | PreferenceConfig)
+        if isinstance(config, PretrainConfig):
+            assert config.data.path == ("CORPUS",)
         if isinstance(config, PreferenceConfig):
             assert (config.method, config.model.path) == ("dpo", "A")
         trained = [(config.model, 1)]

@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
+from pipeline.plan.stage import without_unchosen
 from train import STAGES
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +77,8 @@ def wrong_with(words: list[str]) -> str:
 def _request(options: list[str]) -> str:
     try:
         request = parse_request(options, STAGES)
-        step_configs(request, side_by_side(STAGES, request.request.method), world=2)
+        stages = without_unchosen(STAGES, request.request.step, ())
+        step_configs(request, side_by_side(stages, request.request.method), world=2)
     except UserError as error:
         return str(error)
     return ""

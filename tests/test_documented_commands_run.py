@@ -17,6 +17,7 @@ import pytest
 
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
+from pipeline.plan.stage import without_unchosen
 from tests.families import tiny_causal_lm, tiny_config
 from tests.pipeline.data.tokenizers import byte_level
 from tests.test_documented_commands import FILES, ROOT, lines
@@ -24,6 +25,7 @@ from tests.test_end_to_end import SHORT
 from train import STAGES
 
 ELSEWHERE = {
+    "--step 0 1 2 3": "tests/step0_pretrain/test_with_other_steps.py, in a short form",
     "make ": "by whoever tests or installs",
     ".venv/bin/python chat.py": "the chat.py below, in another environment",
     "python3 -m venv": "make",
@@ -75,6 +77,8 @@ ELSEWHERE = {
 """Parts of commands that are not run here, and the test, or the reason."""
 
 FEW_STEPS = {
+    "pretrain": ["--pretrain.max_steps", "2"],
+    "python -m step0_pretrain.train": ["--max_steps", "2"],
     "preference": [
         *("--preference.max_steps", "2", "--preference.data.max_eval_rows", "16"),
         *("--sft.max_steps", "3", "--sft.data.max_eval_rows", "16"),
@@ -111,8 +115,9 @@ def shortened(command: str) -> str:
     command = command.replace(" ... ", " ").removesuffix(" ...")
     program, *rest = shlex.split(command)
     if rest[0] == "train.py":
-        methods = parse_request(rest[1:], STAGES).request.method
-        sections = {stage.section for stage in side_by_side(STAGES, methods)}
+        request = parse_request(rest[1:], STAGES).request
+        stages = without_unchosen(STAGES, request.step, ())
+        sections = {stage.section for stage in side_by_side(stages, request.method)}
         few = [word for section in sections for word in FEW_STEPS.get(section, [])]
         few = [] if "--dry-run" in rest else few
         fresh = [] if "--output-dir" in rest else ["--output-dir", name]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STEPS = {"step1_sft", "step2_reward", "step3_ppo", "step3_preference"}
+STEPS = {"step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"}
 OURS = STEPS | {
     *("evaluation", "inference", "pipeline", "rewards"),
     *("rlhf_pipeline", "train", "chat"),
@@ -28,7 +28,7 @@ MAY_IMPORT = {
 
 
 FLOORS = (
-    {"errors", "signals", "clock", "installation", "logs", "origin", "position"},
+    {"errors", "signals", "clock", "installation", "logs", "origin", "position", "scalars"},
     {"settings", "files", "parallel"},
     {"help", "config", "faults"},
     {"cli", "progress", "random_state", "watchdog"},
@@ -39,6 +39,7 @@ FLOORS = (
     {"checkpoints", "divergence", "evaluations", "budget"},
     {"guards", "plan", "report", "run_step", "utilization"},
     {"offline"},
+    {"next_token"},
     {"autotune", "export"},
     {"orchestrator"},
 )
@@ -157,7 +158,13 @@ def test_nothing_but_the_tests_imports_the_tests() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("train", "step1_sft.config", "step2_reward.config", "step3_ppo.config"),
+        *(
+            "train",
+            "step0_pretrain.config",
+            "step1_sft.config",
+            "step2_reward.config",
+            "step3_ppo.config",
+        ),
         *("rewards.sources", "evaluation.config", "inference.serve.config"),
         "pipeline.export.config",
     ],

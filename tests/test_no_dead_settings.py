@@ -17,6 +17,7 @@ import pipeline.plan.request
 import pipeline.plan.tuning_options
 import rewards.config
 import rewards.select_config
+import step0_pretrain.config
 import step1_sft.config
 import step2_reward.config
 import step2_reward.lab.config
@@ -27,7 +28,7 @@ import step3_preference.config
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("evaluation", "inference", "pipeline", "rewards"),
-    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
+    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
 )
 CONFIG_MODULES = (
     evaluation.config,
@@ -42,6 +43,7 @@ CONFIG_MODULES = (
     pipeline.plan.request,
     rewards.config,
     rewards.select_config,
+    step0_pretrain.config,
     step1_sft.config,
     step2_reward.config,
     step2_reward.lab.config,

@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # From a copy without its history: what is built must not hang on it.
     source = directory / "source"
     tracked = ("pipeline", "inference", "rewards", "evaluation", "rlhf_pipeline", "configs")
-    steps = ("step1_sft", "step2_reward", "step3_ppo", "step3_preference")
+    steps = ("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference")
     for name in (*tracked, *steps):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "chat.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -100,7 +100,7 @@ def test_rewards_are_tried_with_an_installed_package(installed: Path, tmp_path: 
 
 
 def test_nothing_but_one_package_is_importable(installed: Path, tmp_path: Path) -> None:
-    steps = ("step1_sft", "step2_reward", "step3_ppo", "step3_preference")
+    steps = ("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference")
     names = ("pipeline", "inference", "rewards", "evaluation", "train", "chat", *steps)
     program = (
         "from importlib.util import find_spec\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
-    "step3_preference",
+    *("step0_pretrain", "step3_preference"),
     *("evaluation", "rlhf_pipeline"),
 )
 LOOP_LINES, FUNCTION_LINES, FILE_LINES, DOC_COLUMNS = 40, 60, 400, 100
@@ -30,7 +30,7 @@ def test_the_loop_of_each_step_is_one_screen() -> None:
         if name in ("train", "iterate")
     }
 
-    assert len(files) == 4
+    assert len(files) == 5
     assert not {name: length for name, length in loops.items() if length > LOOP_LINES}
 
 

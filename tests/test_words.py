@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
-    "step3_preference",
+    *("step0_pretrain", "step3_preference"),
     *("benchmarks", "evaluation"),
 )
 

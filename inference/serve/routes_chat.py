@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.serve.answers import RowSoFar, chat_logprobs, head, new_id, usage
+from inference.serve.answers import RowSoFar, Usage, chat_logprobs, head, new_id
 from inference.serve.body import read_json
 from inference.serve.errors import json_response
 from inference.serve.generation import Job, Piece, Wanted
@@ -30,10 +30,9 @@ class Chat:
     client: str
     name: str
 
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.wanted.prompt)
+    def usage(self) -> Usage:
+        """Tokens, none of a response yet."""
+        return Usage(len(self.wanted.prompt), len(self.wanted.keys))
 
     def rows(self) -> list[RowSoFar]:
         """One for each response."""
@@ -84,6 +83,7 @@ def _read(state: State, fields: ChatRequest, client: str) -> Chat:
         max_tokens=fields.max_tokens if given is None else given,
         num_top=fields.num_top,
         continues=continues,
+        client=client,
     )
     return Chat(state, fields, served, wanted, seed, client, new_id("chatcmpl"))
 
@@ -93,12 +93,10 @@ async def _whole(chat: Chat) -> dict[str, Any]:
         found = {piece.row: piece async for piece in _pieces(chat, job)}
     rows = chat.rows()
     choices = [_choice(chat, rows[number], found[number]) for number in sorted(found)]
-    count = sum(len(piece.ids) for piece in found.values())
-    return {
-        **chat.head("chat.completion"),
-        "choices": choices,
-        "usage": usage(chat.num_prompt, count),
-    }
+    usage = chat.usage()
+    for piece in found.values():
+        usage.add(piece)
+    return {**chat.head("chat.completion"), "choices": choices, "usage": usage.json}
 
 
 async def _pieces(chat: Chat, job: Job) -> AsyncIterator[Piece]:
@@ -123,8 +121,7 @@ def _token_ids(chat: Chat, piece: Piece) -> dict[str, Any]:
 
 async def _events(chat: Chat) -> AsyncGenerator[bytes]:
     """The events of a stream, after one of no bytes that says that the request was let in."""
-    rows = chat.rows()
-    count = 0
+    rows, usage = chat.rows(), chat.usage()
     with_usage = {"usage": None} if chat.request.wants_usage else {}
     first = chat.head("chat.completion.chunk")
     with chat.state.broker.open([chat.wanted], chat.client, streams=True) as job:
@@ -135,7 +132,7 @@ async def _events(chat: Chat) -> AsyncGenerator[bytes]:
         async for pieces in chat.state.broker.pieces(job):
             parts = b"" if pieces else SIGN_OF_LIFE
             for piece in pieces:
-                count += len(piece.ids)
+                usage.add(piece)
                 choice = _delta(piece.row, {"content": piece.text} if piece.text else {})
                 if chat.request.logprobs:
                     choice["logprobs"] = chat_logprobs(rows[piece.row], piece)
@@ -144,7 +141,7 @@ async def _events(chat: Chat) -> AsyncGenerator[bytes]:
                 parts += event(first | with_usage | {"choices": [choice]})
             yield parts
     if chat.request.wants_usage:
-        yield event(first | {"choices": [], "usage": usage(chat.num_prompt, count)})
+        yield event(first | {"choices": [], "usage": usage.json})
     yield DONE
 
 

@@ -36,6 +36,7 @@ def _model(state: State, served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "rlhf",
+        "parent": served.base,
         "context": served.context,
         "slots": served.num_slots,
         "weights_hash": served.weights_hash,
@@ -111,15 +112,15 @@ async def score(request: Request) -> Response:
         raise ApiError(
             404, "no reward model is served; start the server with --reward DIR", param="model"
         )
-    ids = reward.encode([each.message for each in fields.messages])
-    value = await until_gone(request.receive, state.broker.call(lambda: reward.score(ids)))
+    dialogue = reward.encode([each.message for each in fields.messages])
+    value = await until_gone(request.receive, state.broker.call(lambda: reward.score(dialogue)))
     return json_response(
         {
             "id": new_id("score"),
             "object": "score",
             "model": reward.name,
             "score": value,
-            "usage": {"prompt_tokens": len(ids), "total_tokens": len(ids)},
+            "usage": {"prompt_tokens": len(dialogue), "total_tokens": len(dialogue)},
         }
     )
 

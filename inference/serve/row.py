@@ -29,6 +29,8 @@ class Row:
         if self.stopped:
             return None
         self._piece.ids.append(event.id)
+        if not self.newest:
+            self._piece.num_reused = event.ticket.num_reused
         if event.id in event.ticket.sampler.stop_ids:
             return None
         self._piece.text += self._text.add(event.id)

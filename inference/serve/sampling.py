@@ -31,6 +31,7 @@ def wanted_of(
     max_tokens: int | None,
     num_top: int | None,
     continues: bool,
+    client: str,
 ) -> list[Wanted]:
     """What each prompt is to be answered with.
 
@@ -58,6 +59,7 @@ def wanted_of(
             stops=request.stops,
             num_top=num_top,
             guide=guide,
+            scope=client if config.prefix_reuse == "client" else "",
             continues=continues,
         )
         for row, prompt in enumerate(prompts)

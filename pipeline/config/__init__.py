@@ -6,6 +6,7 @@ One frozen dataclass per concern. A field's docstring is its `--help` text and i
 from pipeline.config.data import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, check_split
 from pipeline.config.model import (
     LORA_RATE,
+    AdapterVariant,
     FrozenModelConfig,
     Kernels,
     LoraConfig,
@@ -21,13 +22,15 @@ from pipeline.config.step import (
     Tracker,
     affects_result,
 )
-from pipeline.config.workload import Generation, ModelUse, Workload
+from pipeline.config.text import TextDataConfig
+from pipeline.config.workload import Generation, ModelUse, RowCounts, Workload
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 
 __all__ = [
     "DEFAULT_OPTIM",
     "EMBEDDED",
     "LORA_RATE",
+    "AdapterVariant",
     "DataConfig",
     "FrozenModelConfig",
     "Generation",
@@ -40,11 +43,13 @@ __all__ = [
     "Precision",
     "Quantize",
     "RowColumns",
+    "RowCounts",
     "RowShare",
     "RowStepConfig",
     "RowUse",
     "SaveInterval",
     "StepConfig",
+    "TextDataConfig",
     "Tracker",
     "TrainedModelConfig",
     "Workload",

@@ -107,7 +107,7 @@ class DataConfig:
             re.fullmatch(r"all|user|last:[1-9]\d*", self.history) is not None,
             f"data.history must be all, user or last:N with N above 0, got {self.history}",
         )
-        require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
+        self.check_path()
         require(
             0 < self.eval_fraction < 1,
             f"data.eval_fraction must lie between 0 and 1, got {self.eval_fraction}",
@@ -121,6 +121,10 @@ class DataConfig:
             f"data.template_date must be a date as 2026-01-31, got {self.template_date}",
         )
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
+
+    def check_path(self) -> None:
+        """Raise `ConfigError` where no data is named."""
+        require(bool(self.path), "data.path names no data; give a file, a directory or a Hub name")
 
 
 def check_split(name: str, split: Sequence[float]) -> None:

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig
-from pipeline.config.workload import Workload
+from pipeline.config.workload import RowCounts, Workload
 from pipeline.errors import require
 from pipeline.settings.plain import Option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -47,6 +50,10 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 @dataclass(frozen=True, kw_only=True)
 class StepConfig(ABC):
     """What every step needs."""
+
+    reads_dialogues: ClassVar[bool] = True
+    """Whether it learns from rows in a chat format; else from a corpus of its own, to which
+    train.py's options for rows do not speak."""
 
     output_dir: Path
     """Receives config.yaml, metrics.jsonl and the model."""
@@ -166,6 +173,21 @@ class StepConfig(ABC):
         Raises:
             DataError: they can't be read, or lack what they need.
         """
+
+    def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have none
+        """Whether the corpus of a step that learns from one is there.
+
+        Raises:
+            DataError, ConfigError: it is not.
+        """
+
+    def count_rows(self, tokenizer: "PreTrainedTokenizerBase | None") -> RowCounts:  # noqa: ARG002
+        """The rows of a step that learns from a corpus, with the tokenizer of its model.
+
+        Raises:
+            DataError: the corpus can't be used with it.
+        """
+        return RowCounts(unread="the step reads no corpus")
 
     @abstractmethod
     def workload(self, world: int) -> Workload:

@@ -98,6 +98,25 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowCounts:
+    """The rows of a step that learns from a corpus, before it begins."""
+
+    train: int = 0
+    """Of a pass over the corpus."""
+
+    held_out: int = 0
+
+    tokens: float = 0.0
+    """Of a row."""
+
+    notes: tuple[str, ...] = ()
+    """What a user may want to know of the files."""
+
+    unread: str = ""
+    """Why the rows are not known; empty where they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """The work of a step, cut among its processes, at its largest."""
 

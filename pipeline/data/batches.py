@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from pipeline.data.examples import Encoded
+from pipeline.parallel.device import send
 from pipeline.parallel.mesh import current_mesh
 
 
@@ -42,11 +43,11 @@ class TokenBatch:
     @property
     def last_tokens(self) -> Int[Tensor, " B"]:
         """Index of the last token of each sequence."""
-        return torch.tensor(self.lengths).cumsum(0).to(self.input_ids.device) - 1
+        return send(torch.tensor(self.lengths).cumsum(0), self.input_ids.device) - 1
 
     def to(self, device: torch.device) -> "TokenBatch":
         """The same batch on `device`."""
-        return TokenBatch(self.input_ids.to(device), self.lengths, self.targets.to(device))
+        return TokenBatch(send(self.input_ids, device), self.lengths, send(self.targets, device))
 
 
 def collate(rows: Sequence[Encoded]) -> TokenBatch:

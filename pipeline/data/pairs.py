@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.data.examples import Encoded
-from pipeline.parallel.device import local_device
+from pipeline.parallel.device import local_device, send
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,4 @@ def collate_pairs(pairs: Sequence[EncodedPair], *, spare: EncodedPair) -> PairBa
     present = pairs or [spare]
     sequences = [pair.chosen for pair in present] + [pair.rejected for pair in present]
     margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float32)
-    device = local_device()
-    return PairBatch(collate(sequences).to(device), margin.to(device))
+    return PairBatch(collate(sequences).to(local_device()), send(margin))

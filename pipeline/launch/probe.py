@@ -26,7 +26,7 @@ from pipeline.launch.interface import own_address
 
 CODE = (
     *("pipeline", "inference", "rewards", "evaluation"),
-    *("step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
+    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
 )
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy")
 

@@ -18,6 +18,7 @@ from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
+from pipeline.models.variants import save_adapter
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def _write(
         plain.save_pretrained(staging, state_dict=rest)
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
-            model.save_pretrained(str(staging / ADAPTER_DIR), state_dict=adapter)
+            save_adapter(model, adapter, staging / ADAPTER_DIR)
         move_in(staging, directory)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
@@ -25,6 +25,7 @@ from pipeline.models.attention import RAGGED, Ragged
 from pipeline.models.class_values import expected_value
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.padding import unpad
+from pipeline.models.step_scores import response_scores
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
@@ -213,8 +214,8 @@ class Scorer(nn.Module):
         return expected_value(logits, classifier)
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Score at the last real token of each sequence."""
-        return self(batch)[batch.last_tokens]
+        """Score of each sequence: at its last token, or of the steps of its response."""
+        return response_scores(self(batch), batch, base_model(self.model).config)
 
     def final_outputs(self, batch: TokenBatch) -> LabelOutputs:
         """Outputs at the last real token of each sequence."""
@@ -308,7 +309,12 @@ def _say_whole(family: str, kernels: Kernels) -> None:
 
 def context_length(model: PreTrainedModel) -> int:
     """Tokens the model's position encoding covers; in effect no limit where it has none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    return positions(model.config)
+
+
+def positions(settings: PreTrainedConfig) -> int:
+    """`context_length` of a model with these settings."""
+    return getattr(settings.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:

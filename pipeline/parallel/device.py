@@ -1,6 +1,7 @@
-"""The device that a process computes on."""
+"""The device that a process computes on, and what goes there."""
 
 import torch
+from torch import Tensor
 
 
 def local_device() -> torch.device:
@@ -8,3 +9,12 @@ def local_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def send(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A tensor of the host on `device`, by default this process's.
+
+    Nobody waits for what the device has yet to do before; the tensor may change at once, since the
+    driver has read pageable memory before the call returns.
+    """
+    return tensor.to(local_device() if device is None else device, non_blocking=True)

@@ -80,6 +80,13 @@ class Group:
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
 
+    def broadcast(self, tensor: Tensor, *, source: int) -> None:
+        """Give every process what `tensor` is on the process of rank `source`, in place."""
+        if self.process_group is not None:
+            self._enter_collective("broadcast", "", tensor.nbytes)
+            with HERE.waiting():
+                dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
+
     def share(self, items: Sequence[T]) -> list[T]:
         """This process's part of what the processes divide: every `size`-th item from `rank` on."""
         return list(items[self.rank :: self.size])

@@ -59,6 +59,15 @@ class Chats:
                 require_same_chat(tokenizer, other, name, use.settings)
         return chat
 
+    def tokenizer_of(self, stage: Stage) -> "PreTrainedTokenizerBase | None":
+        """That of the model which a step trains without a format; None where it is not known.
+
+        Raises:
+            UserError: there is none.
+        """
+        own, *_ = _models(self.configs[stage.name])
+        return self._of(own.settings)
+
     def _with_format(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
@@ -87,6 +96,8 @@ class Chats:
         if maker is not None:
             config = self.configs[maker.name]
             start, *_ = _models(config)
+            if not config.reads_dialogues:
+                return self._of(start.settings)
             return self._with_format(start.settings, config.data)[0]
         if not self.downloads and not _has_tokenizer(path):
             return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.budget.fit import in_words
 from pipeline.budget.machine import RUNTIME_CPU
-from pipeline.config import EMBEDDED
+from pipeline.config import EMBEDDED, StepConfig
 from pipeline.errors import ConfigError, UserError, UserErrors, require
 from pipeline.launch.local import share_of_cores
 from pipeline.models.directory import check_model_directory
@@ -19,7 +19,13 @@ from pipeline.plan.chats import Chats, is_here
 from pipeline.plan.inputs import is_local, model_paths
 from pipeline.plan.methods import of_methods
 from pipeline.plan.plan import Plan
-from pipeline.plan.preview import Preview, check_task_rows, count_tokens, read_rows
+from pipeline.plan.preview import (
+    Preview,
+    check_task_rows,
+    count_corpus,
+    count_tokens,
+    read_rows,
+)
 from pipeline.plan.stage import Stage
 from pipeline.trackers import require_trackers
 
@@ -146,17 +152,30 @@ def _model_files(plan: Plan, stage: Stage) -> None:
 
 
 def _rows(plan: Plan, stage: Stage, previews: dict[str, Preview], *, downloads: bool) -> None:
-    previews[stage.name] = read_rows(plan.configs[stage.name], stage, downloads=downloads)
+    config = plan.configs[stage.name]
+    if config.reads_dialogues:
+        previews[stage.name] = read_rows(config, stage, downloads=downloads)
 
 
 def _chat(plan: Plan, stage: Stage, chats: Chats, previews: dict[str, Preview]) -> None:
     """Tokenizers and formats, and how long the rows are in them."""
+    if not plan.configs[stage.name].reads_dialogues:
+        config = _within_context(plan, stage)
+        previews[stage.name] = count_corpus(config, chats.tokenizer_of(stage))
+        return
     chat = chats.of_step(stage)
     preview = previews.get(stage.name)
     if chat is not None and preview is not None and preview.data is not None:
         config = plan.configs[stage.name]
         tokens = count_tokens(preview.data, config, chat, stage)
         previews[stage.name] = replace(preview, tokens=tokens)
+
+
+def _within_context(plan: Plan, stage: Stage) -> StepConfig:
+    """The settings with rows no longer than the models read."""
+    config = plan.configs[stage.name]
+    length = min([config.data.max_length, *(each.tokens for each in contexts(plan, stage))])
+    return replace(config, data=replace(config.data, max_length=length))
 
 
 def _lengths(plan: Plan, stage: Stage) -> None:

@@ -73,7 +73,8 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         how = f", ZeRO stage {trained[role].zero_stage}" if role in trained else ""
         yield _line(role, f"{path}{how}{_offload(trained[role]) if role in trained else ''}")
     yield from _method(config)
-    yield _line("data", f"{' '.join(config.data.path)}, split {_split(config)}")
+    split = f", split {_split(config)}" if config.reads_dialogues else ""
+    yield _line("data", f"{' '.join(config.data.path)}{split}")
     length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
     yield _line(
         "training",
@@ -107,12 +108,12 @@ def _listed(share: RowShare) -> str:
 
 def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     """Rows, optimizer steps and tokens."""
-    if preview.data is None:
+    counts = preview.counts
+    if counts is None:
         yield _line("rows", f"not known: {preview.unread}")
         return
-    train, held_out = len(preview.data.train), len(preview.data.eval)
-    yield _line("rows", f"{train:,} to train on, {held_out:,} held out")
-    yield from (_line("", note) for note in preview.data.notes if not note.startswith("step "))
+    yield _line("rows", f"{counts.train:,} to train on, {counts.held_out:,} held out")
+    yield from (_line("", note) for note in counts.notes if not note.startswith("step "))
     steps, epochs, tokens = preview.steps(config), preview.epochs(config), preview.tokens
     if steps is None or epochs is None:
         return

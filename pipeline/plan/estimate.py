@@ -54,7 +54,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, speed: Speed) -> Estima
     """How long a step takes, or in a few words why there is no estimate."""
     config = plan.configs[stage.name]
     steps = preview.steps(config)
-    if preview.data is None:
+    if preview.counts is None:
         return "not known before the rows are read"
     if preview.tokens is None or steps is None:
         return "not known before the tokenizer is there"
@@ -92,8 +92,8 @@ class _Count:
     @property
     def held_out(self) -> int:
         """Held-out rows of a process."""
-        assert self.preview.data is not None
-        return -(-len(self.preview.data.eval) // self.workload.world)
+        assert self.preview.counts is not None
+        return -(-self.preview.counts.held_out // self.workload.world)
 
     def seconds(self, steps: int) -> float:
         """Of so many iterations and the evaluations beside them."""

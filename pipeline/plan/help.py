@@ -48,7 +48,10 @@ GROUPS = (
     Group(
         "training",
         "Training, in every step that runs; the steps' own settings win",
-        ("lr", "batch_size", "epochs", "lora", "quantize", "max_length", "seed", "save_every"),
+        (
+            *("lr", "batch_size", "epochs", "lora", "lora_variant", "quantize"),
+            *("max_length", "seed", "save_every"),
+        ),
     ),
     Group("plan", "Before it runs", ("dry_run", "plan", "plan_for", "check")),
     Group("deployment", "Where it runs", EVERYDAY),
@@ -81,6 +84,7 @@ EXAMPLES = (
     f"{TRAIN} --actor-model DIR --data-path pairs.jsonl --output-dir out --dry-run",
     f"{TRAIN} --actor-model 6.7b --plan auto --plan-for 8xA100-40GB",
     f"{TRAIN} --step 3 --output-dir out --ppo.max_steps 200 --ppo.kl_coef 0.1",
+    f"{TRAIN} --step 0 1 2 3 --actor-model DIR --pretrain.data.path c.tokens",
     f"{TRAIN} --method dpo",
     f"{TRAIN} --method ppo grpo rloo --output-dir out",
     f"{TRAIN} --deployment-type single_node --autotune run",
@@ -136,8 +140,8 @@ def _listed(group: Group) -> Iterator[str]:
     if group.key == GROUPS[0].key:
         yield from help_entry(
             "--config FILE ...",
-            "YAML files with these options and sections sft:, reward:, ppo:, preference:, methods:;"
-            " later files win, and the command line wins over files.",
+            "YAML files with these options and sections pretrain:, sft:, reward:, ppo:,"
+            " preference:, methods:; later files win, and the command line wins over files.",
         )
         yield from help_entry("--help [NAME ...]", "This; all; or a name listed below.")
 

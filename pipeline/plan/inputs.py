@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config import EMBEDDED, StepConfig
 from pipeline.data.sources import HUB_NAME, SUFFIXES, split_name
-from pipeline.errors import DataError, ModelError
+from pipeline.errors import DataError, ModelError, UserError
 from pipeline.installation import TRAIN
 from pipeline.plan.output import MARK, RESULT
 from pipeline.plan.request import Request
@@ -38,6 +38,7 @@ def check_inputs(
                 _check_model(_spelled(f"{stage.section}.{name}", path, request), path)
             elif maker.number >= stage.number or maker.number not in request.step:
                 _check_made(stage, maker, Path(path), request)
+        _check_corpus(stage, config)
         for name, paths in _data_paths(config):
             for path in paths:
                 _check_data(_spelled(f"{stage.section}.{name}", path, request), path)
@@ -63,9 +64,18 @@ def without_weight(path: str) -> str:
     return re.sub(r":\d+(\.\d+)?$", "", path)
 
 
+def _check_corpus(stage: Stage, config: StepConfig) -> None:
+    """As `StepConfig.check_corpus`; the sentence has the setting's full name."""
+    try:
+        config.check_corpus()
+    except UserError as error:
+        raise type(error)(f"{stage.section}.{error}") from None
+
+
 def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield "data.path", config.data.path
-    yield "data.eval_path", config.data.eval_path
+    if config.reads_dialogues:
+        yield "data.path", config.data.path
+        yield "data.eval_path", config.data.eval_path
     yield "ptx_data", getattr(config, "ptx_data", ())
     yield "eval_task_data", tuple(getattr(config, "eval_task_data", {}).values())
 

@@ -17,7 +17,7 @@ from pipeline.plan.output import RESULT, finished_steps, recorded_methods
 from pipeline.plan.plan import Plan
 from pipeline.plan.request import Request, given_rewards, parse_request
 from pipeline.plan.resolve import given_settings, step_configs, with_needed_steps
-from pipeline.plan.stage import Stage
+from pipeline.plan.stage import Stage, without_unchosen
 from pipeline.settings.build import Layer
 
 
@@ -36,7 +36,9 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     command_line = parse_request(argv, stages)
     request = command_line.request
     known, out = stages, request.output_dir
-    stages = side_by_side(known, request.method, recorded_methods(out, known))
+    left = {each.name for each in known if (out / each.name / RESULT).is_file()}
+    chosen_stages = without_unchosen(known, request.step, left)
+    stages = side_by_side(chosen_stages, request.method, recorded_methods(out, known))
     check_sections_run(command_line.overrides, given_rewards(request), stages, known)
     made = {each.number for each in stages if (out / each.name / RESULT).is_file()}
     command_line = replace(command_line, made=frozenset(made))

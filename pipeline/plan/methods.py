@@ -88,6 +88,11 @@ def check_sections_run(
     present = {stage.section for stage in stages}
     for stage in known:
         options = overrides.get(stage.section, ())
+        if options and stage.section not in present and stage.by_choice:
+            raise ConfigError(
+                f"--{stage.section}.{options[0][0]} is a setting of step {stage.number}, which runs"
+                f" only where it is named; add --step {stage.number}, or leave the setting away"
+            )
         if options and stage.section not in present:
             raise ConfigError(
                 f"--{stage.section}.{options[0][0]} is a setting of the methods"

@@ -45,6 +45,7 @@ MADE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.jinja", "README.md*", "actor/*", "critic/*", "ema/*", "adapter/*"),
     *("tensorboard/*", "wandb/*", ".writing-*/*", "checkpoints/*", "reward_cache/*", LOCK),
+    "tokens/*",
 )
 """Names of the files that steps make, for a step that ended before its files were recorded."""
 
@@ -274,14 +275,14 @@ def _difference(stage: Stage, directory: Path, config: StepConfig, request: Requ
 
     Of a step that is not to run only the settings count that all steps share.
     """
-    today = portable(plain(type(config)(output_dir=config.output_dir)))
-    recorded = with_defaults(_recorded(directory), today)
+    recorded = with_defaults(_recorded(directory), config)
     wanted = portable(plain(config))
     # A method decides many other settings: it is what the user would have to change.
     for name in sorted(recorded.keys() | wanted.keys(), key=lambda name: (name != "method", name)):
         role, _, field = name.rpartition(".")
         begins = field == "path" and stage.models.get(role) == BEFORE and role == stage.main_role
-        shared = name in SHARED or begins
+        own = not stage.config_class.reads_dialogues and name.startswith("data.")
+        shared = (name in SHARED and not own) or begins
         if stage.number not in request.step and not shared:
             continue
         there, here = recorded.get(name), wanted.get(name)

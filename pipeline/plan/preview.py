@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import EMBEDDED, DataConfig, RowColumns, StepConfig
+from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowCounts, StepConfig
 from pipeline.data.examples import Example
 from pipeline.data.stages import StageData, load_examples, of_one_kind
 from pipeline.errors import DataError
@@ -15,6 +15,8 @@ from pipeline.plan.inputs import is_local, without_weight
 from pipeline.plan.stage import Stage
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from pipeline.data.chat_format import ChatFormat
 
 SAMPLE = 128
@@ -43,7 +45,10 @@ class Preview:
     """What is known of a step's data before it begins."""
 
     data: StageData | None
-    """None where the rows were not read."""
+    """The rows; None where they were not read, and of a corpus."""
+
+    counts: RowCounts | None
+    """Of the rows; None where they are not known."""
 
     unread: str
     """Why they were not."""
@@ -57,16 +62,16 @@ class Preview:
         """Optimizer steps (in step 3 iterations of rollout and update); None is not known."""
         if config.max_steps is not None:
             return config.max_steps
-        if self.data is None:
+        if self.counts is None:
             return None
-        return math.ceil(config.epochs * len(self.data.train) / rows_of_a_step(config))
+        return math.ceil(config.epochs * self.counts.train / rows_of_a_step(config))
 
     def epochs(self, config: StepConfig) -> float | None:
         """Passes over the training rows."""
         steps = self.steps(config)
-        if steps is None or self.data is None:
+        if steps is None or self.counts is None:
             return None
-        return steps * rows_of_a_step(config) / len(self.data.train)
+        return steps * rows_of_a_step(config) / self.counts.train
 
 
 def rows_of_a_step(config: StepConfig) -> int:
@@ -85,13 +90,29 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     wanted += [(texts, 1, RowColumns(), None)] if texts is not None else []
     unread = _unread([path for data, *_ in wanted for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
-        return Preview(None, unread, 0.0)
+        return Preview(None, None, unread, 0.0)
     began = time.thread_time()
     first, *_ = [
         load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
         for data, step, kept, share in wanted
     ]
-    return Preview(of_one_kind(first, config), "", time.thread_time() - began)
+    data = of_one_kind(first, config)
+    counts = RowCounts(train=len(data.train), held_out=len(data.eval), notes=tuple(data.notes))
+    return Preview(data, counts, "", time.thread_time() - began)
+
+
+def count_corpus(config: StepConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Preview:
+    """What is known of the corpus of a step, with the tokenizer of its model.
+
+    Raises:
+        DataError: the corpus can't be used with it.
+    """
+    began = time.thread_time()
+    counts = config.count_rows(tokenizer)
+    seconds = time.thread_time() - began
+    if counts.unread:
+        return Preview(None, None, counts.unread, seconds)
+    return Preview(None, counts, "", seconds, Tokens(counts.tokens, 0.0, 0.0))
 
 
 def check_task_rows(config: StepConfig, *, downloads: bool) -> None:

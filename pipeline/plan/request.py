@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.cli import read_layers, split_options
-from pipeline.config import Quantize, check_split
+from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.errors import ConfigError, require
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.methods import check_sections
@@ -25,10 +25,11 @@ OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 class Request(Deployment, Autotuning):
     """The options of `train.py`."""
 
-    step: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+    step: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
     """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method; without it
-    all whose models are used: not step 2 where programs give the rewards or the method learns from
-    pairs, nor step 1 for orpo."""
+    all of these whose models are used: not step 2 where programs give the rewards or the method
+    learns from pairs, nor step 1 for orpo. And 0, continued pre-training on the texts of
+    --pretrain.data.path, before the others (docs/pretraining.md)."""
 
     method: tuple[str, ...] = ()
     """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
@@ -62,7 +63,7 @@ class Request(Deployment, Autotuning):
     it back to its last healthy checkpoint; none does not look (docs/guards.md)."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage of the actor in steps 1 and 3."""
+    """ZeRO stage of the actor in steps 0, 1 and 3."""
 
     reward_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the reward model in step 2 and of the critic in step 3."""
@@ -72,12 +73,13 @@ class Request(Deployment, Autotuning):
     --config, and the other options win over it; docs/deepspeed.md has its keys."""
 
     output_dir: Path = Path("output")
-    """Receives step1_sft, step2_reward, step3_ppo or step3_dpo, summary.json and report.html."""
+    """Receives step0_pretrain, step1_sft, step2_reward, step3_ppo or step3_dpo, summary.json and
+    report.html."""
 
     data_path: tuple[str, ...] = ()
     """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names,
     each with an optional @split and :weight. Without it, the embedded task for the embedded model,
-    Dahoas/rm-static for any other."""
+    Dahoas/rm-static for any other. Of step 0 by itself the texts, as --pretrain.data.path."""
 
     eval_path: tuple[str, ...] = ()
     """Rows for evaluation in all steps, as --data-path; prompts alone for step 3 are given with
@@ -101,9 +103,9 @@ class Request(Deployment, Autotuning):
     """Prompt + response, in tokens; without it 512."""
 
     lr: float | None = None
-    """Peak learning rate of the steps that run: --sft.model.optim.lr, --reward.model.optim.lr, and
-    in step 3 the actor's, --ppo.actor.optim.lr or --preference.model.optim.lr; the critic keeps its
-    own."""
+    """Peak learning rate of the steps that run: --pretrain.model.optim.lr, --sft.model.optim.lr,
+    --reward.model.optim.lr, and in step 3 the actor's, --ppo.actor.optim.lr or
+    --preference.model.optim.lr; the critic keeps its own."""
 
     batch_size: int | None = None
     """Sequences in an optimizer step of the steps that run: --sft.batch_size, --reward.batch_size
@@ -116,8 +118,10 @@ class Request(Deployment, Autotuning):
     --ppo.ppo_epochs."""
 
     lora: int | None = None
-    """Train adapters of this rank alone, in the steps that run: lora.rank of --sft.model,
-    --reward.model, --ppo.actor and --ppo.critic, or --preference.model."""
+    """Train adapters alone, of this rank (lora.rank of models that learn)."""
+
+    lora_variant: AdapterVariant | None = None
+    """Kind of these adapters (MODEL.lora.variant)."""
 
     quantize: Quantize | None = None
     """Store weights under adapters in 4 or 8 bits (MODEL.quantize)."""
@@ -161,10 +165,15 @@ class Request(Deployment, Autotuning):
     def __post_init__(self) -> None:
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)
-        require(bool(self.step), "--step names no step; give some of 1 2 3")
+        require(bool(self.step), "--step names no step; give some of 0 1 2 3")
         for name in ("lr", "batch_size", "epochs", "lora", "max_length"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.lora is not None or self.lora_variant is None,
+            f"--lora-variant {self.lora_variant} is a kind of adapters, and --lora gives none; add"
+            " --lora 16, or set the lora.variant of a model",
+        )
         if self.data_split is not None:
             check_split("data_split", self.data_split)
         require(
@@ -306,8 +315,8 @@ def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence
             below = any(name in setting.name.split(".")[1:] for setting in of_steps)
             if name not in known | sections and below:
                 raise ConfigError(
-                    f"{name} in {layer.origin} is a setting of the steps; put it below sft:,"
-                    " reward:, ppo: or preference:"
+                    f"{name} in {layer.origin} is a setting of the steps; put it below pretrain:,"
+                    " sft:, reward:, ppo: or preference:"
                 )
 
 

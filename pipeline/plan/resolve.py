@@ -151,10 +151,11 @@ def _built(
     chosen: Layer | None,
 ) -> StepConfig:
     """The settings of a step that takes its models from earlier ones as `handed_over` has it."""
+    own_corpus = not stage.config_class.reads_dialogues
     if _before(command_line, stages[0]) == EMBEDDED:
         base = _section(read_layers([str(EMBEDDED_PRESET)])[0], stage)
     else:
-        base = Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
+        base = NOTHING if own_corpus else Layer({"data": {"path": [DEFAULT_DATA]}}, "train.py")
     out = command_line.request.output_dir / stage.name
     overrides = _overrides(stage, command_line)
     below = [handed_over, base, chosen or NOTHING, *_from_files(stage, command_line)]
@@ -263,6 +264,11 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "format": request.format,
         "max_length": request.max_length,
     }
+    if not stage.config_class.reads_dialogues:
+        # Unless it runs by itself they speak of the rows of other steps.
+        alone = set(request.step) == {stage.number}
+        kept = ("path", "eval_path", "seed", "max_length") if alone else ()
+        data = {name: data[name] for name in kept}
     paths = {"actor": request.actor_model, "reward": request.reward_model}
     zero_stages = {"actor": request.actor_zero_stage, "reward": request.reward_zero_stage}
     earlier = [each for each in stages if each.number < stage.number]
@@ -300,8 +306,8 @@ def _short_forms(stage: Stage, command_line: CommandLine, below: Sequence[Layer]
         return NOTHING
     kinds = get_type_hints(stage.config_class)
     trained = [name for name, kind in kinds.items() if kind is TrainedModelConfig]
-    lora = None if request.lora is None else {"rank": request.lora}
-    of_model = _given({"lora": lora, "quantize": request.quantize})
+    lora = _given({"rank": request.lora, "variant": request.lora_variant})
+    of_model = _given({"lora": lora or None, "quantize": request.quantize})
     settings: dict[str, Any] = {role: dict(of_model) for role in trained if of_model}
     if request.lr is not None:  # the first is the one that the step is about
         settings.setdefault(trained[0], {})["optim"] = {"lr": request.lr}

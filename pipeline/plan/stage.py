@@ -1,7 +1,7 @@
 """What the orchestrator knows of a step."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeline.config import StepConfig
@@ -53,6 +53,10 @@ class Stage:
     own_directories: bool = False
     """Whether each method has a directory of its own where it runs alone, too."""
 
+    by_choice: bool = False
+    """Whether it runs only where `--step` names it; the models of steps after it then come from it.
+    """
+
     method: str | None = None
     """The method it runs, where several run side by side; each of them has such a stage."""
 
@@ -79,3 +83,30 @@ class Stage:
     def main_role(self) -> str:
         """The model that the step is about."""
         return next(iter(self.models))
+
+
+def without_unchosen(
+    stages: Sequence[Stage], numbers: Collection[int], made: Collection[str]
+) -> tuple[Stage, ...]:
+    """The stages but for those that run by choice alone and are neither chosen nor made.
+
+    Models that would come from one of them come from where its own does.
+
+    Args:
+        stages: all there are.
+        numbers: those that `--step` names.
+        made: names of those whose output is there.
+    """
+    left_out = {
+        stage.section: stage.models[stage.main_role]
+        for stage in stages
+        if stage.by_choice and stage.number not in numbers and stage.name not in made
+    }
+    return tuple(
+        replace(
+            stage,
+            models={role: left_out.get(origin, origin) for role, origin in stage.models.items()},
+        )
+        for stage in stages
+        if stage.section not in left_out
+    )

@@ -27,7 +27,11 @@ def model_to_talk_to(steps: Mapping[str, StepResult]) -> StepResult | None:
     first.
     """
     finished = [step for step in steps.values() if step.finished]
-    talking = [step for step in finished if step.has("win_rate") or step.has("perplexity_after")]
+    talking = [
+        step
+        for step in finished
+        if step.has("win_rate") or (step.has("perplexity_after") and not step.reads_texts)
+    ]
     if not talking:
         return None
     last = [step for step in talking if step.stage == talking[-1].stage]

@@ -53,7 +53,7 @@ def findings(results: Results) -> list[Finding]:
     found = [_by_verifier(results), _by_talk(results), _by_reward(results), _by_win_rate(results)]
     if results.methods:
         found = [_at_equal_kl(results), *_of_each_method(results), _by_talk(results)]
-    found += [*_of_preferences(results), _by_accuracy(results), _by_perplexity(results)]
+    found += [*_of_preferences(results), _by_accuracy(results), *_by_perplexity(results)]
     known = broken + [finding for finding in found if finding is not None] + ended
     return known or [Finding(None, _nothing_known(results))]
 
@@ -220,6 +220,7 @@ _ORDERED = {
     "ordinal": "puts {} of{} held-out rows in their class",
     "scalar": "puts {} of every two of{} held-out rows in the right order",
     "rankings": "puts {} of the pairs in{} held-out lists in the right order",
+    "steps": "judges {} of the steps of{} held-out responses as they are labelled",
 }
 """What accuracy counts, by kind of label."""
 
@@ -246,17 +247,21 @@ def _by_accuracy(results: Results) -> Finding | None:
     return Finding(verdict, sentence, f"95 % interval {percent(low)} to {percent(high)}")
 
 
-def _by_perplexity(results: Results) -> Finding | None:
-    step = results.evaluated_by("perplexity_after")
-    if step is None:
-        return None
-    before, after = step.number("perplexity_before"), step.number("perplexity_after")
-    if before is None or after is None:
-        return None
-    verb = "fell" if after < before else "rose"
-    rows = step.number("rows")
-    among = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
-    return Finding(
-        "better" if after < before else "worse",
-        f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
-    )
+def _by_perplexity(results: Results) -> Iterator[Finding]:
+    """Of held-out answers, and of held-out texts where a step learned from such."""
+    steps = [step for step in results.steps.values() if step.has("perplexity_after")]
+    for reads_texts in (False, True):
+        step = next((each for each in reversed(steps) if each.reads_texts is reads_texts), None)
+        before = step.number("perplexity_before") if step else None
+        after = step.number("perplexity_after") if step else None
+        if step is None or before is None or after is None:
+            continue
+        verb = "fell" if after < before else "rose"
+        rows, tokens = step.number("rows"), step.number("held_out_tokens")
+        among = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
+        if tokens:
+            among = f"{tokens:,.0f} tokens of held-out texts"
+        yield Finding(
+            "better" if after < before else "worse",
+            f"Perplexity on {among} {verb} from {plain(before)} to {plain(after)}",
+        )

@@ -59,6 +59,11 @@ class StepResult:
         return figure in self.eval
 
     @property
+    def reads_texts(self) -> bool:
+        """Whether it learned from texts, which teach no answers."""
+        return self.has("held_out_tokens")
+
+    @property
     def method(self) -> str:
         """How it learned: `ppo`; of a step that knows no methods the end of its name."""
         method = self.settings.get("method")

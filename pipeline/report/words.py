@@ -9,6 +9,7 @@ BASE = "base"
 
 TITLES = {
     BASE: "Base",
+    "pretrain": "Continued pre-training",
     "sft": "Supervised fine-tuning",
     "reward": "Reward model",
     "dr_grpo": "Dr. GRPO",

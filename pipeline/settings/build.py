@@ -21,6 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 from pipeline.errors import ConfigError
 from pipeline.settings.describe import (
     did_you_mean,
+    fields_of,
     items_class,
     list_of_word,
     list_settings,
@@ -123,7 +124,8 @@ def _parser(config_class: type) -> ArgumentParser:
 def _type_of(config_class: type, name: str) -> object:
     """The type of the setting `name`; None where there is no such setting."""
     head, _, rest = name.partition(".")
-    kind = typing.get_type_hints(config_class).get(head)
+    hints = typing.get_type_hints(config_class)
+    kind = {field.name: hints[field.name] for field in fields_of(config_class)}.get(head)
     if kind is None or not rest:
         return kind
     inner = section_class(kind)
@@ -209,7 +211,7 @@ def _instantiate(config_class: type[C], values: Namespace, path: str) -> C:
     """The dataclass; a ConfigError names the setting by its full dotted path."""
     hints = typing.get_type_hints(config_class)
     arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(config_class):  # pyright: ignore[reportArgumentType]
+    for field in fields_of(config_class):
         value = values[field.name]
         inner = section_class(hints[field.name])
         if inner is not None and isinstance(value, Namespace):

@@ -37,7 +37,7 @@ def list_settings(
     """
     hints = typing.get_type_hints(config_class)
     descriptions = _descriptions(config_class)
-    for field in dataclasses.fields(config_class):
+    for field in fields_of(config_class):
         name, kind = prefix + field.name, hints[field.name]
         default = _default(field) if instance is None else getattr(instance, field.name)
         inner = section_class(kind)
@@ -47,6 +47,11 @@ def list_settings(
             yield from list_settings(inner, f"{name}.", default)
 
 
+def fields_of(config_class: type) -> list[dataclasses.Field[Any]]:
+    """The fields that can be set: a class may fix some that its base has (`init=False`)."""
+    return [field for field in dataclasses.fields(config_class) if field.init]
+
+
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """The sections of a dataclass of settings, with what each is about.
 
@@ -54,7 +59,7 @@ def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """
     descriptions = _descriptions(config_class)
     hints = typing.get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):
+    for field in fields_of(config_class):
         inner = section_class(hints[field.name])
         if inner is not None:
             summary = (inner.__doc__ or "").strip().splitlines()[0]

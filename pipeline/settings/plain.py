@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.settings.describe import items_class, list_settings, without_none
+from pipeline.settings.describe import fields_of, items_class, list_settings, without_none
 
 Option = tuple[str, list[str]]
 """A name without its dashes, and the words that follow it: ("data.path", ["a", "b"])."""
@@ -18,7 +18,7 @@ Option = tuple[str, list[str]]
 def plain(value: object) -> Any:  # noqa: ANN401
     """Dataclasses, tuples and paths as the mappings, lists and strings that YAML has."""
     if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields_of(type(value))}
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
@@ -102,11 +102,30 @@ def portable(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: relative(name, value) for name, value in flat.items()}
 
 
-def with_defaults(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def defaults(config: object, given: object = None) -> dict[str, Any]:
+    """The default of each setting of a dataclass, as plain values.
+
+    An optional section that the dataclass has, and that is null by default, has its class's own.
+    `given` is what the dataclass is by default, where a section's user decides that.
+    """
+    usual = type(config)() if given is None else given
+    result: dict[str, Any] = {}
+    for each in fields_of(type(config)):
+        value, default = getattr(config, each.name), getattr(usual, each.name)
+        if dataclasses.is_dataclass(value):
+            alike = default if type(default) is type(value) else None
+            result[each.name] = defaults(value, alike)
+        else:
+            result[each.name] = plain(default)
+    return result
+
+
+def with_defaults(recorded: Mapping[str, Any], config: object) -> dict[str, Any]:
     """Recorded settings, by dotted name, with today's default of those that did not exist then.
 
-    A section that is recorded with another shape, as null or empty where today's default has names
-    in it or the other way round, stays as it was recorded.
+    `config` is today's dataclass, with the sections that this run has. A section that is recorded
+    with another shape, as null or empty where today's default has names in it or the other way
+    round, stays as it was recorded.
     """
 
     def is_recorded(name: str) -> bool:
@@ -115,5 +134,6 @@ def with_defaults(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
             for each in recorded
         )
 
-    added = {name: value for name, value in defaults.items() if not is_recorded(name)}
+    usual = portable(defaults(config))
+    added = {name: value for name, value in usual.items() if not is_recorded(name)}
     return {**recorded, **added}

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from pipeline import faults
 from pipeline.cli import run_main, write_config
-from pipeline.config import DataConfig, LoraConfig, StepConfig
+from pipeline.config import DataConfig, LoraConfig, StepConfig, TextDataConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import newest
 from pipeline.logs import configure_logging
@@ -32,9 +32,10 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.watchdog.process import watching
+from step0_pretrain.config import PretrainConfig
 from tests.distributed import PROCESSES
 from tests.step3_ppo.toy import save_models
-from tests.test_resume import CONFIGS, exported, metrics, run, saved, settings
+from tests.test_resume import COMMON, CONFIGS, exported, metrics, run, saved, settings, trained
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,9 +59,20 @@ def make_start(directory: Path) -> None:
         for _ in range(ROWS):
             row = {name: sentence() for name in ("prompt", "chosen", "rejected")}
             file.write(json.dumps(row) + "\n")
+    texts = [" ".join(sentence() for _ in range(draw.randint(1, 20))) for _ in range(ROWS)]
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (directory / TEXTS).write_text("".join(lines))
 
 
-DATA = "rows.jsonl"
+DATA, TEXTS = "rows.jsonl", "texts.jsonl"
+
+
+def pretrain(start: Path, **changes: Any) -> PretrainConfig:
+    common = {name: value for name, value in COMMON.items() if name != "data"}
+    return PretrainConfig(output_dir=start, model=trained(start / "actor", **changes), **common)
+
+
+JOBS = {**CONFIGS, "pretrain": pretrain}
 
 
 def small(start: Path, step: str, **changes: Any) -> Any:
@@ -68,12 +80,14 @@ def small(start: Path, step: str, **changes: Any) -> Any:
 
     It saves after every step and keeps everything, so that what another run saves can be compared.
     """
-    data = DataConfig(path=(str(start / DATA),), max_eval_rows=6, max_length=64)
+    data: DataConfig = DataConfig(path=(str(start / DATA),), max_eval_rows=6, max_length=64)
+    if step == "pretrain":
+        data = TextDataConfig(path=(str(start / TEXTS),), max_eval_rows=6, max_length=64)
     model: dict[str, Any] = {"zero_stage": 3, "precision": "fp16"}
     if step != "ppo":  # where dropout would break the ratio
         model["lora"] = LoraConfig(rank=2, dropout=0.1)
     common = {"max_steps": 8, "save_every": 1, "keep_last": 1000, "eval_every": 4}
-    return replace(CONFIGS[step](start, **model), **{"data": data, **common, **changes})
+    return replace(JOBS[step](start, **model), **{"data": data, **common, **changes})
 
 
 class Forked:
@@ -224,7 +238,12 @@ def step_words(config: StepConfig, *, processes: int | None = 2) -> list[str]:
     """The command line of a step; its settings are written beside its output."""
     file = config.output_dir.with_name(f"{config.output_dir.name}.yaml")
     write_config(config, file)
-    modules = {"SFTConfig": "step1_sft", "RewardConfig": "step2_reward", "PPOConfig": "step3_ppo"}
+    modules = {
+        "PretrainConfig": "step0_pretrain",
+        "SFTConfig": "step1_sft",
+        "RewardConfig": "step2_reward",
+        "PPOConfig": "step3_ppo",
+    }
     words = ["-m", f"{modules[type(config).__name__]}.train", "--config", str(file)]
     if processes is None:
         return words

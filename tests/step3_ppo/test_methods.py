@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from step3_ppo.config import PPOConfig
+from step3_ppo.experience import Experience, Rollout
 from step3_ppo.policy_losses import LOSSES
-from step3_ppo.rollout import Experience, Rollout, compute_advantages
+from step3_ppo.rollout import compute_advantages
 from step3_ppo.statistics import rollout_statistics
 from tests.step3_ppo.toy import (
     ALL,

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from inference.generation import Response
 from pipeline.config import LoraConfig
+from step3_ppo.experience import Experience
 from step3_ppo.models import Models
 from step3_ppo.off_policy import OffPolicyError, check_rollout_gap
 from step3_ppo.rollout import (
-    Experience,
     compute_advantages,
     generate_responses,
     global_moments,

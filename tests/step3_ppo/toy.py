@@ -13,14 +13,10 @@ from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
 from step3_ppo.config import PPOConfig
+from step3_ppo.experience import Rollout
 from step3_ppo.models import Models, load_models
 from step3_ppo.ptx import PtxStream
-from step3_ppo.rollout import (
-    Rollout,
-    compute_advantages,
-    generate_responses,
-    score_responses,
-)
+from step3_ppo.rollout import compute_advantages, generate_responses, score_responses
 from step3_ppo.scoring import reward_of
 from step3_ppo.update import Update, update_minibatch
 from tests.families import tiny_causal_lm, tiny_classifier

@@ -1,13 +1,14 @@
 """A piece of the corpus as tokens: what a worker does, alone."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.store.pieces import BOM, Piece, lines_of
+from pipeline.data.store.pieces import BOM, Piece, lines_of, text_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -71,11 +72,10 @@ def encode_piece(tokenizer: "Tokenizer", piece: Piece, rows: Rows) -> Encoded:
             lengths.append(len(document))
         texts.clear()
 
-    for number, line in enumerate(lines_of(piece, rows.max_row), 1):
-        text = read_text(line.removeprefix(BOM) if _is_first(piece, number) else line, rows)
+    for number, (size, text) in enumerate(_texts(piece, rows), 1):
         if isinstance(text, str):
             texts.append(text)
-            waiting += len(line)
+            waiting += size
         elif text is not None:
             bad.append((number - 1, text.reason))
         if waiting >= BATCH_BYTES:
@@ -91,6 +91,27 @@ class BadRow:
     """A row that can't be used."""
 
     reason: str
+
+
+def _texts(piece: Piece, rows: Rows) -> Iterator[tuple[int, str | BadRow | None]]:
+    """Bytes and text of each row; of a file that is one text, of that."""
+    if piece.is_text:
+        content = text_of(piece, rows.max_row)
+        yield len(content), whole_text(content, rows)
+        return
+    for number, line in enumerate(lines_of(piece, rows.max_row), 1):
+        first = piece.begin == 0 and number == 1
+        yield len(line), read_text(line.removeprefix(BOM) if first else line, rows)
+
+
+def whole_text(content: bytes, rows: Rows) -> str | BadRow | None:
+    """The text of a file that is one; None of an empty one."""
+    if len(content) > rows.max_row:
+        return BadRow(f"it is longer than --max-row, {rows.max_row:,} bytes")
+    try:
+        return content.removeprefix(BOM).decode("utf-8") or None
+    except UnicodeDecodeError as error:
+        return BadRow(f"it is no UTF-8 at byte {error.start}")
 
 
 def read_text(line: bytes, rows: Rows) -> str | BadRow | None:
@@ -123,10 +144,6 @@ def _text_of(row: object, field: str) -> str | BadRow:
     except UnicodeEncodeError as error:
         return BadRow(f"its text has half a surrogate pair at character {error.start}")
     return text
-
-
-def _is_first(piece: Piece, number: int) -> bool:
-    return piece.begin == 0 and number == 1
 
 
 def _kind(value: object) -> str:

@@ -2,7 +2,7 @@
 
 A plain file is cut at multiples of `PIECE_BYTES`: a piece has the lines that begin within it, and
 is read by whoever works on it. A `.gz` can only be read from its beginning, so its pieces carry
-their lines.
+their lines. A `.txt` is one piece: one text.
 """
 
 import gzip
@@ -16,6 +16,8 @@ from pipeline.errors import DataError
 
 PIECE_BYTES = 4 * 2**20
 BOM = b"\xef\xbb\xbf"
+TEXT = ".txt"
+"""How names of files end that are one text each."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Piece:
 
     is_last: bool
     """Whether it is the last of its file."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a whole file that is one text, not rows."""
+        return self.path.suffix == TEXT
 
 
 def cut(files: list[Path], max_row: int, *, skip: int = 0) -> Iterator[Piece]:
@@ -73,11 +80,27 @@ def lines_of(piece: Piece, max_row: int) -> Iterator[bytes]:
         raise DataError(f"{piece.path} can't be read: {error.strerror or error}") from error
 
 
+def text_of(piece: Piece, max_row: int) -> bytes:
+    """A file that is one text, cut to `max_row + 1` bytes.
+
+    Raises:
+        DataError: the file can't be read.
+    """
+    try:
+        with piece.path.open("rb") as file:
+            return file.read(max_row + 1)
+    except OSError as error:
+        raise DataError(f"{piece.path} can't be read: {error.strerror or error}") from error
+
+
 def _of_file(index: int, path: Path, max_row: int) -> Iterator[Piece]:
     if path.suffix == ".gz":
         yield from _of_gzip(index, path, max_row)
         return
     size = path.stat().st_size
+    if path.suffix == TEXT:
+        yield Piece(index, path, 0, size, None, True)
+        return
     for begin in range(0, size, PIECE_BYTES):
         end = min(begin + PIECE_BYTES, size)
         yield Piece(index, path, begin, end, None, end == size)

@@ -2,6 +2,7 @@
 
 import mmap
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,23 @@ class TokenFile:
         begin = self.layout.ends_begin
         self._check_bytes(begin + END_BYTES * start, begin + END_BYTES * end)
         return self._ends[start:end]
+
+    def document_at(self, token: int) -> int:
+        """The number of the document that a token lies in; of those after the last, `documents`.
+
+        Raises:
+            DataError: a block of the ends that is looked at is damaged.
+        """
+
+        def end(document: int) -> int:
+            return int(self.ends(document, document + 1)[0])
+
+        return bisect_right(range(self.documents), token, key=end)
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the CRCs of its blocks: tells one content from another."""
+        return zlib.crc32(self._crcs.tobytes())
 
     def damaged_blocks(self) -> Iterator[int]:
         """Numbers of the blocks whose bytes differ from their CRC; reads all of the file once."""

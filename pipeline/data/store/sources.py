@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.errors import DataError
 
-SUFFIXES = (".jsonl", ".jsonl.gz")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".txt")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _source(path: Path) -> SourceFile:
     if path.is_dir():
         raise DataError(f"{path} is a directory; name its files, as in '{path}/*.jsonl'")
     if not path.name.endswith(SUFFIXES):
-        raise DataError(f"{path} is no .jsonl or .jsonl.gz file, which are all that can be packed")
+        raise DataError(f"{path} is none of what can be packed: {', '.join(SUFFIXES)}")
     try:
         stat = path.stat()
         path.open("rb").close()

@@ -135,7 +135,7 @@ class FusedGradLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, largest, total = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         matrix_learns = wanted[1] or wanted[2]
-        same = not matrix_learns or torch.equal(grad, grad[:1].expand_as(grad))
+        same = not matrix_learns or _is_uniform(grad)
         if ctx.ahead is None or not same:
             return *_gradients(
                 (hidden, weight, bias),
@@ -155,6 +155,17 @@ class FusedGradLogprobs(torch.autograd.Function):
             for each in (of_weight, of_bias)
         )
         return of_hidden, of_weight, of_bias, *[None] * 3
+
+
+def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
+    """Whether all are one number; on a GPU nobody waits for the answer: a no ends the process."""
+    first = grad[:1]
+    if not grad.is_cuda:
+        return torch.equal(grad, first.expand_as(grad))
+    same = (grad == first) | (grad.isnan() & first.isnan())
+    sentence = "the tokens of a pass that is `uniform` have other gradients"
+    torch.ops.aten._assert_async.msg(same.all(), sentence)  # noqa: SLF001
+    return True
 
 
 def _gradients(

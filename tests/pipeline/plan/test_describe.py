@@ -18,7 +18,7 @@ from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.run import changed_settings
 from pipeline.settings.plain import as_options
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -49,8 +49,8 @@ def dry_run(cwd: Path, *argv: str) -> str:
     ],
 )
 def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[str, ...]) -> None:
-    said = parse_request(["--sft.eval_every", "2", *argv], STAGES)
-    for config in step_configs(said, STAGES).values():
+    said = parse_request(["--sft.eval_every", "2", *argv], THREE_STEPS)
+    for config in step_configs(said, THREE_STEPS).values():
         words = [word for name, each in as_options(config) for word in (f"--{name}", *each)]
 
         assert parse_step(type(config), words) == config
@@ -58,8 +58,8 @@ def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[st
 
 def test_a_plan_names_the_method_and_says_nothing_of_a_critic_that_it_lacks(tmp_path: Path) -> None:
     options = ["--output-dir", str(tmp_path / "out"), "--ppo.critic.zero_stage", "2"]
-    with_critic = describe_plan(make_plan(options, STAGES))
-    without = describe_plan(make_plan([*options, "--method", "rloo"], STAGES))
+    with_critic = describe_plan(make_plan(options, THREE_STEPS))
+    without = describe_plan(make_plan([*options, "--method", "rloo"], THREE_STEPS))
 
     assert "  method     ppo: one response to each prompt\n" in with_critic
     assert "--critic.path" in with_critic
@@ -69,7 +69,9 @@ def test_a_plan_names_the_method_and_says_nothing_of_a_critic_that_it_lacks(tmp_
 
 
 def test_a_steps_changed_settings_have_none_of_a_critic_that_it_lacks() -> None:
-    config = step_configs(parse_request(["--method", "dapo"], STAGES), STAGES)["step3_ppo"]
+    config = step_configs(parse_request(["--method", "dapo"], THREE_STEPS), THREE_STEPS)[
+        "step3_ppo"
+    ]
 
     changed = changed_settings(config)
 

@@ -7,12 +7,12 @@ from pipeline.plan.inputs import check_inputs, is_local, without_weight
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 
 def check(*argv: str) -> None:
-    said = parse_request(argv, STAGES)
-    stages = side_by_side(STAGES, said.request.method)
+    said = parse_request(argv, THREE_STEPS)
+    stages = side_by_side(THREE_STEPS, said.request.method)
     check_inputs(said.request, stages, step_configs(said, stages))
 
 

@@ -15,12 +15,12 @@ from pipeline.plan.output import (
 )
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 
 def finished(out: Path, *argv: str) -> set[str]:
-    said = parse_request(["--output-dir", str(out), *argv], STAGES)
-    return finished_steps(said.request, STAGES, step_configs(said, STAGES))
+    said = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
+    return finished_steps(said.request, THREE_STEPS, step_configs(said, THREE_STEPS))
 
 
 def complaint(out: Path, *argv: str) -> str:
@@ -31,9 +31,9 @@ def complaint(out: Path, *argv: str) -> str:
 
 def run_step(out: Path, number: int, *argv: str, done: bool = True) -> Path:
     """What a step leaves: settings, a metrics file and, where it is done, a result."""
-    said = parse_request(["--output-dir", str(out), *argv], STAGES)
-    name = STAGES[number - 1].name
-    write_config(step_configs(said, STAGES)[name], out / name / "config.yaml")
+    said = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
+    name = THREE_STEPS[number - 1].name
+    write_config(step_configs(said, THREE_STEPS)[name], out / name / "config.yaml")
     (out / name / "metrics.jsonl").write_text("{}\n")
     if done:
         (out / name / "result.json").write_text('{"seconds": 2.5}')
@@ -71,6 +71,18 @@ def test_a_setting_that_did_not_exist_then_had_the_effect_of_its_default(tmp_pat
     assert finished(tmp_path, "--resume") == {"step1_sft"}
     assert "sft.keep_best True where this run has False" in complaint(
         tmp_path, "--resume", "--sft.keep_best", "false"
+    )
+
+
+def test_so_had_one_of_an_optional_section(tmp_path: Path) -> None:
+    adapters = ("--sft.model.lora.rank", "4")
+    recorded = run_step(tmp_path, 1, *adapters) / "config.yaml"
+    older = [line for line in recorded.read_text().splitlines() if "variant:" not in line]
+    recorded.write_text("\n".join(older))
+
+    assert finished(tmp_path, "--resume", *adapters) == {"step1_sft"}
+    assert "sft.model.lora.variant lora where this run has rslora" in complaint(
+        tmp_path, "--resume", *adapters, "--sft.model.lora.variant", "rslora"
     )
 
 

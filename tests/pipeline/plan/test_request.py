@@ -63,6 +63,7 @@ def test_dotted_options_are_set_apart_by_step() -> None:
     said = parse_request(["--ppo.kl_coef", "0.1", "--sft.data.path", "a", "b"], STAGES)
 
     assert said.overrides == {
+        "pretrain": (),
         "sft": (("data.path", ["a", "b"]),),
         "reward": (),
         "ppo": (("kl_coef", ["0.1"]),),
@@ -73,7 +74,7 @@ def test_dotted_options_are_set_apart_by_step() -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--step 4", "--step must be one of 1, 2, 3, got 4"),
+        ("--step 4", "--step must be one of 0, 1, 2, 3, got 4"),
         ("--step", "--step takes at least one value, got none"),
         ("--seed x", "--seed must be a whole number or null, got x"),
         ("--kl_coef 1", "there is no option --kl-coef; did you mean --ppo.kl_coef?"),
@@ -102,7 +103,7 @@ def test_what_is_wrong_is_one_sentence_that_names_the_option(argv: str, sentence
     [
         (
             "model: {path: a}",
-            "model in {} is a setting of the steps; put it below sft:, reward:, ppo:",
+            "model in {} is a setting of the steps; put it below pretrain:, sft:, reward:,",
         ),
         ("sft: 3", "sft in {} holds no settings: 3"),
         ("seeed: 3", "there is no setting seeed in {}; did you mean seed?"),

@@ -11,11 +11,11 @@ from pipeline.plan.resolve import EMBEDDED_PRESET, step_configs
 from pipeline.settings.plain import flatten, plain
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 
 def resolved(*argv: str, world: int = 1) -> dict[str, StepConfig]:
-    return step_configs(parse_request(argv, STAGES), STAGES, world=world)
+    return step_configs(parse_request(argv, THREE_STEPS), THREE_STEPS, world=world)
 
 
 def settings(*argv: str, world: int = 1) -> dict[str, dict[str, object]]:
@@ -104,7 +104,7 @@ def test_the_help_of_method_names_every_one(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         parse_step(PPOConfig, ["--help", "method"])
     of_step = capsys.readouterr().out
-    of_train = train_help(STAGES, ["method"])
+    of_train = train_help(THREE_STEPS, ["method"])
 
     assert not [name for name in METHODS if name not in of_step or name not in of_train]
 
@@ -130,7 +130,7 @@ def test_the_embedded_preset_applies_to_the_embedded_model_alone(tmp_path: Path)
     assert own[0]["step1_sft"]["data.path"] == ["Dahoas/rm-static"]
 
 
-SECTIONS = {stage.name: stage.section for stage in STAGES}
+SECTIONS = {stage.name: stage.section for stage in THREE_STEPS}
 
 
 def test_handed_over_models_can_be_overridden() -> None:

@@ -8,12 +8,12 @@ from pipeline.errors import ConfigError
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import OPT_SIZES, parse_request
 from pipeline.plan.resolve import step_configs
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 
 def configs(*argv: str) -> dict[str, Any]:
-    command_line = parse_request(argv, STAGES)
-    stages = side_by_side(STAGES, command_line.request.method)
+    command_line = parse_request(argv, THREE_STEPS)
+    stages = side_by_side(THREE_STEPS, command_line.request.method)
     resolved: dict[str, StepConfig] = step_configs(command_line, stages)
     return dict(zip(("sft", "reward", "ppo"), resolved.values(), strict=True))
 
@@ -63,6 +63,14 @@ def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
     assert given["ppo"].actor.optim.lr == 1e-3
 
 
+def test_lora_variant_is_the_kind_of_those_adapters() -> None:
+    given = configs("--lora", "4", "--lora-variant", "dora", "--ppo.critic.lora.variant", "lora")
+    models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
+
+    assert [model.lora.variant for model in models] == ["dora", "dora", "dora", "lora"]
+    assert {model.lora.rank for model in models} == {4}
+
+
 def test_quantize_stores_the_weights_under_the_adapters_of_every_model_that_learns() -> None:
     given = configs("--lora", "4", "--quantize", "nf4", "--ppo.critic.quantize", "int8")
     models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
@@ -98,13 +106,18 @@ def test_short_forms_are_for_the_steps_that_run() -> None:
         ("--epochs -1", "--epochs must be above 0, got -1.0"),
         ("--lora 0", "--lora must be above 0, got 0"),
         ("--lora", "--lora takes one value, got none"),
+        ("--lora-variant dora", "--lora-variant dora is a kind of adapters, and --lora gives none"),
+        (
+            "--lora 4 --lora-variant vera",
+            "--lora-variant must be one of 'lora', 'rslora', 'dora', 'pissa', 'olora' or null, got",
+        ),
         ("--quantize nf3", "--quantize must be one of 'none', 'nf4', 'int8' or null, got nf3"),
         ("--data-split -1,4,4", "--data-split needs three proportions of 0 or more that are not"),
     ],
 )
 def test_a_short_form_that_cant_be_is_named_as_it_was_typed(argv: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse_request(argv.split(), STAGES)
+        parse_request(argv.split(), THREE_STEPS)
 
     assert str(error.value).startswith(sentence)
 
@@ -114,7 +127,9 @@ def test_the_sizes_of_deepspeed_chat_are_models_of_opt(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for size in OPT_SIZES:
-        request = parse_request(["--actor-model", size, "--reward-model", size], STAGES).request
+        request = parse_request(
+            ["--actor-model", size, "--reward-model", size], THREE_STEPS
+        ).request
         assert (request.actor_model, request.reward_model) == (f"facebook/opt-{size}",) * 2
 
     given = configs("--actor-model", "1.3B", "--reward-model", "350m")

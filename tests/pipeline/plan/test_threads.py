@@ -9,12 +9,12 @@ from pipeline.launch.environment import PASSED_ON
 from pipeline.plan.methods import side_by_side
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 
 def threads(*words: str, out: Path) -> list[int | None]:
-    said = parse_request(["--output-dir", str(out), *words], STAGES)
-    stages = side_by_side(STAGES, said.request.method)
+    said = parse_request(["--output-dir", str(out), *words], THREE_STEPS)
+    stages = side_by_side(THREE_STEPS, said.request.method)
     return [each.threads for each in step_configs(said, stages).values()]
 
 

@@ -8,7 +8,7 @@ from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.settings.file import read_settings
 from step1_sft.config import SFTConfig
-from train import STAGES
+from tests.pipeline.stages import THREE_STEPS
 
 SENTENCES = (
     ("a: [", "--config {} is not valid YAML in line 1: a bracket or a value is missing at the end"),
@@ -92,7 +92,7 @@ def test_what_the_command_line_says_is_not_blamed_on_a_file(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("step: 4", "step in {} must be one of 1, 2, 3, got 4"),
+        ("step: 4", "step in {} must be one of 0, 1, 2, 3, got 4"),
         ("seed: x", "seed in {} must be a whole number or null, got x"),
         ("batch_size: 0", "batch_size in {} must be above 0, got 0"),
         ("sft: {epochs: -1}", "sft.epochs in {} must be above 0, got -1.0"),
@@ -104,7 +104,7 @@ def test_train_names_the_file_of_a_wrong_value(tmp_path: Path, text: str, senten
     file.write_text(text)
 
     with pytest.raises(ConfigError) as error:
-        step_configs(parse_request(["--config", str(file)], STAGES), STAGES)
+        step_configs(parse_request(["--config", str(file)], THREE_STEPS), THREE_STEPS)
 
     assert str(error.value) == sentence.format(file)
 
@@ -112,4 +112,4 @@ def test_train_names_the_file_of_a_wrong_value(tmp_path: Path, text: str, senten
 def test_one_step_in_a_file_is_a_list_of_one(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("step: 2\n")
 
-    assert parse_request(["--config", str(tmp_path / "my.yaml")], STAGES).request.step == (2,)
+    assert parse_request(["--config", str(tmp_path / "my.yaml")], THREE_STEPS).request.step == (2,)

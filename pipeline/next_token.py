@@ -1,0 +1,108 @@
+"""Learning to predict the next token: the loss, an optimizer step, and how well it is predicted."""
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from pipeline.data.batches import TokenBatch
+from pipeline.engine.engine import Engine
+from pipeline.models.trained import evaluating
+from pipeline.offline import Training
+from pipeline.run import AtPeak, Run
+from pipeline.scalars import read_scalars
+
+logger = logging.getLogger(__name__)
+
+
+def next_token_nll(logprobs: Float[Tensor, " K"]) -> Float[Tensor, ""]:
+    """Summed negative log-likelihood of K target tokens, in nats.
+
+    A sum, not a mean: the caller divides by the token count of the whole optimizer step, so that
+    micro-batches and processes of unequal length weigh every token the same.
+    """
+    return -logprobs.sum()
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the rows of an optimizer step, over all processes."""
+
+    tokens: int
+
+    targets: int
+    """Tokens whose prediction is learned."""
+
+    at_peak: AtPeak
+
+
+def learn(
+    engine: Engine, batches: Iterable[TokenBatch], size: Size, run: Run, *, step: int
+) -> None:
+    """Take one optimizer step on this process's micro-batches, and log it."""
+    losses: list[Tensor] = []
+    targets = max(1, size.targets)
+    for batch in batches:
+        loss = next_token_nll(engine(batch, uniform=True).logprobs)
+        engine.backward(loss / targets)
+        losses.append(loss.detach())
+    result = engine.step()
+    run.log(
+        step,
+        size.at_peak,
+        tokens=size.tokens,
+        loss=run.mesh.data.sum(sum(read_scalars(losses))) / targets,
+        lr=result.lr,
+        grad_norm=result.grad_norm,
+        skipped=int(result.skipped),
+    )
+
+
+def perplexity(engine: Engine, batches: Iterable[TokenBatch]) -> float:
+    """Exp of the mean negative log-likelihood of all target tokens; of this process's batches."""
+    losses: list[Tensor] = []
+    num_targets = 0
+    with evaluating(engine.model):
+        for batch in batches:
+            losses.append(next_token_nll(engine(batch).logprobs))
+            num_targets += batch.num_targets
+    total_nll, total_targets = engine.group.sums([sum(read_scalars(losses)), num_targets])
+    return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The weights that were exported, and how they do."""
+
+    perplexity: float
+
+    step: int
+    """After which they were so."""
+
+    is_last: bool
+    """Whether they are those of the last evaluation."""
+
+
+def export_best(training: Training[Any, Any, Any]) -> Outcome:
+    """Export the best weights, or the last where none are kept."""
+    best = training.best
+    restored = best.restore()
+    training.export()
+    after, step = (best.value, best.step) if restored else (best.last, best.last_step)
+    return Outcome(after, step, is_last=not restored or best.step == best.last_step)
+
+
+def warn_unless_better(training: Training[Any, Any, Any], outcome: Outcome, before: float) -> None:
+    """Say so where no evaluation was better than that of the model before training."""
+    if outcome.step == 0:
+        logger.warning(
+            "no evaluation was better than the model before training (perplexity %.4g, in the"
+            " end %.4g), whose weights are exported: lower model.optim.lr, now %g",
+            before,
+            training.best.last,
+            training.config.model.optim.lr,
+        )

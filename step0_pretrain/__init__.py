@@ -1,0 +1,1 @@
+"""Step 0: continued pre-training on text."""

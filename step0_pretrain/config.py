@@ -1,0 +1,80 @@
+"""Settings of step 0."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pipeline.config import (
+    EMBEDDED,
+    ModelUse,
+    OptimConfig,
+    RowCounts,
+    RowStepConfig,
+    TextDataConfig,
+    TrainedModelConfig,
+    Workload,
+)
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(RowStepConfig):
+    """Step 0: continued pre-training on text, every token of which is learned."""
+
+    reads_dialogues: ClassVar[bool] = False
+
+    output_dir: Path = Path("output/step0_pretrain")
+
+    data: TextDataConfig = field(default_factory=TextDataConfig)
+
+    model: TrainedModelConfig = field(
+        default_factory=lambda: TrainedModelConfig(
+            path=EMBEDDED, optim=OptimConfig(lr=5e-5, weight_decay=0.1)
+        )
+    )
+
+    warm_start: Path | None = None
+    """Directory of an earlier run of this step, whose newest checkpoint gives the weights and the
+    optimizer's state, onto other data, lengths or batches; null begins with the weights of
+    `model.path` alone."""
+
+    def workload(self, world: int) -> Workload:
+        """One language model learns from whole rows."""
+        return Workload(
+            world=world,
+            models=(ModelUse(role="model", settings=self.model, keeps_best=self.keep_best),),
+            iteration_rows=self.batch_size,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            length=self.data.max_length,
+            targets=self.data.max_length - 1,
+            uniform=True,
+        )
+
+    def check_corpus(self) -> None:
+        """Whether the data paths name what a corpus can be, and `warm_start` a run's directory.
+
+        Raises:
+            DataError, ConfigError: they do not.
+        """
+        from step0_pretrain.corpus import check_paths
+
+        check_paths(self)
+        if self.warm_start is not None and not any(self.warm_start.glob("checkpoints/step_*")):
+            raise ConfigError(
+                f"warm_start {self.warm_start} holds no checkpoints; give the directory of a run of"
+                " step 0, such as OUT/step0_pretrain, or its model alone as model.path"
+            )
+
+    def count_rows(self, tokenizer: "PreTrainedTokenizerBase | None") -> RowCounts:
+        """The rows of a run, as far as they are known before it; nothing is packed.
+
+        Raises:
+            DataError: a file can't be used, or is not of the tokenizer.
+        """
+        from step0_pretrain.corpus import count_rows
+
+        return count_rows(self, tokenizer)

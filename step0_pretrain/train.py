@@ -1,0 +1,142 @@
+"""Step 0: continued pre-training on text.
+
+python -m step0_pretrain.train --model.path DIR --data.path c.tokens
+torchrun --nproc_per_node 2 -m step0_pretrain.train --config configs/pretrain/opt-125m.yaml \
+    --data.path c.tokens
+"""
+
+from pipeline.cli import before_imports
+from step0_pretrain.config import PretrainConfig
+
+if __name__ == "__main__":
+    before_imports(PretrainConfig)
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.cli import run_main
+from pipeline.data.batches import TokenBatch
+from pipeline.data.corpus.rows import TokenRow
+from pipeline.divergence import check_finite, check_start, keeping_best
+from pipeline.engine.engine import Engine
+from pipeline.models.card import Card
+from pipeline.models.context import context_of
+from pipeline.models.forward import Policy
+from pipeline.models.load import load_tokenizer
+from pipeline.models.trained import trained_causal_lm
+from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
+from pipeline.offline import Training, set_up
+from pipeline.parallel.device import local_device
+from pipeline.parallel.mesh import current_mesh
+from pipeline.random_state import seed_generators
+from pipeline.run import AtPeak, Run
+from pipeline.run_step import run_step
+from step0_pretrain.batches import collate, cut
+from step0_pretrain.corpus import Rows, load_rows
+from step0_pretrain.warm_start import warm_start
+
+logger = logging.getLogger(__name__)
+
+METHOD = "Continued pre-training: every token of the texts is learned."
+
+Pretraining = Training[PretrainConfig, TokenRow, Rows]
+
+
+def train(config: PretrainConfig) -> Path:
+    """Train the model on the corpus; return the directory of the exported model."""
+    mesh = current_mesh()
+    seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
+    config = within_context(config)
+    rows = load_rows(config, load_tokenizer(config.model))
+    with Run(config, name="step0_pretrain", total_steps=rows.total_steps, mesh=mesh) as run:
+        lm = load_model(config, rows, run)
+        engine, best = lm.engine, lm.best
+        before = lm.checkpoints.once("before", lambda: perplexity(engine, held_out(lm)))
+        check_start(config.model.path, {"held-out perplexity": before})
+        if lm.checkpoints.done == 0:
+            best.update(before, step=0)
+            run.evaluated(0, {"perplexity": before})
+        with keeping_best(run, best, lm.export, model=config.model):
+            for step in lm.checkpoints.steps():
+                learn_from(lm, rows.corpus.next_rows(), run, step=step)
+                if lm.evaluates_after(step):
+                    best.update(perplexity(engine, held_out(lm)), step=step)
+                    run.evaluated(step, {"perplexity": best.last})
+                    check_finite(f"after step {step}", {"held-out perplexity": best.last})
+        finish(lm, run, before=before)
+    return config.output_dir
+
+
+def within_context(config: PretrainConfig) -> PretrainConfig:
+    """The settings with rows no longer than what the model reads."""
+    limit = min(config.data.max_length, context_of(config.model))
+    return replace(config, data=replace(config.data, max_length=limit))
+
+
+def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
+    """The model in its engine, with the state of an earlier run where this one goes on."""
+    for note in rows.corpus.notes:
+        logger.info("data for step 0: %s", note)
+    model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
+    policy = Policy(model, kernels=config.model.kernels)
+    engine = Engine(
+        policy, config.model, total_steps=rows.total_steps, name="model", group=run.mesh.data
+    )
+    lm = set_up(config, model, engine, rows, rows.corpus.chosen.rows, run)
+    if config.warm_start is not None and lm.checkpoints.is_new:
+        warm_start(engine, config.warm_start, run.mesh.world)
+    return lm
+
+
+def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int) -> None:
+    """Take one optimizer step on the rows but for documents that are held out, and log it."""
+    is_held_out = lm.rows.corpus.chosen.held_out.contains
+    parts = [[row.without(is_held_out) for row in part] for part in cut(rows, lm.config)]
+    own = [row for part in parts for row in part]
+    at_peak = lm.utilization.training((n, n - 1) for row in own for n in row.lengths)
+    tokens, targets, *seconds = run.mesh.data.sums(
+        [
+            sum(map(len, own)),
+            sum(row.num_targets for row in own),
+            at_peak.model,
+            at_peak.hardware,
+        ]
+    )
+    size = Size(int(tokens), int(targets), AtPeak(*seconds))
+    learn(lm.engine, batches(lm, parts), size, run, step=step)
+
+
+def held_out(lm: Pretraining) -> Iterator[TokenBatch]:
+    """This process's micro-batches of the held-out rows."""
+    return batches(lm, cut(lm.held_out, lm.config))
+
+
+def batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[TokenBatch]:
+    """The parts, each read when it is its turn."""
+    return (collate(part, spare=lm.held_out[0]) for part in parts)
+
+
+def finish(lm: Pretraining, run: Run, *, before: float) -> None:
+    """Export the best weights and write the result; `before` is the perplexity at first."""
+    exported = export_best(lm)
+    run.finish(
+        eval={
+            "perplexity_before": before,
+            "perplexity_after": exported.perplexity,
+            "best_step": exported.step,
+            "held_out_tokens": sum(map(len, lm.held_out)),
+        },
+        models={".": Card("Language model", METHOD, lm.config.model.path or "", ("pretrain",))},
+    )
+    warn_unless_better(lm, exported, before)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the settings and run the step on the processes that torchrun started."""
+    run_step(PretrainConfig, train, argv, section="pretrain")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,41 @@
+"""A run that begins with the weights and the optimizer's state of an earlier one."""
+
+import logging
+from pathlib import Path
+
+from pipeline.engine.engine import Engine
+from pipeline.engine.resume import newest_on_all
+from pipeline.engine.state import load
+from pipeline.errors import CheckpointError
+from pipeline.parallel.group import Group
+from pipeline.run import CHECKPOINTS
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model"
+"""What the steps that train one model call it in their checkpoints."""
+
+
+def warm_start(engine: Engine, directory: Path, world: Group) -> None:
+    """Take up weights and moments of the newest checkpoint of the step in `directory`.
+
+    All processes call it. The optimizer goes on as if it had made the earlier steps; the schedule
+    of the learning rate begins anew.
+
+    Raises:
+        CheckpointError: it holds none that can be used, or it is of another model or optimizer.
+    """
+    checkpoint = newest_on_all(directory / CHECKPOINTS, world)
+    if checkpoint is None or MODEL not in checkpoint.state["engines"]:
+        raise CheckpointError(
+            f"warm_start {directory} holds no checkpoint of one model; give the directory of a run"
+            " of step 0"
+        )
+    load(engine, MODEL, checkpoint, checkpoint.state["engines"][MODEL])
+    engine.steps = 0
+    logger.info(
+        "begins with %s, after step %d: its weights and the optimizer's state are kept; data and"
+        " their order, batch, length, schedule and random numbers are those of this run",
+        checkpoint.path,
+        checkpoint.step,
+    )

@@ -1,0 +1,58 @@
+"""Where code reads a tensor's numbers on the host, which on a GPU waits for all before it."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+ROOT = Path(__file__).parent.parent
+READS = {
+    *("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"),
+    *("nonzero", "unique", "masked_select", "equal", "allclose", "is_nonzero"),
+}
+
+
+class Reads(TorchFunctionMode):
+    """Counts them by file and function of this project, while the function `within` is running."""
+
+    def __init__(self, within: str) -> None:
+        super().__init__()
+        self.within = within
+        self.counts = Counter[str]()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS or (name in ("__getitem__", "__setitem__") and _by_mask(args[1])):
+            ours = [frame.f_code for frame in _frames(sys._getframe(1)) if _is_ours(frame)]
+            if self.within in [code.co_name for code in ours]:
+                file = Path(ours[0].co_filename).relative_to(ROOT)
+                self.counts[f"{file}: {ours[0].co_name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _by_mask(index: object) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in parts)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(frame: FrameType) -> bool:
+    path = Path(frame.f_code.co_filename)
+    return path.is_relative_to(ROOT) and path != Path(__file__)

@@ -1,0 +1,250 @@
+"""Step 0: what it learns, that it is the same however it is cut, and what it begins with."""
+
+import json
+import math
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import EMBEDDED, OptimConfig, TextDataConfig, TrainedModelConfig
+from pipeline.data.corpus.rows import TokenRow
+from pipeline.data.store.convert import to_tokens
+from pipeline.data.store.megatron import write_megatron
+from pipeline.data.store.reader import TokenFile
+from pipeline.data.store.sources import find_sources
+from pipeline.data.store.vocabulary import vocabulary_of
+from pipeline.errors import CheckpointError, ConfigError, DataError
+from pipeline.models.embedded import build_tokenizer
+from step0_pretrain import train as step
+from step0_pretrain.config import PretrainConfig
+from step0_pretrain.corpus import load_rows
+from step0_pretrain.train import train
+from tests.distributed import run_ranks
+from tests.families import tiny_causal_lm
+from tests.test_resume import metrics, saved
+
+WORDS = ["sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "cloud", "night"]
+
+
+def write_texts(path: Path, count: int, *, seed: int = 0) -> None:
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            words = [draw.choice(WORDS) for _ in range(draw.randint(3, 90))]
+            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama and two hundred texts."""
+    directory = tmp_path_factory.mktemp("start")
+    tokenizer = build_tokenizer()
+    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    write_texts(directory / "texts.jsonl", 200)
+    return directory
+
+
+def small(start: Path, out: Path, **changes: Any) -> PretrainConfig:
+    optim = OptimConfig(lr=0.003, warmup_steps=2)
+    settings: dict[str, Any] = {
+        "output_dir": out,
+        "model": TrainedModelConfig(path=str(start / "base"), optim=optim),
+        "data": TextDataConfig(
+            path=(str(start / "texts.jsonl"),), max_length=48, max_eval_rows=8, eval_fraction=0.1
+        ),
+        "max_steps": 4,
+        "batch_size": 8,
+        "micro_batch_size": 4,
+        "save_every": 2,
+        "eval_every": 2,
+    }
+    return PretrainConfig(**{**settings, **changes})
+
+
+def result(config: PretrainConfig) -> dict[str, Any]:
+    return json.loads((config.output_dir / "result.json").read_text())["eval"]
+
+
+def logged(config: PretrainConfig, name: str) -> list[float]:
+    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [record[name] for line in lines if name in (record := json.loads(line))]
+
+
+@torch.no_grad()
+def plain_perplexity(path: Path, rows: list[TokenRow]) -> float:
+    """By transformers alone, a sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    nll, count = 0.0, 0
+    for row in rows:
+        for ids in row.sequences():
+            if len(ids) > 1:
+                labels = torch.tensor([ids.tolist()])
+                nll += (len(ids) - 1) * model(labels, labels=labels).loss.item()
+                count += len(ids) - 1
+    return math.exp(nll / count)
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_it_learns_every_token_and_reports_what_transformers_finds(
+    packing: Any, start: Path, tmp_path: Path
+) -> None:
+    config = small(start, tmp_path / "out", max_steps=12, eval_every=None)
+    config = replace(config, data=replace(config.data, packing=packing))
+
+    train(config)
+
+    rows = load_rows(config, build_tokenizer())
+    held_out = rows.corpus.chosen.rows
+    figures = result(config)
+    assert figures["perplexity_before"] == pytest.approx(
+        plain_perplexity(start / "base", held_out), rel=1e-4
+    )
+    assert figures["perplexity_after"] == pytest.approx(
+        plain_perplexity(config.output_dir, held_out), rel=1e-4
+    )
+    assert figures["perplexity_after"] < 0.5 * figures["perplexity_before"]
+    batch = rows.corpus.next_rows()
+    kept = [row.without(rows.corpus.chosen.held_out.contains) for row in batch]
+    assert logged(config, "tokens")[0] == sum(map(len, kept))
+    assert logged(config, "loss")[0] == pytest.approx(
+        math.log(plain_perplexity(start / "base", kept)), rel=1e-4
+    )
+
+
+def rows_seen(config: PretrainConfig) -> list[list[tuple[int, ...]]]:
+    """Of each global batch the spans of its rows, as this process has them."""
+    rows = load_rows(config, build_tokenizer())
+    batches = [rows.corpus.next_rows() for _ in range(6)]
+    return [[each.spans[0].start for each in batch] for batch in batches]  # pyright: ignore[reportReturnType]
+
+
+def run_and_see(config: PretrainConfig) -> list[list[tuple[int, ...]]]:
+    train(config)
+    return rows_seen(config)
+
+
+def test_any_number_of_processes_has_the_same_order_and_the_same_losses(
+    start: Path, tmp_path: Path
+) -> None:
+    configs = {n: small(start, tmp_path / f"{n}") for n in (1, 2, 4)}
+
+    orders = {
+        n: run_ranks(run_and_see, config, world_size=n) if n > 1 else [run_and_see(config)]
+        for n, config in configs.items()
+    }
+
+    assert all(order == orders[1][0] for each in orders.values() for order in each)
+    for name in ("loss", "grad_norm", "eval_perplexity"):
+        first, *others = (logged(config, name) for config in configs.values())
+        assert all(other == pytest.approx(first, rel=1e-4) for other in others), name
+    assert logged(configs[1], "tokens") == logged(configs[4], "tokens")
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) -> None:
+    zero = {"zero_stage": 2}
+    model = replace(small(start, tmp_path).model, **zero)
+    whole = small(start, tmp_path / "whole", model=model)
+    run_ranks(train, whole)
+    out = tmp_path / "cut"
+    shutil.copytree(whole.output_dir, out)
+    shutil.rmtree(out / "checkpoints" / "step_00000004")
+    for name in ("result.json", "model.safetensors"):
+        (out / name).unlink()
+
+    run_ranks(train, replace(whole, output_dir=out, resume=True))
+
+    assert metrics(out) == metrics(whole.output_dir)
+    ours, theirs = saved(out, 4), saved(whole.output_dir, 4)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert (out / "model.safetensors").read_bytes() == (
+        whole.output_dir / "model.safetensors"
+    ).read_bytes()
+    write_texts(start / "other.jsonl", 50, seed=9)
+    other = replace(whole.data, path=(str(start / "other.jsonl"),))
+    (out / "result.json").unlink()
+    with pytest.raises(ConfigError, match=r"was made with data.path"):
+        train(replace(whole, output_dir=out, resume=True, data=other))
+
+
+def test_texts_token_files_and_megatrons_are_the_same_corpus(start: Path, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    packed = small(start, tmp_path / "text", max_steps=1)
+    train(packed)
+    (tokens,) = (packed.output_dir / "tokens").glob("texts-*.tokens")
+    write_megatron(TokenFile(tokens), tmp_path / "m")
+    (tmp_path / "whole.txt").write_text("rain " * 300)
+    (tmp_path / "other.txt").write_text("sun and moon " * 100)
+
+    def losses(name: str, **data: Any) -> list[float]:
+        config = small(start, tmp_path / name, max_steps=1)
+        config = replace(config, data=replace(config.data, **data))
+        train(config)
+        return logged(config, "loss") + logged(config, "eval_perplexity")
+
+    expected = logged(packed, "loss") + logged(packed, "eval_perplexity")
+    assert losses("tokens", path=(str(tokens),)) == expected
+    assert losses("megatron", path=(str(tmp_path / "m"),)) == expected
+    assert losses("index", path=(str(tmp_path / "m.bin"),)) == expected
+    assert len(losses("texts", path=(str(tmp_path / "*.txt"),))) == 3
+    written = TokenFile(next((tmp_path / "texts" / "tokens").glob("*.tokens")))
+    assert tokenizer.decode(written.tokens(1)[:-1].tolist()).startswith("rain rain")
+    assert find_sources([str(tmp_path / "*.txt")])[0].path.name == "other.txt"
+    assert (
+        to_tokens(
+            tmp_path / "m.idx", vocabulary_of(tokenizer, EMBEDDED), tmp_path / "back.tokens"
+        ).tokens
+        == TokenFile(tokens).layout.tokens
+    )
+
+
+def test_a_warm_start_goes_on_with_the_moments_on_other_rows(start: Path, tmp_path: Path) -> None:
+    constant = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)
+    model = TrainedModelConfig(path=str(start / "base"), optim=constant)
+    first = small(start, tmp_path / "first", model=model, max_steps=30, keep_best=False)
+    train(first)
+    data = replace(first.data, max_length=64, seed=3)
+    warm = replace(
+        first,
+        output_dir=tmp_path / "warm",
+        data=data,
+        batch_size=12,
+        seed=7,
+        max_steps=8,
+        warm_start=first.output_dir,
+    )
+
+    train(warm)
+
+    begun, went_on = logged(first, "loss"), logged(warm, "loss")
+    ahead = sum(begun[-8:]) / 8
+    assert max(went_on) < ahead + 0.1 < begun[0] - 1.0  # no jump, of a curve that fell by far
+    assert saved(warm.output_dir, 8).keys() == saved(first.output_dir, 30).keys()
+    tiny_causal_lm("gptj", vocab_size=len(build_tokenizer())).save_pretrained(tmp_path / "other")
+    build_tokenizer().save_pretrained(tmp_path / "other")
+    of_other = replace(model, path=str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="and the model has"):
+        train(replace(warm, output_dir=tmp_path / "refused", model=of_other))
+    with pytest.raises(ConfigError, match=r"warm_start .*nowhere holds no checkpoints"):
+        train(replace(warm, output_dir=tmp_path / "refused", warm_start=tmp_path / "nowhere"))
+
+
+def test_a_bad_row_of_text_is_named_before_the_model_is_loaded(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "sun"}\n{"body": "moon"}\n')
+    config = small(start, tmp_path / "out")
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(step, "load_model", load)
+    with pytest.raises(DataError, match=r"bad.jsonl:2: it has no field 'text'"):
+        train(replace(config, data=replace(config.data, path=(str(tmp_path / "bad.jsonl"),))))

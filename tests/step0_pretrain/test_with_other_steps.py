@@ -1,0 +1,119 @@
+"""Step 0 beside the other steps: what each begins with, what the plan says, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cli import write_config
+from pipeline.errors import UserError
+from pipeline.orchestrator import main
+from pipeline.plan.make import make_plan
+from pipeline.plan.plan import Plan
+from pipeline.report.choice import model_to_talk_to
+from pipeline.report.findings import findings
+from pipeline.report.read import read_results
+from step0_pretrain.config import PretrainConfig
+from train import STAGES
+
+FEW = [
+    *("--plan", "off", "--pretrain.max_steps", "2", "--pretrain.batch_size", "4"),
+    *("--pretrain.data.max_length", "64", "--pretrain.data.max_eval_rows", "4"),
+    *("--sft.max_steps", "2", "--sft.batch_size", "8", "--sft.data.max_eval_rows", "8"),
+]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": f"{n} and {n + 1} are {2 * n + 1}. " * 20} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def plan(out: Path, *argv: str) -> Plan:
+    return make_plan(["--output-dir", str(out), *argv], STAGES)
+
+
+def path_of(plan: Plan, name: str) -> str:
+    config: Any = plan.configs[name]
+    return config.model.path
+
+
+def test_step_1_begins_with_what_step_0_makes_and_both_are_reported(
+    texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    corpus = ("--pretrain.data.path", str(texts))
+
+    main(["--step", "0", "1", "--output-dir", str(out), *corpus, *FEW], STAGES)
+
+    summary = json.loads((out / "summary.json").read_text())["steps"]
+    assert list(summary) == ["step0_pretrain", "step1_sft"]
+    assert (out / "step0_pretrain" / "config.json").is_file()
+    assert str(out / "step0_pretrain") in (out / "step1_sft" / "config.yaml").read_text()
+    results = read_results(out)
+    sentences = " ".join(finding.whole for finding in findings(results))
+    assert "tokens of held-out texts" in sentences
+    assert "8 held-out answers" in sentences
+    chosen = model_to_talk_to(results.steps)
+    assert chosen is not None
+    assert chosen.name == "step1_sft"
+    assert "Continued pre-training" in (out / "report.html").read_text()
+
+
+def test_models_come_from_step_0_where_it_runs_or_has_run(texts: Path, tmp_path: Path) -> None:
+    given = ("--actor-model", "some/model", "--data-path", str(texts))
+    corpus = ("--pretrain.data.path", str(texts))
+
+    both = plan(tmp_path / "both", "--step", "0", "1", *given, *corpus)
+    alone = plan(tmp_path / "alone", "--step", "1", *given)
+
+    directory = tmp_path / "both" / "step0_pretrain"
+    assert path_of(both, "step0_pretrain") == "some/model"
+    assert path_of(both, "step1_sft") == str(directory)
+    assert path_of(alone, "step1_sft") == "some/model"
+    assert "step0_pretrain" not in alone.configs
+    directory.mkdir(parents=True)
+    write_config(both.configs["step0_pretrain"], directory / "config.yaml")
+    for name in ("result.json", "config.json"):
+        (directory / name).write_text("{}")
+    later = plan(tmp_path / "both", "--step", "1", *given)
+    assert path_of(later, "step1_sft") == str(directory)
+
+
+def test_data_options_are_for_rows_unless_step_0_runs_by_itself(
+    texts: Path, tmp_path: Path
+) -> None:
+    options = ("--data-path", str(texts), "--max-length", "128")
+    alone = plan(tmp_path / "out", "--step", "0", *options)
+    corpus = ("--pretrain.data.path", str(texts))
+    both = plan(tmp_path / "out", "--step", "0", "1", *options, *corpus, "--lr", "1e-3")
+
+    config, with_others = (each.configs["step0_pretrain"] for each in (alone, both))
+    assert isinstance(config, PretrainConfig)
+    assert isinstance(with_others, PretrainConfig)
+    assert (config.data.path, config.data.max_length) == ((str(texts),), 128)
+    assert with_others.data.max_length == 256  # of the embedded model's preset
+    assert with_others.model.optim.lr == 1e-3
+
+
+def test_what_step_0_can_not_use_is_refused_in_the_plan(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    alone = ("--step", "0", "--data-path", str(texts))
+    for words, sentence in (
+        (["--step", "0"], "pretrain.data.path names no corpus; give token files"),
+        (["--step", "0", "--data-path", str(tmp_path)], "is a directory; name its files"),
+        (["--step", "0", "--data-path", "c.tokens"], "pretrain.data.path c.tokens: there is no"),
+        (["--step", "1", "--pretrain.seed", "1"], "--pretrain.seed is a setting of step 0, which"),
+        ([*alone, "--pretrain.data.format", "plain"], "there is no setting pretrain.data.format"),
+        ([*alone, "--pretrain.warm_start", str(tmp_path)], "pretrain.warm_start .* no checkpoints"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            plan(out, *words)
+    main(["--output-dir", str(out), *alone, "--dry-run"], STAGES)
+    assert "packed when the run begins" in capsys.readouterr().out
+    assert not out.exists()
