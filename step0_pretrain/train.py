@@ -20,15 +20,12 @@ from pipeline.cli import run_main
 from pipeline.data.batches import TokenBatch
 from pipeline.data.corpus.rows import TokenRow
 from pipeline.divergence import check_finite, check_start, keeping_best
-from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
 from pipeline.models.context import context_of
 from pipeline.models.load import load_tokenizer
-from pipeline.models.passes import own_policy, passes_of
-from pipeline.models.trained import trained_causal_lm
+from pipeline.models.passes import learning_model
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Training, set_up
-from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import AtPeak, Run
@@ -79,27 +76,19 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
     """The model in its engine, with the state of an earlier run where this one goes on."""
     for note in rows.corpus.notes:
         logger.info("data for step 0: %s", note)
-    stages = run.mesh.stages
-    model = trained_causal_lm(
+    model, passes = learning_model(
         config.model,
         rows.tokenizer,
-        device=local_device(),
-        seed=config.seed,
-        in_stages=stages.size > 1,
-    )
-    policy, stage = own_policy(model, config.parallel, stages, kernels=config.model.kernels)
-    engine = Engine(
-        policy,
-        config.model,
+        config.parallel,
+        run.mesh,
         total_steps=rows.total_steps,
+        seed=config.seed,
         name="model",
-        group=run.mesh.data,
-        stages=stages,
     )
-    passes = passes_of(engine, stage, config.parallel, stages)
-    lm = set_up(config, model, engine, rows, rows.corpus.chosen.rows, run, passes=passes)
+    held_out = rows.corpus.chosen.rows
+    lm = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
     if config.warm_start is not None and lm.checkpoints.is_new:
-        warm_start(engine, config.warm_start, run.mesh.world)
+        warm_start(passes.engine, config.warm_start, run.mesh.world)
     return lm
 
 

@@ -18,14 +18,12 @@ from evaluation.in_training import TaskEvaluations, generating_from
 from pipeline.cli import run_main
 from pipeline.data.examples import Encoded
 from pipeline.divergence import check_finite, check_start, keeping_best
-from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
 from pipeline.models.export import set_stop_tokens
-from pipeline.models.passes import own_policy, passes_of
-from pipeline.models.trained import trained_causal_lm, within_context
+from pipeline.models.passes import learning_model
+from pipeline.models.trained import within_context
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Rows, Training, load_rows, set_up
-from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
@@ -68,29 +66,20 @@ def train(config: SFTConfig) -> Path:
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, Encoded, Rows]:
     """The actor in its engine, with the state of an earlier run where this one goes on."""
-    stages = run.mesh.stages
-    model = trained_causal_lm(
+    model, passes = learning_model(
         config.model,
         rows.tokenizer,
-        device=local_device(),
+        config.parallel,
+        run.mesh,
+        total_steps=rows.total_steps,
         seed=config.seed,
-        in_stages=stages.size > 1,
+        name="actor",
     )
     set_stop_tokens(model, rows.chat.stop_ids)
-    policy, stage = own_policy(model, config.parallel, stages, kernels=config.model.kernels)
-    engine = Engine(
-        policy,
-        config.model,
-        total_steps=rows.total_steps,
-        name="actor",
-        group=run.mesh.data,
-        stages=stages,
-    )
-    passes = passes_of(engine, stage, config.parallel, stages)
     config = within_context(config, model)
     check_rows(rows.data, rows.chat, config)
     held_out = encode(rows.data.eval, rows.chat, config)
-    return set_up(config, model, engine, rows, held_out, run, passes=passes)
+    return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
 
 
 def learn_from(

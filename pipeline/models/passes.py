@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import Kernels, ParallelConfig
+from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.models.forward import Policy
 from pipeline.models.stages import Passage, Stage, blocks_of, cut_stage
+from pipeline.models.trained import trained_causal_lm
+from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.schedules import Instruction, Schedule, instructions
 from pipeline.parallel.transfer import Transfers
 from pipeline.scalars import read_scalars
@@ -208,6 +212,38 @@ def own_policy(
         stage = cut_stage(model, number=stages.rank, blocks=blocks)
     part = Policy if stage.is_last else Passage
     return part(model, kernels=kernels), stage
+
+
+def learning_model(
+    settings: TrainedModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    *,
+    total_steps: int,
+    seed: int,
+    name: str,
+) -> tuple[nn.Module, Passes]:
+    """A language model that learns, whole or this process's stage of it, in an engine.
+
+    Raises:
+        ConfigError: it can't be cut as the settings say.
+        ModelError: it can't be used, or its family can't be cut.
+    """
+    stages = mesh.stages
+    model = trained_causal_lm(
+        settings, tokenizer, device=local_device(), seed=seed, in_stages=stages.size > 1
+    )
+    policy, stage = own_policy(model, parallel, stages, kernels=settings.kernels)
+    engine = Engine(
+        policy,
+        settings,
+        total_steps=total_steps,
+        name=name,
+        group=mesh.data,
+        stages=stages,
+    )
+    return model, passes_of(engine, stage, parallel, stages)
 
 
 def passes_of(engine: Engine, stage: Stage, parallel: ParallelConfig, stages: Group) -> Passes:
