@@ -128,7 +128,7 @@ def test_a_model_is_counted_from_its_configuration(
                 (2 * flat, 2 * flat, 8 * flat, 2 * flat, buffers, 0),
                 (2 * flat, flat, 4 * flat, 2 * flat, buffers, 0),
                 (2 * flat, flat, 4 * flat, 2 * flat, buffers, 0),
-                (flat, flat, 4 * flat, 2 * flat, buffers, 2 * (3328 + 2 * 9472)),
+                (flat, flat, 4 * flat, 2 * flat, buffers, 2 * (3584 + 2 * 9472)),
             ]
         )
     ]
