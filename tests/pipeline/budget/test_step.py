@@ -81,7 +81,8 @@ def test_a_trained_model_holds_16_bytes_a_parameter_and_18_in_fp16(
     padded = found["weights"] // weights  # flat vectors are
 
     assert memory(sft(path)).parameters == {"model": PARAMETERS}
-    assert padded == pytest.approx(PARAMETERS, rel=0.03)
+    # Two blocks, embedding, norm and head: five vectors, each a multiple of 256 long.
+    assert 0 <= padded - PARAMETERS < 5 * 256
     assert found["masters"] == masters * padded
     assert (found["gradients"], found["moments"]) == (4 * padded, 8 * padded)
 
