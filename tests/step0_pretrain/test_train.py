@@ -102,6 +102,13 @@ def test_it_learns_every_token_and_reports_what_transformers_finds(
 
     rows = load_rows(config, build_tokenizer())
     held_out = rows.corpus.chosen.rows
+    begins = {
+        int(ids[0])
+        for row in held_out
+        for span, ids in zip(row.spans, row.sequences(), strict=True)
+        if span.is_first
+    }
+    assert begins == {build_tokenizer().bos_token_id}
     figures = result(config)
     assert figures["perplexity_before"] == pytest.approx(
         plain_perplexity(start / "base", held_out), rel=1e-4
