@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 32_000
 
 
-def save_llama(directory: str | Path) -> None:
+def save_llama(directory: str | Path, *, context: int = 512) -> None:
     """Save it with random weights: hidden 288, 6 layers, tied embeddings."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -17,7 +17,7 @@ def save_llama(directory: str | Path) -> None:
         intermediate_size=768,
         num_hidden_layers=6,
         num_attention_heads=6,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,

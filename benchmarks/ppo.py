@@ -1,12 +1,12 @@
 """An iteration of PPO against DeepSpeed-Chat's, and against one of TRL's GRPOTrainer.
 
     pip install -e '.[peers]'       # TRL
-    python -m benchmarks.ppo [--rounds 3] [--threads 2]
+    python -m benchmarks.ppo [--rounds 3] [--threads 2] [--precision bf16]
            [--deepspeed-python PATH --deepspeed-chat DIR]
 
 DIR holds the package `dschat` of DeepSpeedExamples (applications/DeepSpeed-Chat), PATH is a Python
 that has deepspeed. All sides answer the same 8 prompts of 128 tokens with 64 new ones an iteration
-and learn from them in one step, in bf16, with Llamas of 15M parameters: actor, reference, critic
+and learn from them in one step with Llamas of 15M parameters: actor, reference, critic
 and reward model. TRL has no PPO any more: its GRPOTrainer has no critic to train, and samples 2
 answers to each of 4 prompts. The sides alternate within one run, each round in fresh processes; a
 figure is the median over rounds of the median iteration, a ratio the median of those within rounds.
@@ -88,6 +88,7 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
     python = args.deepspeed_python if deepspeed else sys.executable
     command = [python, "-m", "benchmarks.ppo_sides", "--side", side]
     command += ["--directory", str(directory), "--iterations", str(args.iterations)]
+    command += ["--precision", args.precision]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "DS_ACCELERATOR": "cpu"}
     if deepspeed:
         environment["PYTHONPATH"] = str(args.deepspeed_chat)
@@ -130,6 +131,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--deepspeed-python", help="a Python that has deepspeed")
     parser.add_argument("--deepspeed-chat", type=Path, help="the directory that holds dschat")
     args = parser.parse_args(argv)

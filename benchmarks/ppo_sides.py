@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from benchmarks.ppo import ANSWER, BATCH, PROMPT
 
@@ -21,9 +21,10 @@ WARM_UP = 3
 ACTOR_LR, CRITIC_LR = 1e-6, 9e-6
 
 Times = dict[str, float]
+Precision = Literal["fp32", "bf16"]
 
 
-def run_ours(directory: Path, iterations: int) -> list[Times]:
+def run_ours(directory: Path, iterations: int, precision: Precision) -> list[Times]:
     """Step 3 as users run it; every iteration's seconds from its line of metrics."""
     from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
     from step3_ppo.config import PPOConfig
@@ -47,12 +48,12 @@ def run_ours(directory: Path, iterations: int) -> list[Times]:
             eval_every=0,
             keep_best=False,
             actor=TrainedModelConfig(
-                path=str(directory / "actor"), precision="bf16", optim=OptimConfig(lr=ACTOR_LR)
+                path=str(directory / "actor"), precision=precision, optim=OptimConfig(lr=ACTOR_LR)
             ),
             critic=TrainedModelConfig(
-                path=str(directory / "reward"), precision="bf16", optim=OptimConfig(lr=CRITIC_LR)
+                path=str(directory / "reward"), precision=precision, optim=OptimConfig(lr=CRITIC_LR)
             ),
-            reward=FrozenModelConfig(path=str(directory / "reward"), precision="bf16"),
+            reward=FrozenModelConfig(path=str(directory / "reward"), precision=precision),
         )
         metrics = train(config) / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -66,7 +67,7 @@ def run_ours(directory: Path, iterations: int) -> list[Times]:
     ]
 
 
-def run_trl(directory: Path, iterations: int) -> list[Times]:
+def run_trl(directory: Path, iterations: int, precision: Precision) -> list[Times]:
     """GRPOTrainer with a reference and a reward model: 4 prompts, 2 answers each."""
     import torch
     from datasets import Dataset
@@ -86,7 +87,7 @@ def run_trl(directory: Path, iterations: int) -> list[Times]:
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
     ids = json.loads((directory / "prompt_ids.json").read_text())
     reward: Any = AutoModelForSequenceClassification.from_pretrained(
-        directory / "reward", dtype=torch.bfloat16
+        directory / "reward", dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     )
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(
@@ -100,8 +101,8 @@ def run_trl(directory: Path, iterations: int) -> list[Times]:
                 max_steps=iterations,
                 learning_rate=ACTOR_LR,
                 beta=0.05,
-                bf16=True,
-                model_init_kwargs={"dtype": "bfloat16"},
+                bf16=precision == "bf16",
+                model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision]},
                 gradient_checkpointing=False,
                 report_to="none",
                 save_strategy="no",
@@ -117,7 +118,7 @@ def run_trl(directory: Path, iterations: int) -> list[Times]:
     return [{"iteration": after - before} for before, after in itertools.pairwise(steps.ends)]
 
 
-def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
+def run_deepspeed_chat(directory: Path, iterations: int, precision: Precision) -> list[Times]:
     """Its own trainer and reward model, on engines at stage 0 with DeepSpeed's CPU Adam.
 
     The loading of models is ours: its own asks for names that `transformers` no longer has.
@@ -140,7 +141,7 @@ def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": precision == "bf16"},
         "steps_per_print": 10**9,
     }
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "actor")
@@ -173,7 +174,7 @@ def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
         print_answers_interval=1,
         align_overflow=False,
         local_rank=0,
-        dtype="bf16",
+        dtype=precision,
     )
     trainer: Any = DeepSpeedPPOTrainer(engines, args)
     ids = torch.tensor(json.loads((directory / "prompt_ids.json").read_text()))
@@ -198,7 +199,7 @@ def run_deepspeed_chat(directory: Path, iterations: int) -> list[Times]:
     return times
 
 
-SIDES: Mapping[str, Callable[[Path, int], list[Times]]] = {
+SIDES: Mapping[str, Callable[[Path, int, Precision], list[Times]]] = {
     "ours": run_ours,
     "trl": run_trl,
     "deepspeed-chat": run_deepspeed_chat,
@@ -211,8 +212,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--precision", choices=get_args(Precision), required=True)
     args = parser.parse_args(argv)
-    times = SIDES[args.side](args.directory, args.iterations)[WARM_UP:]
+    times = SIDES[args.side](args.directory, args.iterations, args.precision)[WARM_UP:]
     median = {name: statistics.median(each[name] for each in times) for name in times[0]}
     print(f"\n{json.dumps(median)}")
 

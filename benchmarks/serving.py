@@ -36,9 +36,9 @@ CLIENTS = (1, 8, 32)
 STOP = 1
 
 
-def save_model(directory: str) -> None:
+def save_model(directory: str, *, context: int = 512) -> None:
     """The model, with a tokenizer of as many words."""
-    save_llama(directory)
+    save_llama(directory, context=context)
     words = {"<s>": 0, "</s>": STOP, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     backend.decoder = decoders.ByteLevel()  # of most models' tokenizers

@@ -60,6 +60,7 @@ class RewardConfig(LabelSettings, RowStepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.parallel.require_whole("step 2")
         self.check_labels()
         require(
             self.patience is None or self.patience > 0,
@@ -90,13 +91,14 @@ class RewardConfig(LabelSettings, RowStepConfig):
     @property
     def sequences_per_row(self) -> int:
         """Dialogues of a row, at most; two where only the rows show their labels."""
-        known = {"classes": 1, "ordinal": 1, "scalar": 1, "rankings": self.max_ranked}
+        known = {"classes": 1, "ordinal": 1, "scalar": 1, "steps": 1, "rankings": self.max_ranked}
         return known.get(self.labels, 2)
 
     def workload(self, world: int) -> Workload:
         """A scorer learns from rows; then step 1's model generates what sets the score's unit."""
         return Workload(
             world=world,
+            parallel=self.parallel,
             models=(
                 ModelUse(role="model", settings=self.model, scores=True, keeps_best=self.keep_best),
                 ModelUse(role="actor", settings=self.actor, phase_only=True),

@@ -25,6 +25,8 @@ METHODS = {
     "scalar": "Trained on ratings of dialogues; its one label is the score of a dialogue.",
     "rankings": "Trained on ranked lists of responses (Plackett-Luce; Ouyang et al. 2022); its one"
     " label is the score of a dialogue.",
+    "steps": "Trained on steps of responses, each right or wrong (Lightman et al. 2023); its one"
+    " label, read where a step ends, is the log-odds that the step is right.",
 }
 """Of each kind of label, for the model's card."""
 
@@ -43,7 +45,7 @@ def finish(
     after = objective.evaluate(scorer, training.held_out, config)
     name_labels(training, labels)
     training.export()
-    settings, moments = label_settings(training, labels), None
+    settings, moments = label_settings(training, labels) | objective.settings(), None
     base_model(training.model).config.update(settings)  # of which scores may be made
     if labels.gives_scores:
         moments = measure_scores(

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pipeline.errors import require
 
-LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "rankings"]
+LabelKind = Literal["pairs", "ties", "classes", "ordinal", "scalar", "rankings", "steps"]
 Loss = Literal[
     "bradley_terry",
     "focal",
@@ -24,6 +24,7 @@ LOSSES: dict[str, tuple[Loss, ...]] = {
     "ordinal": ("proportional_odds",),
     "scalar": ("mse", "bce"),
     "rankings": ("plackett_luce",),
+    "steps": ("bce",),
 }
 """Of each kind of label, the usual loss first."""
 
@@ -34,7 +35,7 @@ class LabelSettings:
 
     labels: Literal["auto", LabelKind] = "auto"
     """What rows say of responses (docs/reward_models.md): pairs, pairs that may be ties, classes,
-    ordered classes, numbers, or ranked lists; auto goes by the rows' columns."""
+    ordered classes, numbers, ranked lists, or steps; auto goes by the rows' columns."""
 
     loss: Literal["auto", Loss] = "auto"
     """How labels are learned; auto takes the usual loss of each kind. Others are focal (pairs,
@@ -62,6 +63,13 @@ class LabelSettings:
     down_sample: float | None = None
     """Train on at most so many times the rows of the rarest class, of each class; null takes all
     rows."""
+
+    step_separator: str = "\n"
+    """What stands between the steps of a response, in training and where RL reads them."""
+
+    step_score: Literal["min", "product", "last"] = "min"
+    """RL's score of a response in steps: the log-odds of the worst step or of the last one, or the
+    log-probability that all are right (product)."""
 
     max_ranked: int = 8
     """Responses of a ranked list that are learned, at most: the best and the worst, and of those
@@ -100,5 +108,9 @@ class LabelSettings:
         require(
             self.down_sample is None or self.down_sample >= 1,
             f"down_sample must be at least 1 or null, got {self.down_sample}",
+        )
+        require(
+            bool(self.step_separator),
+            "step_separator must not be empty; the usual one is a line feed",
         )
         require(self.max_ranked > 1, f"max_ranked must be above 1, got {self.max_ranked}")

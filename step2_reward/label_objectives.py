@@ -34,6 +34,7 @@ from step2_reward.losses.rankings import plackett_luce_loss
 from step2_reward.losses.scalar import binary_cross_entropy, squared_error
 from step2_reward.objective import Objective, start_cutpoints
 from step2_reward.pair_objective import PairObjective
+from step2_reward.step_objective import StepObjective
 
 
 @dataclass(frozen=True)
@@ -251,17 +252,20 @@ class RankingObjective(LabelObjective):
         return {"best_found": hits / max(1, len(held_out.rows))}
 
 
-OBJECTIVES: dict[str, type[PairObjective | LabelObjective]] = {
+OBJECTIVES: dict[str, type[PairObjective | LabelObjective | StepObjective]] = {
     "pairs": PairObjective,
     "ties": TieObjective,
     "classes": ClassObjective,
     "ordinal": OrdinalObjective,
     "scalar": ScalarObjective,
     "rankings": RankingObjective,
+    "steps": StepObjective,
 }
 """By kind of label."""
 
 
-def objective_of(labels: Labels, config: RewardConfig) -> PairObjective | LabelObjective:
+def objective_of(
+    labels: Labels, config: RewardConfig
+) -> PairObjective | LabelObjective | StepObjective:
     """What the labels make of rows."""
     return OBJECTIVES[labels.kind](labels, config)

@@ -25,6 +25,7 @@ NEEDS = {
     "ordinal": "a label",
     "scalar": "a label that is a number",
     "rankings": "responses with ranks or scores",
+    "steps": "steps with a label for each (prompt, steps or completions, labels)",
 }
 
 
@@ -103,6 +104,8 @@ def kind_of(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
     """`config.labels`; where that is auto, what the rows have."""
     if config.labels != "auto":
         return config.labels
+    if any(row.steps for row in rows):
+        return "steps"
     if any(row.ranks for row in rows):
         return "rankings"
     if any(row.rejected for row in rows):
@@ -117,6 +120,8 @@ def kind_of(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
 
 def is_of(kind: LabelKind, row: Example) -> bool:
     """Whether a row can be learned from as that kind; a pair is a ranked list of two."""
+    if kind == "steps":
+        return any(label is not None for label in row.step_labels)
     if kind in OF_LABELS:
         return row.label is not None
     return bool(row.chosen and row.rejected) and (kind != "pairs" or not row.tie)
@@ -141,11 +146,28 @@ def resolve(config: LabelSettings, train: Sequence[Example], held_out: Sequence[
         if not share:
             raise DataError("reward.labels ties: no training row is a tie; choose labels pairs")
         return Labels(kind, loss, tie_share=share)
+    if kind == "steps":
+        _require_both(train)
     if kind == "scalar":
         return _of_numbers(loss, train, held_out)
     if kind not in OF_CLASSES:
         return Labels(kind, loss)
     return _of_classes(kind, loss, config, train, held_out)
+
+
+def _require_both(train: Sequence[Example]) -> None:
+    """Refuse steps of which none can be told from another.
+
+    Raises:
+        DataError: all are right, or all are wrong.
+    """
+    labels = [label for row in train for label in row.step_labels if label is not None]
+    right = sum(label >= 0.5 for label in labels)
+    if right in (0, len(labels)):
+        raise DataError(
+            f"all {len(labels)} labelled steps of the training rows are"
+            f" {'right' if right else 'wrong'}; a reward model of steps needs both"
+        )
 
 
 def _of_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Example]) -> Labels:

@@ -137,7 +137,8 @@ def responses_of_actor(
     for row, prompt, response in zip(rows, prompts, responses, strict=True):
         if not response.stopped:
             continue
-        whole = Encoded.untrained(prompt + response.ids)
+        trained = [False] * len(prompt) + [True] * len(response.ids)
+        whole = Encoded(prompt + response.ids, trained)
         if own is not chat:
             text = decode_response(own.tokenizer, response.ids)
             whole = chat.encode(unique[row], (Message("assistant", text),))

@@ -5,7 +5,7 @@ Dimension name: S sequences of a micro-batch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.label_rows import Labels
 
 
+@runtime_checkable
 class Row(Protocol):
     """A row as token ids."""
 
@@ -29,6 +30,7 @@ class Row(Protocol):
         ...
 
 
+@runtime_checkable
 class Batch(Protocol):
     """Rows of a micro-batch."""
 
@@ -72,12 +74,20 @@ class Objective(ABC, Generic[R, B]):
     def cut(self, rows: Sequence[R], config: RewardConfig) -> list[B]:
         """This process's micro-batches of the rows."""
 
+    def settings(self) -> dict[str, object]:
+        """What else the exported model's config.json says of how its outputs are read."""
+        return {}
+
+    def places(self, batch: B) -> Tensor:
+        """The tokens of a batch whose outputs `loss` takes: the last of each sequence."""
+        return batch.tokens.last_tokens
+
     @abstractmethod
     def loss(self, outputs: LabelOutputs, batch: B) -> tuple[Tensor, Tensor | None]:
         """The loss summed over rows, and how many rows are right, where one by one they can be.
 
         Args:
-            outputs: of the S sequences.
+            outputs: of the S sequences, or of `places`.
             batch: the rows.
         """
 

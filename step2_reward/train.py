@@ -20,8 +20,9 @@ from torch import Tensor
 from pipeline.cli import run_main
 from pipeline.divergence import check_finite, check_start, keeping_best
 from pipeline.engine.engine import Engine
+from pipeline.errors import ModelError
 from pipeline.models.chat import require_same_chat
-from pipeline.models.forward import LabelOutputs, Scorer
+from pipeline.models.forward import LabelOutputs, Scorer, base_model, reads_whole
 from pipeline.models.load import load_tokenizer
 from pipeline.models.trained import trained_classifier, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
@@ -98,6 +99,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         seed=config.seed,
         num_labels=labels.num_labels,
     )
+    base_model(model).config.update({"label_kind": labels.kind})  # not that of an earlier training
     scorer = Scorer(model, kernels=config.model.kernels, cutpoints=objective.cutpoints())
     engine = Engine(
         scorer,
@@ -107,6 +109,11 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         group=run.mesh.data,
     )
     config = within_context(config, model)
+    if labels.kind == "steps" and reads_whole(base_model(model)):
+        raise ModelError(
+            f"reward.model.path {config.model.path} reads a response as a whole, as encoders do,"
+            " and can't judge it step by step; start from a language model"
+        )
     objective.check(rows.data, rows.chat, config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
     return RewardTraining(set_up(config, model, engine, rows, held_out, run), objective)
@@ -120,7 +127,7 @@ def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     losses, rights = list[Tensor](), list[Tensor]()
     for part in reward.objective.cut(rows, config):
         outputs: LabelOutputs = engine(part.tokens, labels=True)
-        loss, right = reward.objective.loss(outputs.at(part.tokens.last_tokens), part)
+        loss, right = reward.objective.loss(outputs.at(reward.objective.places(part)), part)
         engine.backward(loss / len(rows))
         losses.append(loss.detach())
         rights += [] if right is None else [right]

@@ -14,6 +14,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError
 from pipeline.models.forward import Scorer, base_model
+from pipeline.models.step_scores import response_scores
 from pipeline.models.trained import evaluating
 from rewards.config import Pool
 from step3_ppo.reward_text import RewardText
@@ -34,15 +35,16 @@ class RewardModel:
         name: str = "reward model",
     ) -> None:
         self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name=name)
+        self.settings = base_model(model).config
         self.text = text
         """Where it has a tokenizer or a chat template of its own."""
         self.mean, self.std = stored_normalization(model)
         self.has_moments = has_moments(model)
 
     def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Raw score of each sequence, read at its last token."""
+        """Raw score of each sequence, read at its last token or where its steps end."""
         with evaluating(self.engine.model):
-            return self.engine(batch)[batch.last_tokens]
+            return response_scores(self.engine(batch), batch, self.settings)
 
     def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Scores with mean 0 and variance 1 over step 1's responses."""

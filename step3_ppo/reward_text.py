@@ -44,10 +44,10 @@ class RewardText:
         else:
             before = self._dialogues[tuple(prompt)]
             answer = Message("assistant", decode_response(self.tokenizer, response.ids))
-        ids = self.chat.encode(before, [answer]).input_ids
-        if not response.stopped and ids[-1] in self.chat.stop_ids:
-            ids = ids[:-1]
-        return Encoded.untrained(ids).tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
+        whole = self.chat.encode(before, [answer])
+        if not response.stopped and whole.input_ids[-1] in self.chat.stop_ids:
+            whole = whole.head(len(whole) - 1)
+        return whole.tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
 
 
 def text_format(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:

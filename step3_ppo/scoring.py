@@ -13,7 +13,6 @@ from torch import Tensor
 
 from inference.generation import Response
 from pipeline.data.batches import collate_part, local_micro_batches
-from pipeline.data.examples import Encoded
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
@@ -33,9 +32,7 @@ def raw_scores(
     assert models.reward is not None
     text = models.reward.text
     rows = [
-        Encoded.untrained(whole_sequence(prompt, response).input_ids)
-        if text is None
-        else text.encode(prompt, response)
+        whole_sequence(prompt, response) if text is None else text.encode(prompt, response)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     scores = torch.zeros(len(rows), device=local_device())

@@ -1,6 +1,7 @@
 """Real gloo processes on one machine."""
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import traceback
@@ -93,6 +94,8 @@ def _run(
     rendezvous: str,
     sender: Connection,
 ) -> None:
+    # Gloo takes tensors of the host alone: on a machine with a GPU these ranks see none.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -55,6 +55,7 @@ ELSEWHERE = {
     "python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m": "Hub",
     "--actor-zero-stage 3": "tests/test_steps_at_every_stage.py",
     "--config my.yaml": "tests/test_train_cli.py",
+    "--replicas 2": "tests/test_steps_at_every_stage.py",
     "--threads 1": "tests/pipeline/test_compute_threads.py",
     "--save-every": "tests/test_resume.py",
     "... --resume": "tests/test_resume.py",

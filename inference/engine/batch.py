@@ -30,7 +30,7 @@ from inference.engine.padded import PaddedRows
 from inference.engine.reported import reported
 from inference.engine.requests import Ended, Event, Reason, Reported, Request, Ticket, Token
 from inference.engine.sampling import Sampler
-from inference.engine.slots import Slots
+from inference.engine.slots import PREFILL, Slots
 from inference.engine.waiting import Waiting
 from inference.tp_group import tp_group_of
 from pipeline.errors import DataError
@@ -49,8 +49,8 @@ class OpenBatch:
     """A batch that requests join and leave while others run.
 
     `submit` and `cancel` may be called from any thread, all else from one. Between two decoding
-    steps one pass reads prompts, so that a long prompt doesn't hold up the others; once the batch
-    is closed, all prompts that have a slot are read first, which takes the fewest passes.
+    steps one pass reads a chunk of prompts, so that a long prompt doesn't hold up the others; once
+    the batch is closed, all prompts that have a slot are read first, which takes the fewest passes.
 
     With a model that is divided among processes all of them call `step` equally often, and before
     each step agree on what was submitted and cancelled; a closed batch goes on without a word, so
@@ -61,19 +61,31 @@ class OpenBatch:
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once.
         capacity: most tokens of a sequence, prompt and response.
+        chunk: most tokens of prompts between two decoding steps.
+        reuses: whether a prompt takes over the keys and values of the sequences in slots, ended
+            ones too, as far as it begins like one of them in the same `scope`.
     """
 
-    def __init__(self, model: nn.Module, *, num_slots: int, capacity: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_slots: int,
+        capacity: int,
+        chunk: int = PREFILL,
+        reuses: bool = False,
+    ) -> None:
         self._model = model
         self._num_slots = num_slots
         plain = base_model(model)
+        # Where angles depend on the length of a pass, pieces differ from the whole.
+        fixed = has_fixed_positions(plain)
+        self._chunk, self._reuses = (chunk, reuses) if fixed else (PREFILL, False)
         self.capacity = min(capacity, context_length(plain))
         self._vocabulary = len(cast("nn.Embedding", plain.get_input_embeddings()).weight)
         self._submitted: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._waiting = Waiting()
-        self._reading: list[Ticket] = []
-        self._passes: Iterator[Float[Tensor, "B V"] | None] = iter(())
         self._has_read = False
         self._closed = False
         self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
@@ -83,7 +95,13 @@ class OpenBatch:
 
     def _new_rows(self) -> Rows:
         if takes_slots(base_model(self._model)):
-            return Slots(self._model, num_slots=self._num_slots, capacity=self.capacity)
+            return Slots(
+                self._model,
+                num_slots=self._num_slots,
+                capacity=self.capacity,
+                chunk=self._chunk,
+                reuses=self._reuses,
+            )
         _log_padded(str(base_model(self._model).config.model_type))
         return PaddedRows(self._model, batch_size=self._num_slots)
 
@@ -128,7 +146,7 @@ class OpenBatch:
     @property
     def busy(self) -> bool:
         """Whether a response is still to end."""
-        return bool(self._submitted or self._waiting or self._reading or self._rows.running)
+        return bool(self._submitted or self._waiting or self._rows.occupants)
 
     def step(self) -> list[Event]:
         """What happens in the next pass over prompts or the next decoding step."""
@@ -142,10 +160,8 @@ class OpenBatch:
         except Exception as error:
             if self._shared is not None:
                 raise  # the peers are inside a layer and wait for this process
-            # What the cache holds is not known any more. Prompts of padded rows run while read.
-            lost = dict.fromkeys([*self._reading, *self._rows.running])
-            self._reading, self._passes = [], iter(())
-            self._rows = self._new_rows()
+            lost = self._rows.occupants
+            self._rows = self._new_rows()  # what the cache holds is not known any more
             let_go(error)
             for ticket in lost:
                 yield self._end(ticket, "error", error)
@@ -175,7 +191,6 @@ class OpenBatch:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
             else:
-                self._reading = [each for each in self._reading if each is not ticket]
                 self._rows.free([ticket])
             yield self._end(ticket, "cancelled")
 
@@ -186,23 +201,12 @@ class OpenBatch:
         """
         running = self._rows.running
         if self._closed or not self._has_read or not running:
-            if not self._reading:
-                self._reading = self._rows.take(self._waiting, interleaved=not self._closed)
-                self._passes = self._rows.start(self._reading, self._waiting)
-            if self._reading:
-                return self._read()
+            self._rows.take(self._waiting)
+            if self._rows.reads:
+                self._has_read = True
+                return self._rows.read(self._waiting, to_the_end=self._closed)
         self._has_read = False
         return self._rows.step() if running else ((), None)
-
-    def _read(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
-        self._has_read = True
-        logits = next(self._passes)
-        while logits is None and self._closed:
-            logits = next(self._passes)
-        tickets = self._reading
-        if logits is not None:
-            self._reading, self._passes = [], iter(())
-        return tickets, logits
 
     def _record(self, ticket: Ticket, choice: Choice, report: Reported | None) -> Iterator[Event]:
         """Append a chosen token to its response."""
@@ -306,6 +310,14 @@ def takes_slots(model: PreTrainedModel) -> bool:
     """Whether the model was loaded with ragged attention and each layer keeps keys of its own."""
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
     return is_ragged(model) and not shared
+
+
+def has_fixed_positions(model: PreTrainedModel) -> bool:
+    """Whether a token's position is the same to the model however long the pass is."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return not any(each.get("rope_type") in ("dynamic", "longrope") for each in kinds)
 
 
 def taken(tickets: deque[Ticket]) -> list[Ticket]:

@@ -96,6 +96,19 @@ class SlotCache(Cache):
         for stored in (*self.keys, *self.values):
             stored[target, :, :length] = stored[source, :, :length]
 
+    @torch.inference_mode()
+    def swap(self, slots: tuple[int, int], lengths: tuple[int, int]) -> None:
+        """Have two slots change places, of which so many first tokens count."""
+        if 0 in lengths:
+            source, target = slots[::-1] if lengths[0] == 0 else slots
+            self.copy(source, target, max(lengths))
+            return
+        (one, other), length = slots, max(lengths)
+        for stored in (*self.keys, *self.values):
+            before = stored[one, :, :length].clone()
+            stored[one, :, :length] = stored[other, :, :length]
+            stored[other, :, :length] = before
+
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """No common length: models are given the positions of their tokens."""
         return 0
@@ -288,47 +301,6 @@ def prepare_attention(
         sliding_window=sliding_window,
     )
     return None if call is None else lambda layout: call(layout.ends(count))
-
-
-class Continuation:
-    """The next tokens of a prompt whose beginning is in a slot already."""
-
-    def __init__(self, slot: int, first: int, length: int) -> None:
-        self.slot = slot
-        self.first = first
-        """Position of the first of the tokens."""
-        self.length = length
-
-    def attend(
-        self,
-        query: Float[Tensor, "1 H N D"],
-        key: Float[Tensor, "S G M D"],
-        value: Float[Tensor, "S G M E"],
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "1 N H E"]:
-        """Causal attention to the slot up to each token; tokens past `length` are padding."""
-        del dropout  # generation has none
-        num_tokens, end = query.shape[2], self.first + self.length
-        distance = (
-            torch.arange(self.first, self.first + num_tokens, device=query.device)[:, None]
-            - torch.arange(end, device=query.device)[None, :]
-        )
-        seen = distance >= 0
-        if sliding_window is not None:
-            seen &= distance < sliding_window
-        seen[self.length :, 0] = True  # padding: a row without a key would be NaN
-        attended = F.scaled_dot_product_attention(
-            query,
-            key[self.slot : self.slot + 1, :, :end],
-            value[self.slot : self.slot + 1, :, :end],
-            attn_mask=seen,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        return attended.transpose(1, 2)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

@@ -4,6 +4,7 @@ A graph reads tokens, their places and the lengths of the sequences from memory 
 one copy fills before each replay. Like a trace it is verified before it is trusted.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from inference.engine.cache import NextToken, attend_by_kernel
 from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
+from inference.engine.trace import TraceRecorder
 from pipeline.kernels.decode_attention.dispatch import kernel_for
 
 Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
@@ -136,14 +138,14 @@ class CudaCapture:
         with torch.cuda.stream(beside):
             # Once without capturing, for a capture that fails leaves the allocator in disorder. It
             # also leaves cuBLAS a workspace of this stream that is not of the graph's memory.
-            with waiting_forbidden():
-                compute()
+            require_capturable(compute)
             # Other threads, of checkpoints for one, may go on talking to the GPU.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = compute()
-            finally:
-                graph.capture_end()
+            with no_garbage_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = compute()
+                finally:
+                    graph.capture_end()
         current.wait_stream(beside)
 
         def replay() -> Tensor:
@@ -159,19 +161,29 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """Inside it, an operator that has the host wait for the GPU raises.
+def require_capturable(compute: Callable[[], Tensor]) -> None:
+    """Compute once, and refuse what a graph can't hold.
+
+    PyTorch's own `torch.cuda.set_sync_debug_mode` holds for all threads: that which writes a
+    checkpoint meanwhile has to wait for the GPU.
 
     Raises:
-        ReplayError: one did.
+        ReplayError: an operator has the host wait for the GPU, or draws random numbers.
     """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with TraceRecorder():
+        compute()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Inside it, Python frees no cycles of objects.
+
+    Those of a graph or a stream of the GPU would be freed by calls that end a capture.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
-    except RuntimeError as error:
-        sentence = str(error).strip().partition("\n")[0]
-        raise ReplayError(f"it can't be captured into a CUDA graph: {sentence}") from error
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        if was_enabled:
+            gc.enable()

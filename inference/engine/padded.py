@@ -5,7 +5,7 @@ ALiBi, soft-capping. Exact masks and positions; rows that have ended leave the b
 half of it. Dimension names: B rows, P tokens so far, T tokens of one forward pass, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +29,8 @@ class PaddedRows:
         self._batch: PaddedBatch | None = None
         self._among = 0
         """How many of the waiting are sorted together."""
+        self._next: list[Ticket] = []
+        """Those whose prompts are to be read."""
 
     @property
     def running(self) -> Sequence[Ticket]:
@@ -36,30 +38,41 @@ class PaddedRows:
         tickets = [] if self._batch is None else self._batch.tickets
         return [ticket for ticket in tickets if not ticket.ended]
 
+    @property
+    def occupants(self) -> Sequence[Ticket]:
+        """The same, and those that come next."""
+        return [*self.running, *self._next]
+
+    @property
+    def reads(self) -> bool:
+        """Whether the prompts of a batch are still to be read."""
+        return bool(self._next)
+
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Nothing: their rows leave the batch, or it ends."""
 
-    def take(self, waiting: Waiting, *, interleaved: bool) -> list[Ticket]:
+    def take(self, waiting: Waiting) -> None:
         """The shortest of the oldest, if no batch runs."""
-        del interleaved  # a batch reads its prompts at once
         if self.running:
-            return []
+            return
         self._among = min(self._among or SORTED * self._batch_size, len(waiting))
         among = waiting.oldest(self._among)
         tickets = sorted(among, key=lambda ticket: len(ticket.request.prompt))[: self._batch_size]
         self._among -= len(tickets)
         for ticket in tickets:
             waiting.remove(ticket)
-        return tickets
+        self._next = tickets
 
-    def start(
+    def read(
         self,
-        tickets: Sequence[Ticket],
         waiting: Waiting,  # noqa: ARG002
-    ) -> Iterator[Float[Tensor, "B V"]]:
-        """Read the prompts; the logits of the first tokens."""
-        self._batch = PaddedBatch(self._model, tickets)
-        yield self._batch.forward()
+        *,
+        to_the_end: bool,  # noqa: ARG002  # a batch reads its prompts at once
+    ) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
+        """Read the prompts: the batch, and the logits of the first tokens."""
+        self._batch = PaddedBatch(self._model, self._next)
+        tickets, self._next = self._next, []
+        return tickets, self._batch.forward()
 
     def step(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
         """Read the newest tokens; the logits of the next ones.

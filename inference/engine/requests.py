@@ -1,11 +1,12 @@
 """What is asked of generation and what comes back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from inference.engine.sampling import Sampler, without_seed
 
@@ -74,6 +75,14 @@ class Request:
     guide: Guide | None = None
     """What its tokens are chosen among; a guide is of one response, and remembers it."""
 
+    scope: Hashable = None
+    """Keys and values are shared by requests of the same scope alone."""
+
+
+def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
+    """Tokens that are compared fast."""
+    return np.array(tokens, dtype=np.int32)
+
 
 def sample_key(row: int, sample: int) -> int:
     """What chooses a sample beside the seed; the first sample is the same however many follow."""
@@ -94,6 +103,18 @@ class Ticket:
         """The token that is read next."""
         self.sampler, self.key = without_seed(request.sampler, request.key)
         """The same choices by a sampler that requests of other seeds share."""
+        self.num_reused = 0
+        """Tokens of the prompt whose keys and values were there when it got a slot."""
+
+    @cached_property
+    def prompt(self) -> Int[np.ndarray, " P"]:
+        """The tokens of its prompt."""
+        return as_array(self.request.prompt)
+
+    @property
+    def identity(self) -> Hashable:
+        """What it has in common with tickets whose prompts are read once."""
+        return self.request.scope, self.request.prompt
 
     @property
     def tokens(self) -> list[int]:

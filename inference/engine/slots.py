@@ -5,15 +5,17 @@ training uses; a long one in pieces. Decoding takes one token of all running seq
 Dimension names: B running sequences, N tokens of one forward pass, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from inference.engine.cache import Continuation, NextToken, SlotCache
+from inference.engine.cache import NextToken, SlotCache
 from inference.engine.decoder import Decoder
+from inference.engine.held import LEAST, Slot, as_array, common_prefix
+from inference.engine.pieces import Piece, Pieces, share_out
 from inference.engine.requests import Ticket
 from inference.engine.waiting import Waiting
 from inference.tp_group import tp_group_of
@@ -64,15 +66,47 @@ class Modules:
         return output.logits[0]
 
 
-class Slots:
-    """The running sequences of a model, at most `num_slots`, and what their slots hold."""
+@dataclass(eq=False)
+class Reading:
+    """A prompt that is being read."""
 
-    def __init__(self, model: nn.Module, *, num_slots: int, capacity: int) -> None:
+    tickets: list[Ticket]
+    """Who waits for it; their prompts are equal."""
+
+    slot: Slot
+    """That of one of them, which it is read into."""
+
+    @property
+    def identity(self) -> Hashable:
+        """What it has in common with others that may use it."""
+        return self.tickets[0].identity
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be read."""
+        return len(self.tickets[0].request.prompt) - self.slot.stored
+
+
+class Slots:
+    """The running sequences of a model, at most `num_slots`, and what their slots hold.
+
+    Args:
+        model: a causal language model, plain or with adapters.
+        num_slots: sequences that run at once.
+        capacity: most tokens of a sequence, prompt and response.
+        chunk: most tokens of a pass that reads prompts.
+        reuses: whether a prompt that begins as a sequence in a slot is read from where they part;
+            else equal prompts alone are read once.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, num_slots: int, capacity: int, chunk: int, reuses: bool
+    ) -> None:
         self.device = next(model.parameters()).device
-        self.occupants: list[Ticket | None] = [None] * num_slots
-        self.held: list[tuple[int, ...] | None] = [None] * num_slots
-        """The prompt whose keys and values are still at the beginning of each slot."""
+        self.slots = [Slot() for _ in range(num_slots)]
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
+        self._chunk = chunk
+        self._reuses = reuses
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
         plain = base_model(model)
@@ -86,111 +120,183 @@ class Slots:
             device=self.device,
             replays=tp_group_of(plain).size == 1 and not has_hooks(model),
         )
-        self._after: dict[tuple[int, ...], Float[Tensor, " V"]] = {}
+        self._readings: list[Reading] = []
+        self._ready: list[Ticket] = []
+        """Tickets whose prompts were there, with the logits after them."""
+        self._after: dict[Hashable, Float[Tensor, " V"]] = {}
         """Logits after prompts that more samples are still to come of."""
+        self._clock = 0
 
     @property
     def running(self) -> list[Ticket]:
         """The sequences that go on, in the order of their slots."""
-        return [each for each in self.occupants if each is not None and each.response.ids]
+        return [ticket for slot in self.slots if slot.is_running and (ticket := slot.ticket)]
+
+    @property
+    def occupants(self) -> list[Ticket]:
+        """All sequences that have a slot."""
+        return [slot.ticket for slot in self.slots if slot.ticket is not None]
+
+    @property
+    def reads(self) -> bool:
+        """Whether a prompt is still to be read."""
+        return bool(self._readings or self._ready)
 
     def free(self, tickets: Sequence[Ticket]) -> None:
-        """Give back the slots of sequences that ended."""
+        """Give back the slots of sequences that ended, or whose prompts are read no further."""
         for ticket in tickets:
-            slot = next(slot for slot, each in enumerate(self.occupants) if each is ticket)
-            self.occupants[slot] = None
-            if not is_running(ticket):
-                self.held[slot] = None  # perhaps not all of its prompt was read
+            slot = next(slot for slot in self.slots if slot.ticket is ticket)
+            if slot.is_running and self._reuses:
+                slot.stored = slot.length
+                slot.tokens = as_array(ticket.tokens[:-1])
+            elif not slot.is_running:
+                self._ready = [each for each in self._ready if each is not ticket]
+                self._readings = [
+                    each for each in self._readings if self._goes_on(each, without=ticket)
+                ]
+            slot.ticket = None
+            self._clock += 1
+            slot.used = self._clock
 
-    def take(self, waiting: Waiting, *, interleaved: bool) -> list[Ticket]:
-        """As many of the waiting as there are free slots, oldest first.
+    def _goes_on(self, reading: "Reading", *, without: Ticket) -> bool:
+        """Whether somebody else waits for a prompt, to whose slot it then goes."""
+        if without in reading.tickets:
+            reading.tickets.remove(without)
+            if reading.tickets and reading.slot.ticket is without:
+                heir = next(slot for slot in self.slots if slot.ticket is reading.tickets[0])
+                self._copy(reading.slot, heir, reading.slot.stored)
+                reading.slot = heir
+        return bool(reading.tickets)
 
-        With `interleaved` only as many as one pass reads, or one alone whose prompt is longer.
-        """
-        tickets = waiting.oldest(self.occupants.count(None))
-        if interleaved and tickets:
-            # While others go on, slots that are read into stay behind theirs.
-            self._close_gaps()
-            ends = accumulate(len(ticket.request.prompt) for ticket in tickets)
-            fitting = sum(end <= PREFILL for end in ends)
-            tickets = tickets[: max(1, fitting)]
-        for ticket in tickets:
-            waiting.remove(ticket)
-        return tickets
+    def take(self, waiting: Waiting) -> None:
+        """Give free slots to the waiting, oldest first."""
+        # While others go on, slots that are read into stay behind theirs.
+        self._close_gaps()
+        tickets: list[Ticket] = []
+        for ticket in waiting.oldest(sum(slot.ticket is None for slot in self.slots)):
+            if not self._comes_soon(ticket, tickets):
+                waiting.remove(ticket)
+                tickets.append(ticket)
+        # Neighbours of similar length share attention calls. What is held goes to whom it serves,
+        # before others take its slot.
+        by_length = sorted(tickets, key=lambda ticket: len(ticket.prompt))
+        for ticket in sorted(by_length, key=lambda ticket: -self._longest(ticket)[1]):
+            self._place(ticket)
+        order = {ticket: number for number, ticket in enumerate(tickets)}
+        self._readings.sort(key=lambda reading: order.get(reading.tickets[0], -1))
 
-    def start(
-        self, tickets: Sequence[Ticket], waiting: Waiting
-    ) -> Iterator[Float[Tensor, "B V"] | None]:
-        """Read the prompts into free slots, equal ones once.
+    def _comes_soon(self, ticket: Ticket, before: Sequence[Ticket]) -> bool:
+        """Whether more of a prompt than is held is being read for another one."""
+        if not self._reuses:
+            return False
+        others = [*(reading.tickets[0] for reading in self._readings), *before]
+        shared = [
+            common_prefix(each.prompt, ticket.prompt[:-1])
+            for each in others
+            if each.request.scope == ticket.request.scope and each.identity != ticket.identity
+        ]
+        return bool(shared) and max(shared) >= self._longest(ticket)[1] + LEAST
 
-        Yields None between two passes, at last the logits of the first tokens.
-        """
-        unread: dict[tuple[int, ...], int] = {}
-        copies: list[tuple[int, int]] = []
-        # Neighbours of similar length share attention calls.
-        by_length = sorted(tickets, key=lambda ticket: len(ticket.request.prompt))
-        for ticket in sorted(by_length, key=lambda ticket: not self._in_free_slot(ticket)):
-            prompt = ticket.request.prompt
-            slot = self._free_slot(prompt)
-            if prompt in unread:
-                copies.append((unread[prompt], slot))
-            elif prompt not in self._after or prompt not in self.held:
-                unread[prompt] = slot
-            elif self.held[slot] != prompt:
-                copies.append((self.held.index(prompt), slot))
-            self.occupants[slot] = ticket
-            self.held[slot] = prompt
-        yield from self._read(unread)
-        for source, target in copies:
-            self.cache.copy(source, target, len(self.held[target] or ()))
-        logits = torch.stack([self._after[ticket.request.prompt] for ticket in tickets])
-        self._after = {
-            prompt: row for prompt, row in self._after.items() if waiting.has_prompt(prompt)
-        }
-        yield logits
+    def _longest(self, ticket: Ticket) -> tuple[Slot | None, int]:
+        """The slot that holds most of the beginning of a prompt, and how many tokens."""
+        is_known = ticket.identity in self._after  # else its last token is read for the logits
+        if not (self._reuses or is_known):
+            return None, 0
+        prompt = ticket.prompt if is_known else ticket.prompt[:-1]
+        counts = [slot.common(ticket.request.scope, prompt) for slot in self.slots]
+        # Of equals a free one is there to be taken.
+        best = max(
+            zip(counts, self.slots, strict=True), key=lambda each: (each[0], not each[1].ticket)
+        )
+        if is_known and best[0] == len(prompt):
+            return best[1], best[0]
+        count = min(best[0], len(ticket.prompt) - 1)
+        return (best[1], count) if self._reuses and count >= LEAST else (None, 0)
 
-    def _in_free_slot(self, ticket: Ticket) -> bool:
-        places = zip(self.held, self.occupants, strict=True)
-        return any(held == ticket.request.prompt and each is None for held, each in places)
+    def _place(self, ticket: Ticket) -> None:
+        """Give a ticket a slot, with what is held of its prompt."""
+        for reading in self._readings:
+            if reading.identity == ticket.identity:
+                self._oldest_free().give(ticket, stored=0)
+                reading.tickets.append(ticket)
+                ticket.num_reused = reading.tickets[0].num_reused
+                return
+        source, count = self._longest(ticket)
+        if source is not None and source.ticket is None and 2 * count >= source.stored:
+            slot = source
+        else:
+            slot = self._oldest_free(besides=source)
+        if source is not None and slot is not source:
+            self._copy(source, slot, count)
+        slot.give(ticket, stored=count)
+        ticket.num_reused = count
+        if count == len(ticket.prompt):
+            self._ready.append(ticket)
+        else:
+            self._readings.append(Reading([ticket], slot))
 
-    def _free_slot(self, prompt: tuple[int, ...]) -> int:
-        """A free slot, one that holds the prompt if there is one."""
-        free = [slot for slot, each in enumerate(self.occupants) if each is None]
-        return next((slot for slot in free if self.held[slot] == prompt), free[0])
+    def _oldest_free(self, besides: Slot | None = None) -> Slot:
+        """The free slot that was given back first, another one than `besides` if there is one."""
+        free = [slot for slot in self.slots if slot.ticket is None]
+        return min(free, key=lambda slot: (slot is besides, slot.used if self._reuses else 0))
 
-    def _read(self, prompts: dict[tuple[int, ...], int]) -> Iterator[None]:
-        """Store prompts in their slots and keep the logits after each; pauses between passes."""
-        for number, part in enumerate(packed(list(prompts))):
-            slots = [prompts[prompt] for prompt in part]
-            if number:
-                yield
-            # Only a prompt that is alone can be longer than one pass.
-            *beginnings, last = range(0, len(part[0]), PREFILL)
-            for first in beginnings:
-                self._read_pieces([part[0][first : first + PREFILL]], slots, first=first)
-                yield
-            logits = self._read_pieces([prompt[last:] for prompt in part], slots, first=last)
-            self._after.update(zip(part, logits, strict=True))
+    def _copy(self, source: Slot, target: Slot, count: int) -> None:
+        self.cache.copy(self.slots.index(source), self.slots.index(target), count)
+        target.stored = count
+
+    def read(
+        self, waiting: Waiting, *, to_the_end: bool
+    ) -> tuple[list[Ticket], Float[Tensor, "B V"] | None]:
+        """One pass over prompts, or all passes: those that are read, and the logits after them."""
+        tickets, self._ready = self._ready, []
+        if self._readings:
+            tickets += self._read_chunk()
+        while self._readings and to_the_end:
+            tickets += self._read_chunk()
+        logits = [self._after[ticket.identity] for ticket in tickets]
+        self._after = {name: row for name, row in self._after.items() if waiting.has_prompt(name)}
+        return tickets, torch.stack(logits) if logits else None
+
+    def _read_chunk(self) -> list[Ticket]:
+        """Read as much as one pass may; the tickets whose prompts are read."""
+        counts = share_out([each.left for each in self._readings], self._chunk)
+        parts = [each for each in zip(self._readings, counts, strict=True) if each[1]]
+        logits = self._read_pieces(parts)
+        found: list[Ticket] = []
+        for (reading, count), row in zip(parts, logits, strict=True):
+            reading.slot.stored += count
+            if reading.left:
+                continue
+            self._after[reading.identity] = row
+            self._readings.remove(reading)
+            found += reading.tickets
+            for slot in [each for each in self.slots if each.ticket in reading.tickets]:
+                if slot is not reading.slot:
+                    self._copy(reading.slot, slot, reading.slot.stored)
+        return found
 
     @torch.inference_mode()
-    def _read_pieces(
-        self, pieces: Sequence[tuple[int, ...]], slots: Sequence[int], *, first: int
-    ) -> Float[Tensor, "B V"]:
-        """Store pieces of prompts from position `first` on; the logits after each."""
-        lengths = [len(piece) for piece in pieces]
-        tokens = [token for piece in pieces for token in piece]
-        positions = [first + place for length in lengths for place in range(length)]
-        starts = [slot * self.cache.width for slot in slots]
-        places = [
-            start + first + place
-            for start, length in zip(starts, lengths, strict=True)
-            for place in range(length)
+    def _read_pieces(self, parts: Sequence[tuple["Reading", int]]) -> Float[Tensor, "B V"]:
+        """Store so many more tokens of each prompt; the logits after each."""
+        pieces = [
+            Piece(self.slots.index(reading.slot), reading.slot.stored, count)
+            for reading, count in parts
         ]
-        # Padding goes on from the last piece, whose tokens don't see what comes after them.
+        tokens = [
+            token
+            for (reading, count), piece in zip(parts, pieces, strict=True)
+            for token in reading.tickets[0].request.prompt[piece.first : piece.first + count]
+        ]
+        positions = [piece.first + place for piece in pieces for place in range(piece.length)]
+        starts = [piece.slot * self.cache.width for piece in pieces for _ in range(piece.length)]
+        places = [start + position for start, position in zip(starts, positions, strict=True)]
         padding = round_up(len(tokens), self._fewest) - len(tokens)
+        continues = any(piece.first for piece in pieces)
+        lengths = [piece.length for piece in pieces]
+        # Padding goes on from the last piece, whose tokens don't see what comes after them.
         layout = (
-            Continuation(slots[0], first, lengths[0])
-            if first
+            Pieces(pieces)
+            if continues
             else Ragged([*lengths[:-1], lengths[-1] + padding], self.device, kernels=kernel_mode())
         )
         ends = torch.tensor(lengths).cumsum(0) - 1
@@ -205,7 +311,7 @@ class Slots:
             ],
             device=self.device,
         )
-        logits = self._modules(inputs, layout, reads_slots=first > 0, keep=last)
+        logits = self._modules(inputs, layout, reads_slots=continues, keep=last)
         return logits[: len(lengths)]
 
     @torch.inference_mode()
@@ -221,24 +327,16 @@ class Slots:
         return running, self._decode(columns, NextToken(lengths, self.device), spare=self._spare)
 
     def _close_gaps(self) -> None:
-        """Move the last sequences into slots that stayed free, so that the first slots are live."""
-        count = len(self.running)
-        gaps = [slot for slot in range(count) if self.occupants[slot] is None]
-        late = [
-            slot for slot, each in enumerate(self.occupants) if slot >= count and is_running(each)
-        ]
-        for target, source in zip(gaps, late, strict=True):
-            ticket = self.occupants[source]
-            assert ticket is not None
-            prompt = ticket.request.prompt
-            self.cache.copy(source, target, len(prompt) + len(ticket.response.ids) - 1)
-            self.occupants[target], self.occupants[source] = ticket, None
-            self.held[target] = prompt
-
-
-def is_running(ticket: Ticket | None) -> bool:
-    """Whether its prompt is read and its first token chosen."""
-    return ticket is not None and len(ticket.response.ids) > 0
+        """Have the running sequences lie in the first slots."""
+        count = sum(slot.is_running for slot in self.slots)
+        gaps = [place for place in range(count) if not self.slots[place].is_running]
+        late = [place for place in range(count, len(self.slots)) if self.slots[place].is_running]
+        for gap, place in zip(gaps, late, strict=True):
+            empty, full = self.slots[gap], self.slots[place]
+            if empty.ticket is None and not self._reuses:
+                empty.stored = 0
+            self.cache.swap((gap, place), (empty.length, full.length))
+            self.slots[gap], self.slots[place] = full, empty
 
 
 def has_hooks(model: nn.Module) -> bool:
@@ -247,17 +345,3 @@ def has_hooks(model: nn.Module) -> bool:
         each._forward_hooks or each._forward_pre_hooks  # noqa: SLF001
         for each in model.modules()
     )
-
-
-def packed(prompts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Cut prompts into parts of at most PREFILL tokens; a longer prompt is alone."""
-    parts: list[list[tuple[int, ...]]] = []
-    room = 0
-    for prompt in prompts:
-        if parts and len(prompt) <= room:
-            parts[-1].append(prompt)
-            room -= len(prompt)
-        else:
-            parts.append([prompt])
-            room = PREFILL - len(prompt)
-    return parts

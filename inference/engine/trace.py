@@ -21,6 +21,9 @@ from inference.engine.replay import ReplayError
 Replay = Callable[[], object]
 """Does a call again, on what its memory holds now."""
 
+TRANSFERS = {"_to_copy", "copy_", "to"}
+"""Operators that may copy between the host and a device, and wait for it."""
+
 COPIES = {"_to_copy", "clone", "contiguous", "to"}
 """Operators whose new tensor is the old one, perhaps in another format."""
 
@@ -147,7 +150,8 @@ def require_replayable(call: Call, result: object) -> None:
     """Refuse a call whose repetition would not do what the modules' Python does.
 
     Raises:
-        ReplayError: it draws random numbers, or Python or a shape depends on the numbers it read.
+        ReplayError: it draws random numbers, Python or a shape depends on the numbers it read, or
+            it copies between the host and a device.
     """
     if isinstance(result, (bool, int, float)) and any(True for _ in call.read()):
         raise ReplayError(f"{call.name} hands a number to Python")
@@ -159,6 +163,8 @@ def require_replayable(call: Call, result: object) -> None:
         call.name != "index" or any(index.dtype == torch.bool for index in call.read())
     ):
         raise ReplayError(f"the size of what {call.name} gives depends on numbers")
+    if call.name in TRANSFERS and len({each.device for each in (*call.read(), *call.made)}) > 1:
+        raise ReplayError(f"{call.name} copies between the host and a device")
 
 
 class OperatorTrace:

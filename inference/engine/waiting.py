@@ -1,6 +1,7 @@
 """Requests that wait for a slot, oldest first."""
 
 from collections import Counter, OrderedDict
+from collections.abc import Hashable
 from itertools import islice
 
 from inference.engine.requests import Ticket
@@ -11,7 +12,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._tickets: OrderedDict[Ticket, None] = OrderedDict()
-        self._prompts: Counter[tuple[int, ...]] = Counter()
+        self._prompts: Counter[Hashable] = Counter()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -22,12 +23,12 @@ class Waiting:
     def add(self, ticket: Ticket) -> None:
         """Come last."""
         self._tickets[ticket] = None
-        self._prompts[ticket.request.prompt] += 1
+        self._prompts[ticket.identity] += 1
 
     def remove(self, ticket: Ticket) -> None:
         """Leave, from wherever it is."""
         del self._tickets[ticket]
-        prompt = ticket.request.prompt
+        prompt = ticket.identity
         self._prompts[prompt] -= 1
         if not self._prompts[prompt]:
             del self._prompts[prompt]
@@ -36,6 +37,6 @@ class Waiting:
         """The first so many, or all there are."""
         return list(islice(self._tickets, count))
 
-    def has_prompt(self, prompt: tuple[int, ...]) -> bool:
-        """Whether a response to this prompt is still to come."""
+    def has_prompt(self, prompt: Hashable) -> bool:
+        """Whether a response to the prompt of this identity is still to come."""
         return prompt in self._prompts

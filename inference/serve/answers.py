@@ -35,13 +35,36 @@ def head(served: ServedModel, kind: str, name: str) -> dict[str, Any]:
     }
 
 
-def usage(num_prompt: int, num_completion: int) -> dict[str, int]:
-    """Tokens of a request and its responses."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-    }
+@dataclass
+class Usage:
+    """Tokens of a request and its responses, as their pieces come."""
+
+    num_prompt: int
+    """Of all prompts, each counted once."""
+    per_prompt: int
+    """Responses to each prompt."""
+    num_completion: int = 0
+    _reused: dict[int, int] = field(default_factory=dict)
+    """Of each response, the tokens of its prompt that were not read for it."""
+
+    def add(self, piece: Piece) -> None:
+        """More of a response has come."""
+        self.num_completion += len(piece.ids)
+        self._reused[piece.row] = self._reused.get(piece.row, 0) + piece.num_reused
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """OpenAI's object; of a prompt's tokens those are cached that no response had read."""
+        by_prompt: dict[int, int] = {}
+        for row, count in self._reused.items():
+            prompt = row // self.per_prompt
+            by_prompt[prompt] = min(count, by_prompt.get(prompt, count))
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_completion,
+            "total_tokens": self.num_prompt + self.num_completion,
+            "prompt_tokens_details": {"cached_tokens": sum(by_prompt.values())},
+        }
 
 
 def number(logprob: float) -> float:

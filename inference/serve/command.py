@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> None:
         argv,
         usage=(
             "inference.serve --path DIR [--path NAME=DIR ...] [--SETTING VALUE ...]",
+            "inference.serve --path DIR --adapter NAME=DIR [--adapter NAME=DIR ...] [...]",
             "inference.serve --run OUT [--SETTING VALUE ...]",
             "inference.serve --watch OUT [--SETTING VALUE ...]",
         ),

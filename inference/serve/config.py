@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config import Precision
 from pipeline.errors import ConfigError, require
@@ -13,6 +14,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 MIB = 2**20
 
+PrefixReuse = Literal["client", "all", "off"]
+"""Among whom keys and values are shared."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
@@ -20,6 +24,12 @@ class ServeConfig:
 
     path: tuple[str, ...] = ()
     """Models: a directory or Hub name each, with a name of its own as sft=OUT/step1_sft."""
+
+    adapter: tuple[str, ...] = ()
+    """LoRA adapters over a model, each as NAME=DIR; the model is in memory once."""
+
+    adapter_base: str | None = None
+    """Name of the model that adapters change; null takes the first one."""
 
     run: Path | None = None
     """A run's output directory: base, step 1 and step 3, those that are there."""
@@ -51,6 +61,14 @@ class ServeConfig:
 
     cache_gib: float | None = None
     """Memory for keys and values of all models; null takes half of what the weights leave free."""
+
+    prefix_reuse: PrefixReuse = "client"
+    """Whose keys and values a prompt takes over as far as it begins like an earlier one: client
+    (those of the same key or address), all, off."""
+
+    prefill_chunk: int | None = None
+    """Tokens of prompts that are read between two tokens of those who are answered; null takes 256
+    on a CPU, 512 on a GPU."""
 
     queue: int = 256
     """Requests that wait for a slot; further ones are refused with 429."""
@@ -109,10 +127,14 @@ class ServeConfig:
             bool(self.path or self.run or self.watch),
             "--path is missing: give a model directory, or --run OUT for the models of a run",
         )
+        require(
+            self.adapter_base is None or bool(self.adapter),
+            "adapter_base is given without an adapter; give --adapter NAME=DIR too",
+        )
         require(0 <= self.port < 65536, f"port must lie in [0, 65535]: {self.port}")
         if self.watch is not None:
             require(self.watch.is_dir(), f"watch: {self.watch}: no such directory")
-        for name in ("slots", "context", "cache_gib"):
+        for name in ("slots", "context", "cache_gib", "prefill_chunk"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0: {value}")
         for name in (

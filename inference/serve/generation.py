@@ -1,7 +1,7 @@
 """What the web asks of the generation thread, and the pieces of responses that come back."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +28,10 @@ class Wanted:
     """Of how many likeliest tokens log-probabilities are wanted; None is of no token."""
     guide: CompiledGrammar | None = None
     """What each response is kept within."""
+    shown: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that have a text in the response."""
+    scope: str = ""
+    """Keys and values are shared by prompts of the same scope alone."""
     continues: bool = False
     """Whether the text goes on after the prompt's rather than beginning anew."""
 
@@ -43,6 +47,8 @@ class Piece:
     """Tokens since the last piece, one that ends the response among them."""
     reported: list[Reported] = field(default_factory=list)
     """Of each of the tokens that have text, where log-probabilities are wanted."""
+    num_reused: int = 0
+    """Tokens of the prompt whose keys and values were there; with the first piece."""
     finish: Finish | None = None
     """Why it ended; None while it goes on."""
     error: str | None = None
@@ -53,6 +59,7 @@ class Piece:
         self.text += later.text
         self.ids += later.ids
         self.reported += later.reported
+        self.num_reused += later.num_reused
         self.finish, self.error = later.finish, later.error
 
 

@@ -1,7 +1,9 @@
 """Everything that is served, planned and then loaded."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from inference.serve.adapter_files import trained_on
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
 from inference.serve.memory import plan_memory
@@ -23,7 +25,8 @@ def load(
         UserError: there is no such model, or no room for it.
     """
     for place in places:
-        check_ready(place.path)
+        if place.adapter is None:
+            check_ready(place.path)
     if reward is not None:
         check_ready(reward, scores=True)
     rooms = plan_memory(places, reward, config)
@@ -32,7 +35,19 @@ def load(
         state.reward = load_reward(reward)
         remark(f"reward: {reward}")
     for place in places:
-        remark(f"{place.name}: {place.path}, {rooms[place.name].words}")
-        state.models[place.name] = load_served(place, rooms[place.name], config.precision)
+        remark(f"{place.name}: {_what(place)}, {rooms[place.name].words}")
+        base = state.models[place.base].model if place.base else None
+        state.models[place.name] = load_served(place, rooms[place.name], config, base)
         state.metrics.serves(place.name, rooms[place.name].slots)
     return state
+
+
+def _what(place: ModelPath) -> str:
+    """What is served by a name; of an adapter also a base that it was not trained on by name."""
+    if place.adapter is None:
+        return place.path
+    words = f"the adapter {place.adapter} over {place.base}"
+    own = trained_on(place.adapter)
+    if own in (None, place.path) or Path(own).resolve() == Path(place.path).resolve():
+        return words
+    return f"{words}, though it names {own} as its model"

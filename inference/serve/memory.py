@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inference.engine.slots import PREFILL
+from inference.serve.adapter_files import check_adapter
 from inference.serve.config import ServeConfig
 from inference.serve.models import ModelPath
 from pipeline.budget.fit import in_words
@@ -54,11 +55,11 @@ def plan_memory(
 
     Raises:
         ConfigError: the weights don't fit, or not one sequence does.
-        ModelError: a model has no configuration to read.
+        ModelError: a model has no configuration to read, or an adapter is of another model.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {place.name: _on_meta(place.path, config, device) for place in places}
-    weights = {name: _bytes(model) for name, model in models.items()}
+    weights = {place.name: _weights(place, models[place.name]) for place in places}
     total = sum(weights.values())
     if reward is not None:
         total += _bytes(_on_meta(reward, config, device, scores=True))
@@ -106,6 +107,13 @@ def _on_meta(
 ) -> nn.Module:
     settings = FrozenModelConfig(path=path, precision=config.precision)
     return model_on_meta(settings, task="classifier" if scores else "causal", device=device)
+
+
+def _weights(place: ModelPath, model: nn.Module) -> int:
+    """Bytes that a model adds: an adapter's are its own alone."""
+    if place.adapter is None:
+        return _bytes(model)
+    return check_adapter(place.adapter, place.name, model, place.path)
 
 
 def _bytes(model: nn.Module) -> int:

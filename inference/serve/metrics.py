@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from inference.engine.requests import Reason
+from inference.engine.requests import Reason, Ticket
 from inference.serve.row import Row
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -25,6 +25,12 @@ class Metrics:
         self._waiting = Gauge("vllm:num_requests_waiting", "Prompts without a slot.", **of_model)
         self._slots = Gauge("rlhf:slots", "Sequences that can run at once.", **of_model)
         self._prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", **of_model)
+        self._queried = Counter(
+            "vllm:prefix_cache_queries", "Tokens of prompts, by response.", **of_model
+        )
+        self._reused = Counter(
+            "vllm:prefix_cache_hits", "Those whose keys and values were there.", **of_model
+        )
         self._generated = Counter("vllm:generation_tokens", "Tokens of responses.", **of_model)
         self._first = Histogram(
             "vllm:time_to_first_token_seconds", "From a slot on.", buckets=SECONDS, **of_model
@@ -59,7 +65,7 @@ class Metrics:
         for name, count in waiting.items():
             self._waiting.labels(name).set(count)
 
-    def token(self, row: Row, now: float) -> None:
+    def token(self, row: Row, ticket: Ticket, now: float) -> None:
         """A response has one more token."""
         name = row.wanted.model
         self._generated.labels(name).inc()
@@ -67,6 +73,8 @@ class Metrics:
             self._between.labels(name).observe(now - row.newest)
         else:
             self._prompt.labels(name).inc(len(row.wanted.prompt))
+            self._queried.labels(name).inc(len(row.wanted.prompt))
+            self._reused.labels(name).inc(ticket.num_reused)
             self._first.labels(name).observe(now - row.began)
         row.newest = now
 

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from inference.serve.adapter_files import adapter_directory
 from inference.serve.config import ServeConfig
 from pipeline.errors import ConfigError, DataError, ModelError, require
 from pipeline.report.read import read_results
@@ -29,10 +30,16 @@ class ModelPath:
     format_of: str | None = None
     """Model whose chat template one without its own takes."""
 
+    adapter: Path | None = None
+    """Of an adapter over the model, its directory."""
+
+    base: str | None = None
+    """Of an adapter, the name of the model."""
+
 
 def gather_paths(options: Sequence[Option]) -> list[Option]:
     """The options with all words of one that may be given more than once as one list."""
-    gathered = ("path", "api_key", "cors")
+    gathered = ("path", "adapter", "api_key", "cors")
     found: list[Option] = [option for option in options if option[0] not in gathered]
     for name in gathered:
         words = [word for each, several in options if each == name for word in several]
@@ -42,20 +49,42 @@ def gather_paths(options: Sequence[Option]) -> list[Option]:
 
 
 def paths_to_serve(config: ServeConfig) -> list[ModelPath]:
-    """The models of `--path` and `--run`, each with a name of its own.
+    """The models of `--path` and `--run`, and those with an adapter, each with a name of its own.
 
     Raises:
-        ConfigError: two have the same name.
-        ModelError: the run has no model yet.
+        ConfigError: two have the same name, or there is no model for the adapters.
+        ModelError: the run has no model yet, or there is no adapter in a directory.
     """
     found = [] if config.run is None else models_of_run(config.run)
     found += [_named(word) for word in config.path]
+    found += _adapted(config, found)
     names = [each.name for each in found]
     for name in names:
         require(
             names.count(name) == 1,
             f"--path: two models are called {name}; name them, as sft=OUT/step1_sft",
         )
+    return found
+
+
+def _adapted(config: ServeConfig, models: Sequence[ModelPath]) -> list[ModelPath]:
+    """The adapters, over the model of `--adapter-base`."""
+    if not config.adapter:
+        return []
+    wanted = config.adapter_base
+    bases = [each for each in models if wanted in (None, each.name)]
+    if not bases:
+        there = ", ".join(each.name for each in models) or "none"
+        raise ConfigError(f"--adapter-base: there is no model {wanted}; there are: {there}")
+    found: list[ModelPath] = []
+    for word in config.adapter:
+        name, equals, path = word.partition("=")
+        require(
+            bool(equals and path and NAME.fullmatch(name)),
+            f"--adapter takes NAME=DIR, as polite=OUT/step1_sft, got {word[:100]}",
+        )
+        directory = adapter_directory(path)
+        found.append(replace(bases[0], name=name, adapter=directory, base=bases[0].name))
     return found
 
 

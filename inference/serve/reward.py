@@ -23,7 +23,7 @@ class ServedReward:
     scorer: Scorer
     chat: ChatFormat
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message]) -> Encoded:
         """Token ids of a dialogue that ends in a response.
 
         Raises:
@@ -32,23 +32,23 @@ class ServedReward:
         if messages[-1].role != "assistant" or len(messages) < 2:
             raise ApiError(400, "messages must end in the assistant's turn", param="messages")
         try:
-            ids = self.chat.encode(messages[:-1], messages[-1:]).input_ids
+            whole = self.chat.encode(messages[:-1], messages[-1:])
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
         limit = context_length(base_model(self.scorer.model))
-        if len(ids) > limit:
+        if len(whole) > limit:
             raise ApiError(
                 400,
-                f"the dialogue has {len(ids)} tokens, and {self.name} reads {limit}; shorten it",
+                f"the dialogue has {len(whole)} tokens, and {self.name} reads {limit}; shorten it",
                 param="messages",
                 code="context_length_exceeded",
             )
-        return ids
+        return whole
 
     @torch.inference_mode()
-    def score(self, ids: Sequence[int]) -> float:
-        """The score at the end of a dialogue."""
-        batch = collate([Encoded.untrained(list(ids))]).to(local_device())
+    def score(self, dialogue: Encoded) -> float:
+        """The score of a dialogue's last response."""
+        batch = collate([dialogue]).to(local_device())
         return self.scorer.final_scores(batch).item()
 
 

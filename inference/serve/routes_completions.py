@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inference.engine.requests import Reported
-from inference.serve.answers import RowSoFar, head, new_id, text_logprobs, usage
+from inference.serve.answers import RowSoFar, Usage, head, new_id, text_logprobs
 from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
 from inference.serve.generation import Piece, Wanted
@@ -45,10 +45,9 @@ class Completion:
         """Responses to each prompt."""
         return self.request.n or 1
 
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of all prompts."""
-        return sum(map(len, self.prompts))
+    def usage(self) -> Usage:
+        """Tokens, none of a response yet."""
+        return Usage(sum(map(len, self.prompts)), self.count)
 
     @property
     def with_logprobs(self) -> bool:
@@ -98,7 +97,7 @@ def _read(state: State, fields: CompletionRequest, client: str) -> Completion:
     for prompt in prompts:
         check_prompt(served, len(prompt), after=0 if only_scores else 1)
     seed = seed_of(fields)
-    wanted = [] if only_scores else _wanted(state, fields, served, prompts, seed)
+    wanted = [] if only_scores else _wanted(state, fields, served, prompts, seed, client)
     name = new_id("cmpl")
     return Completion(state, fields, served, prompts, texts, wanted, seed, client, name)
 
@@ -109,6 +108,7 @@ def _wanted(
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
     seed: int,
+    client: str,
 ) -> list[Wanted]:
     length = 16 if fields.max_tokens is None else fields.max_tokens  # as OpenAI's default is
     return wanted_of(
@@ -117,6 +117,7 @@ def _wanted(
         max_tokens=length,
         num_top=fields.logprobs,
         continues=True,
+        client=client,
     )
 
 
@@ -130,8 +131,10 @@ async def _whole(read: Completion, echoed: Sequence[Sequence[Reported | None]]) 
         _choice(read, number, found.get(number, Piece(number, finish="length")), echoed)
         for number in range(len(read.prompts) * read.count)
     ]
-    count = sum(len(piece.ids) for piece in found.values())
-    return read.object(choices) | {"usage": usage(read.num_prompt, count)}
+    usage = read.usage()
+    for piece in found.values():
+        usage.add(piece)
+    return read.object(choices) | {"usage": usage.json}
 
 
 async def _echoed(read: Completion) -> list[list[Reported | None]]:
@@ -180,7 +183,7 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     """The events of a stream, after one of no bytes that says that the request was let in."""
     rows = [RowSoFar(read.served, begins=False) for _ in range(len(read.prompts) * read.count)]
-    broker, count = read.state.broker, 0
+    broker, usage = read.state.broker, read.usage()
     with_usage = {"usage": None} if read.request.wants_usage else {}
     with ExitStack() as held:
         job = None
@@ -194,11 +197,11 @@ async def _events(
         async for pieces in broker.pieces(job) if job else _nothing():
             parts = b"" if pieces else SIGN_OF_LIFE
             for piece in pieces:
-                count += len(piece.ids)
+                usage.add(piece)
                 parts += event(read.object([_part(read, rows[piece.row], piece)]) | with_usage)
             yield parts
     if read.request.wants_usage:
-        yield event(read.object([]) | {"usage": usage(read.num_prompt, count)})
+        yield event(read.object([]) | {"usage": usage.json})
     yield DONE
 
 

@@ -8,10 +8,17 @@ from starlette.responses import Response
 from inference.serve.answers import new_id
 from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
-from inference.serve.schema import DetokenizeRequest, ScoreRequest, TokenizeRequest, read_request
+from inference.serve.schema import (
+    DetokenizeRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    has_tools,
+    read_request,
+)
 from inference.serve.served import ServedModel
-from inference.serve.state import State, off_loop, size_of, state_of
+from inference.serve.state import LONG, State, off_loop, state_of
 from inference.serve.stream import until_gone
+from inference.serve.tool_prompt import encode_chat
 from inference.streaming import plain_text
 from pipeline import __version__
 
@@ -36,6 +43,7 @@ def _model(state: State, served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "rlhf",
+        "parent": served.base,
         "context": served.context,
         "slots": served.num_slots,
         "weights_hash": served.weights_hash,
@@ -76,12 +84,14 @@ async def tokenize(request: Request) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if fields.messages is not None:
-        dialogue = [each.message for each in fields.messages]
+        messages, tools = fields.messages, fields.tools or []
+        size = sum(len(each.text) for each in messages)
+        is_compiled = tools or has_tools(messages) or fields.chat_template_kwargs
         ids = await off_loop(
-            size_of(dialogue, fields.chat_template_kwargs),
-            served.encode_chat,
-            dialogue,
-            continues=fields.opens and dialogue[-1].role == "assistant",
+            LONG if is_compiled else size,
+            encode_chat,
+            *(served, messages, tools),
+            continues=fields.opens and messages[-1].role == "assistant",
             opens=fields.opens,
             arguments=fields.chat_template_kwargs,
         )
@@ -111,15 +121,15 @@ async def score(request: Request) -> Response:
         raise ApiError(
             404, "no reward model is served; start the server with --reward DIR", param="model"
         )
-    ids = reward.encode([each.message for each in fields.messages])
-    value = await until_gone(request.receive, state.broker.call(lambda: reward.score(ids)))
+    dialogue = reward.encode([each.message for each in fields.messages])
+    value = await until_gone(request.receive, state.broker.call(lambda: reward.score(dialogue)))
     return json_response(
         {
             "id": new_id("score"),
             "object": "score",
             "model": reward.name,
             "score": value,
-            "usage": {"prompt_tokens": len(ids), "total_tokens": len(ids)},
+            "usage": {"prompt_tokens": len(dialogue), "total_tokens": len(dialogue)},
         }
     )
 

@@ -8,21 +8,28 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.batch import OpenBatch
+from inference.serve.adapter_files import tokenizer_directory
+from inference.serve.adapters import with_adapter
+from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
 from inference.serve.guides import Guides
 from inference.serve.memory import Room
 from inference.serve.models import ModelPath
 from inference.serve.token_bytes import TokenBytes
 from inference.weights.hash import weights_hash
-from pipeline.config import FrozenModelConfig, Precision
+from pipeline.config import FrozenModelConfig
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.data.resolve_format import resolve_format
 from pipeline.data.template import Argument, never_read
-from pipeline.errors import UserError
-from pipeline.models.load import load_causal_lm, load_tokenizer
+from pipeline.errors import ModelError, UserError
+from pipeline.models.load import lacks_tokens, load_causal_lm, load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+CHUNK = {"cpu": 256, "cuda": 512}
+"""Tokens of a pass over prompts where the settings don't say: more make it hardly faster, and hold
+up those who are answered."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class ServedModel:
 
     name: str
     path: str
+    base: str | None
+    """Of an adapter, the name of the model that it changes."""
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
@@ -70,7 +79,7 @@ class ServedModel:
                 " continue_final_message true",
                 param="messages",
             )
-        chat = self._chat_with(arguments) if arguments else self.chat
+        chat = self.chat_with(arguments) if arguments else self.chat
         try:
             if not answered:
                 return chat.encode_prompt(messages, generation_prompt=opens)
@@ -79,7 +88,7 @@ class ServedModel:
             raise ApiError(400, str(error), param="messages") from None
         return ids[:-1] if continues and ids[-1] in self.chat.stop_ids else ids
 
-    def _chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
+    def chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
         """The chat format with arguments of its template."""
         unknown = never_read(self.chat.template, arguments)
         if unknown:
@@ -113,25 +122,38 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     return model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
 
 
-def load_served(place: ModelPath, room: Room, precision: Precision) -> ServedModel:
-    """Load a model with the batch that it generates in.
+def load_served(
+    place: ModelPath, room: Room, config: ServeConfig, base: PreTrainedModel | None
+) -> ServedModel:
+    """Load a model with the batch that it generates in; an adapter over its `base`.
 
     Raises:
         ModelError: there is none, or a part of it is missing or damaged.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = FrozenModelConfig(path=place.path, precision=precision)
-    tokenizer = _tokenizer(place, config)
-    model = load_causal_lm(config, device=device, seed=place.seed)
+    settings = FrozenModelConfig(path=place.path, precision=config.precision)
+    tokenizer = _tokenizer(place, settings)
+    if place.adapter is None or base is None:
+        model = load_causal_lm(settings, device=device, seed=place.seed)
+    else:
+        model = with_adapter(base, place.adapter)
+        _require_rows(place, tokenizer, model)
     model.requires_grad_(requires_grad=False)
     chat, bytes_of = resolve_format(tokenizer, "auto"), TokenBytes(tokenizer)
     return ServedModel(
         name=place.name,
         path=place.path,
+        base=place.base,
         model=model,
         tokenizer=tokenizer,
         chat=chat,
-        batch=OpenBatch(model, num_slots=room.slots, capacity=room.context),
+        batch=OpenBatch(
+            model,
+            num_slots=room.slots,
+            capacity=room.context,
+            chunk=config.prefill_chunk or CHUNK[device.type],
+            reuses=config.prefix_reuse != "off",
+        ),
         num_slots=room.slots,
         context=room.context,
         weights_hash=f"{weights_hash(model):013x}",
@@ -142,11 +164,25 @@ def load_served(place: ModelPath, room: Room, precision: Precision) -> ServedMod
     )
 
 
+def _require_rows(
+    place: ModelPath, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> None:
+    if lacks_tokens(model, tokenizer):
+        raise ModelError(
+            f"the adapter {place.name} has a tokenizer of {len(tokenizer)} tokens beside it, and"
+            f" {place.base} has {vocabulary_of(model)}; give the model that it was trained on as"
+            " --path"
+        )
+
+
 def _tokenizer(place: ModelPath, config: FrozenModelConfig) -> PreTrainedTokenizerBase:
     """The model's own; of a base model the one that a step gave a chat template, if it is the same.
 
-    So base and trained models are given the same text.
+    So base and trained models are given the same text. An adapter has the one that it was trained
+    with, if that lies beside it.
     """
+    if place.adapter is not None and (directory := tokenizer_directory(place.adapter)):
+        return load_tokenizer(FrozenModelConfig(path=directory))
     own = load_tokenizer(config)
     if place.format_of is None or own.chat_template:
         return own

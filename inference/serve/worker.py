@@ -185,8 +185,8 @@ class Worker:
         for event in served.batch.step():
             row = self._rows[event.ticket]
             if isinstance(event, Token):
-                self._metrics.token(row, now)
                 piece = self._token(row, event)
+                self._metrics.token(row, event.ticket, now)
                 if row.stopped or (piece is not None and piece.error is not None):
                     served.batch.cancel(event.ticket)
             else:
@@ -236,6 +236,7 @@ def _request(wanted: Wanted, key: int) -> Request:
         max_new_tokens=wanted.max_new_tokens,
         num_top=wanted.num_top,
         guide=None if wanted.guide is None else wanted.guide.guide(),
+        scope=wanted.scope,
     )
 
 

@@ -23,18 +23,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.engine.zero import in_backward
 from pipeline.kernels.decode_attention.pieces import piece, whole_pieces
-from pipeline.kernels.toolchain.cpp import has_avx512, multiplies_bf16
+from pipeline.kernels.products.cpu import library
+from pipeline.kernels.toolchain.cpp import Built
+from pipeline.kernels.toolchain.levels import has_avx512, multiplies_bf16
 
 PRODUCTS = ("mm", "addmm", "bmm")
 """Operations that a matrix product ends in."""
 
 
 def widens_products() -> bool:
-    """Whether PyTorch computes products of bf16 matrices in fp32 memory of its own on this machine.
+    """Whether products of bf16 matrices are computed in fp32 memory of their own on this machine.
 
-    oneDNN does, on processors with AVX-512 that have no instructions for bf16.
+    oneDNN does so on processors with AVX-512 that have no instructions for bf16; our kernel, which
+    takes its place where it can be built, doesn't.
     """
-    return has_avx512() and not multiplies_bf16()
+    return has_avx512() and not multiplies_bf16() and not isinstance(library(), Built)
 
 
 @dataclass(frozen=True)

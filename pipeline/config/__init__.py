@@ -6,6 +6,7 @@ One frozen dataclass per concern. A field's docstring is its `--help` text and i
 from pipeline.config.data import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, check_split
 from pipeline.config.model import (
     LORA_RATE,
+    AdapterVariant,
     FrozenModelConfig,
     Kernels,
     LoraConfig,
@@ -14,6 +15,7 @@ from pipeline.config.model import (
     TrainedModelConfig,
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
     RowStepConfig,
     SaveInterval,
@@ -29,6 +31,7 @@ __all__ = [
     "DEFAULT_OPTIM",
     "EMBEDDED",
     "LORA_RATE",
+    "AdapterVariant",
     "DataConfig",
     "FrozenModelConfig",
     "Generation",
@@ -38,6 +41,7 @@ __all__ = [
     "ModelUse",
     "OffloadConfig",
     "OptimConfig",
+    "ParallelConfig",
     "Precision",
     "Quantize",
     "RowColumns",

@@ -10,6 +10,7 @@ from pipeline.errors import require
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Kernels = Literal["auto", "required", "off"]
 Quantize = Literal["none", "nf4", "int8"]
+AdapterVariant = Literal["lora", "rslora", "dora", "pissa", "olora"]
 
 LORA_RATE = 10.0
 """Learning rate of adapters over that of whole weights: the best rates found lie about ten times
@@ -26,12 +27,14 @@ class LoraConfig:
     alpha: float = 32.0
     """The update is scaled by alpha / rank, or as the variant says."""
 
-    variant: Literal["lora", "rslora"] = "lora"
-    """rslora scales the update by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732): it
-    stays as large at ranks of 64 and more (use_rslora)."""
+    variant: AdapterVariant = "lora"
+    """rslora scales the update by alpha / sqrt(rank), for ranks of 64 and more (use_rslora); dora
+    also learns the length of each row of a weight (use_dora); pissa and olora begin as the weight's
+    largest singular vectors and as its QR decomposition (init_lora_weights): docs/adapters.md."""
 
     dropout: float = 0.0
-    """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""
+    """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio, and for
+    pissa and olora."""
 
     targets: tuple[str, ...] = ("all-linear",)
     """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
@@ -44,6 +47,11 @@ class LoraConfig:
         require(self.rank > 0, f"lora.rank must be above 0, got {self.rank}")
         require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}")
         require(0 <= self.dropout < 1, f"lora.dropout must lie in [0, 1), got {self.dropout}")
+        require(
+            self.dropout == 0 or self.variant not in ("pissa", "olora"),
+            f"lora.dropout must be 0 with lora.variant {self.variant}, whose adapter is a part of"
+            f" the weight from the start; got {self.dropout}",
+        )
         require(bool(self.targets), 'lora.targets must name a module, or "all-linear"')
         require(self.lr is None or self.lr > 0, f"lora.lr must be above 0 or null, got {self.lr}")
 
@@ -57,7 +65,7 @@ class FrozenModelConfig:
 
     precision: Precision = "auto"
     """Number format of the weights (dtype); auto is bf16 on a GPU that has it, else fp32. On a CPU
-    bf16 is fast only where the processor has instructions for it (AVX512-BF16, AMX)."""
+    bf16 trains faster only where the processor has instructions for it (AVX512-BF16, AMX)."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""

@@ -47,6 +47,12 @@ class Example:
     ranks: tuple[float, ...] = ()
     """The rank of each of `responses`, 1 for the best; equal ranks are ties."""
 
+    steps: tuple[str, ...] = ()
+    """Of a response that is judged step by step; it is neither chosen nor rejected as a whole."""
+
+    step_labels: tuple[float | None, ...] = ()
+    """How right each of `steps` is, from 0 to 1; None where that is not known."""
+
     label: bool | int | float | str | None = field(default=None, compare=False)
     """What the row says of the dialogue that ends in `chosen`, or of the prompt where it is empty:
     a class, a grade, a number. Read for steps that learn from it alone."""

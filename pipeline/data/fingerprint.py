@@ -21,5 +21,7 @@ def fingerprint(examples: Iterable[Example]) -> str:
         if (example.label, example.tie, example.ranks) != (None, False, ()):
             learned = (example.label, example.tie, example.ranks, example.responses)
             digest.update(repr(learned).encode())
+        if example.steps:
+            digest.update(repr((example.steps, example.step_labels)).encode())
         digest.update(b"\xfe" * 8)
     return digest.hexdigest()[:16]

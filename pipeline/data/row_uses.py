@@ -11,7 +11,7 @@ _USES: Mapping[int, RowUse] = {1: "demonstrations", 2: "pairs", 3: "prompts"}
 NEEDS: Mapping[RowUse, str] = {
     "demonstrations": "a response (chosen, response, output, messages, ...)",
     "pairs": "a chosen and a rejected response",
-    "labels": "a chosen and a rejected response, a label, or ranked responses",
+    "labels": "a chosen and a rejected response, a label, ranked responses, or labelled steps",
     "prompts": "a prompt",
     "responses": "a response, chosen, rejected or with a label",
 }
@@ -31,7 +31,8 @@ def is_usable(example: Example, use: RowUse) -> bool:
         case "pairs":
             return bool(example.chosen and example.rejected) and not example.tie
         case "labels":
-            return bool(example.chosen and example.rejected) or example.label is not None
+            is_pair = bool(example.chosen and example.rejected)
+            return is_pair or example.label is not None or bool(example.steps)
         case "responses":
             return bool(example.chosen or example.rejected)
         case "prompts":

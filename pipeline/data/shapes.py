@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.config import RowColumns
-from pipeline.data import ratings
+from pipeline.data import ratings, stepwise
 from pipeline.data.dialogues import Turns, common_prompt, last_response
 from pipeline.data.examples import Example, Message
 from pipeline.data.labels import best_first, label_of, ranks_of, tie_of, winner_of
@@ -341,6 +341,7 @@ SHAPES = (
         for ranks in ("ranks", "scores")
         for dialogue in ("prompt", "messages")
     ),
+    *(Shape(needs, stepwise.stepwise_reader(needs[1]), ("system",)) for needs in stepwise.NEEDS),
     Shape(("response_a", "response_b", "winner", "prompt"), _comparison, ("system",)),
     Shape(("messages",), _messages, ("system", "kto_tag")),
     Shape(("conversations",), _conversations, ("system", "kto_tag")),

@@ -29,6 +29,7 @@ from pipeline.engine.engine import Engine, StepResult
 from pipeline.engine.lr import lr_factor
 from pipeline.engine.resume import EngineCheckpoints
 from pipeline.errors import require
+from pipeline.kernels.products.dispatch import take_over_for
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 
@@ -204,6 +205,7 @@ def initialize(
     _convert(model, WEIGHTS.get(trained.precision))
     micro = settings.step.get("micro_batch_size", 1)
     whole = settings.step.get("batch_size", micro * mesh.data.size)
+    take_over_for(model, local_device(), trained.kernels)
     engine = Engine(model, trained, total_steps=total_steps or 1, group=mesh.data)
     loader = None
     if training_data is not None:

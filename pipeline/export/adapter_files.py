@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -12,6 +13,11 @@ from pipeline.models.directory import ADAPTER
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+LENGTHS = "lora_magnitude_vector"
+"""What peft's files call the lengths that DoRA learns."""
+
+REWRITES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` with which peft takes the adapter's start off the base."""
 
 
 class Adapter:
@@ -33,10 +39,17 @@ class Adapter:
         if not self.tensors:
             raise ModelError(f"{directory} holds an adapter without tensors")
         self.settings: dict[str, Any] = settings
-        if settings.get("peft_type") != "LORA" or settings.get("use_dora"):
+        if settings.get("peft_type") != "LORA":
             raise ModelError(
                 f"{directory} holds an adapter of the kind {settings.get('peft_type')}, which has"
                 " no export here; merge it with peft's merge_and_unload"
+            )
+        kind = str(settings.get("init_lora_weights"))
+        if kind.startswith(REWRITES):
+            raise ModelError(
+                f"{directory} holds an adapter ({kind}) of what its start has left of the base, not"
+                " of the base; save it with peft's path_initial_model_for_weight_conversion, which"
+                " makes a plain adapter of it"
             )
 
     @property
@@ -47,21 +60,39 @@ class Adapter:
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """W + alpha / r * B A in fp32 (Hu et al. 2021, 4.1), rounded once to the dtype of W.
 
-        W itself where the adapter has nothing for it, the adapter's tensor where that replaces W.
+        Of DoRA its rows have the adapter's lengths (Liu et al. 2024, equation 5). W itself where
+        the adapter has nothing for it, the adapter's tensor where that replaces W.
         """
         stem = PREFIX + name.removesuffix(".weight")
         down, up = (self.tensors.get(f"{stem}.lora_{each}.weight") for each in "AB")
         if down is not None and up is not None:
             update = self._scale(name) * (up.float() @ down.float())
-            turned = update.t() if self.settings.get("fan_in_fan_out") else update
-            return (weight.float() + turned).to(weight.dtype)
+            is_turned = bool(self.settings.get("fan_in_fan_out"))
+            total = weight.float() + (update.t() if is_turned else update)
+            lengths = self.tensors.get(f"{stem}.{LENGTHS}")
+            if lengths is not None:
+                inputs = 0 if is_turned else 1
+                factor = lengths.float() / torch.linalg.vector_norm(total, dim=inputs)
+                total *= factor.unsqueeze(inputs)
+            return total.to(weight.dtype)
         own = self.tensors.get(PREFIX + name)
         return weight if own is None else own.to(weight.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of the weight that the adapter was made for; None where it has nothing for it."""
+        stem = PREFIX + name.removesuffix(".weight")
+        down, up = (self.tensors.get(f"{stem}.lora_{each}.weight") for each in "AB")
+        if down is None or up is None:
+            own = self.tensors.get(PREFIX + name)
+            return None if own is None else tuple(own.shape)
+        ends = (up.shape[0], down.shape[1])
+        return ends[::-1] if self.settings.get("fan_in_fan_out") else ends
 
     def uses(self, name: str) -> set[str]:
         """The adapter's tensors that `merged` takes for a weight."""
         stem = PREFIX + name.removesuffix(".weight")
-        mine = {f"{stem}.lora_A.weight", f"{stem}.lora_B.weight", PREFIX + name}
+        ends = ("lora_A.weight", "lora_B.weight", LENGTHS)
+        mine = {PREFIX + name, *(f"{stem}.{end}" for end in ends)}
         return mine & self.tensors.keys()
 
     def _scale(self, name: str) -> float:

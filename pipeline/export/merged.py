@@ -53,8 +53,14 @@ def plan_merged(directory: Path, base: str | None) -> MergePlan:
         raise ModelError(f"the base of {directory}, {place}, is no directory here; {hint}")
     source = read_source(Path(place).expanduser())
     unused = set(adapter.tensors)
-    for name in stored_tensors(source.directory):
+    for name, stored in stored_tensors(source.directory).items():
         unused -= adapter.uses(name)
+        shape = adapter.shape(name)
+        if shape is not None and shape != stored.shape:
+            raise ModelError(
+                f"{directory} is for another base: its {name} is {shape}, and that of {place} is"
+                f" {stored.shape}; give its own with --base"
+            )
     if unused:
         raise ModelError(
             f"{min(unused)} of {directory} changes nothing that {place} stores; it is for another"

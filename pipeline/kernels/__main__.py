@@ -16,6 +16,7 @@ from pipeline.cli import run_main, say
 from pipeline.kernels.operators import cases_of, operators
 from pipeline.kernels.timing import Sizes, Timed
 from pipeline.kernels.toolchain.cache import cache_directory
+from pipeline.kernels.toolchain.levels import table
 
 CALLS = 5
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     for name in operators():
         rows += [row(each) for each in cases_of(name).timed(devices, sizes)]
     say(f"{torch.get_num_threads()} threads; kernels are kept in {cache_directory()}\n")
-    say("\n".join(rows))
+    say("\n".join([*table(), "", *rows]))
     if len(devices) == 1:
         say("\nPyTorch finds no GPU here: nothing was built for one")
 

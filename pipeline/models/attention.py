@@ -24,6 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from pipeline.config import Kernels
 from pipeline.kernels.causal_attention.dispatch import causal_attention
+from pipeline.kernels.causal_attention.dispatch import continued_attention as by_kernel
 from pipeline.kernels.decode_attention.pieces import whole_pieces
 from pipeline.models.padding import pad, unpad
 from pipeline.parallel.device import send
@@ -166,6 +167,50 @@ class Ragged:
     def _whole(self) -> Padded:
         """As many keys as are added up in no other pieces."""
         return _padded(self.groups, self.lengths, self.device, whole=True)
+
+
+def continued_attention(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 G M D"],
+    value: Float[Tensor, "1 G M E"],
+    *,
+    first: int,
+    scaling: float | None,
+    sliding_window: int | None,
+    kernels: Kernels = "auto",
+) -> Float[Tensor, "1 T H E"]:
+    """Attention of tokens from place `first` of their sequence on, whose beginning is known.
+
+    Where `Ragged` has the same bits whatever shares the call, this has them too. Keys and values
+    begin with those of all tokens; what lies behind these is not seen, and must be finite.
+    """
+    tokens, end = query.shape[2], first + query.shape[2]
+    exact = query.dtype == torch.float32 and query.device.type == "cpu"
+    seen = whole_pieces(round_up(end, KEY_BLOCK)) if exact else end
+    key, value = (_first_keys(each, seen, query.shape[1]) for each in (key, value))
+    if sliding_window is None or end <= sliding_window:
+        attended = by_kernel(
+            query, key[:, :, :end], value[:, :, :end], scaling=scaling, kernels=kernels
+        )
+        if attended is not None:
+            return attended.transpose(1, 2)
+    if exact:  # products of as many rows as `Ragged` has
+        query = F.pad(query, (0, 0, 0, round_up(tokens, KEY_BLOCK) - tokens))
+    places = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
+    distance = places - torch.arange(seen, device=query.device)[None, :]
+    mask = distance >= 0
+    if sliding_window is not None:
+        mask &= distance < sliding_window
+    mask[tokens:, 0] = True  # padding: a row without a key would be NaN
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return attended[:, :, :tokens].transpose(1, 2)
+
+
+def _first_keys(keys: Float[Tensor, "1 G M D"], count: int, heads: int) -> Float[Tensor, "1 H K D"]:
+    """So many keys for each query head, zeros where there are fewer."""
+    keys = F.pad(keys[:, :, :count], (0, 0, 0, max(0, count - keys.shape[2])))
+    shared_by = heads // keys.shape[1]
+    return keys if shared_by == 1 else keys.repeat_interleave(shared_by, dim=1)
 
 
 def similar_lengths(lengths: Sequence[int], max_padding: float = MAX_PADDING) -> list[list[int]]:

@@ -25,6 +25,7 @@ from pipeline.models.attention import RAGGED, Ragged
 from pipeline.models.class_values import expected_value
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.padding import unpad
+from pipeline.models.step_scores import response_scores
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
@@ -213,8 +214,8 @@ class Scorer(nn.Module):
         return expected_value(logits, classifier)
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Score at the last real token of each sequence."""
-        return self(batch)[batch.last_tokens]
+        """Score of each sequence: at its last token, or of the steps of its response."""
+        return response_scores(self(batch), batch, base_model(self.model).config)
 
     def final_outputs(self, batch: TokenBatch) -> LabelOutputs:
         """Outputs at the last real token of each sequence."""

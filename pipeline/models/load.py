@@ -21,9 +21,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config import EMBEDDED, FrozenModelConfig, Precision, TrainedModelConfig
+from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, TrainedModelConfig
 from pipeline.errors import ModelError, UserError, is_out_of_memory
 from pipeline.installation import TRAIN
+from pipeline.kernels.choice import kernel_mode
+from pipeline.kernels.products.dispatch import take_over_for
 from pipeline.models.attention import RAGGED
 from pipeline.models.deferred import (
     NotDeferrableError,
@@ -52,6 +54,11 @@ def weight_dtype(precision: Precision, device: torch.device) -> torch.dtype:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bf16 else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def kernels_of(config: FrozenModelConfig) -> Kernels:
+    """Whether its kernels are wanted: a setting of models that learn, else the environment's."""
+    return config.kernels if isinstance(config, TrainedModelConfig) else kernel_mode()
 
 
 def model_path(config: FrozenModelConfig) -> str:
@@ -315,6 +322,7 @@ def _prepared(
         quantized(model.requires_grad_(False), config, device=device, lazy=defer)
     nn.Module.to(model, device=device)
     require_finite(model, model_path(config))
+    take_over_for(model, device, kernels_of(config))
     return model.eval()
 
 

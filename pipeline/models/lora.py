@@ -14,6 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import LoraConfig
 from pipeline.errors import ConfigError
+from pipeline.models.layer_variant import variant_in
+from pipeline.models.variants import vary
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
 """What classifiers have above their backbone; those of encoders have one of the later ones too."""
@@ -25,10 +27,11 @@ Task = Literal["causal", "classifier"]
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: int) -> PeftModel:
     """Freeze `model` and add fp32 adapters; a score head stays trained.
 
-    The adapters' random half is drawn from `seed`, the same on every process.
+    The adapters' random half is drawn from `seed`, the same on every process. What a variant takes
+    from the weights is 0 until `start_adapters`.
 
     Raises:
-        ConfigError: no module matches `lora.targets`.
+        ConfigError: no module matches `lora.targets`, or one is not for `lora.variant`.
     """
     everything = config.targets == ("all-linear",)
     settings = PeftLoraConfig(
@@ -57,6 +60,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     assert isinstance(adapter, PeftLoraConfig)
     # A set, whose order in the exported file would be another in each process.
     adapter.target_modules = sorted(adapter.target_modules or [])
+    if config.variant not in ("lora", "rslora"):
+        vary(peft_model, config)  # pyright: ignore[reportArgumentType]
     return peft_model  # pyright: ignore[reportReturnType]
 
 
@@ -66,10 +71,13 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def merged(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
-    """W + s B @ A (Hu et al. 2021, 4.1), s by the adapter's variant, in fp32, in memory of its own.
+    """W + s B @ A (Hu et al. 2021, 4.1), or by the adapter's variant, in fp32, in its own memory.
 
     It is added in fp32 whatever `weight` is, so that the caller rounds once, into a copy: the base
     never changes.
     """
+    variant = variant_in(adapter)
+    if variant is not None:
+        return variant.merged(adapter, weight)
     update = adapter.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
     return weight.float() + update.float()

@@ -1,8 +1,9 @@
 """Number formats for which a processor has no instructions, so that fp32 is faster.
 
-On a processor that multiplies bf16 a product of bf16 takes a third of the time of fp32; with
-AVX-512 alone it takes twice as long as fp32, and with AVX2 two to seven times. fp16 takes four to
-fifteen times as long on all of them but those that multiply it.
+On a processor that multiplies bf16 a product of bf16 takes a third of the time of fp32. Elsewhere
+it takes as long as fp32 by the kernel of `pipeline.kernels.products`; by PyTorch twice as long with
+AVX-512 alone, and with AVX2 five to fifteen times. fp16 takes four to fifteen times as long on all
+of them but those that multiply it.
 """
 
 import os
@@ -10,22 +11,28 @@ import platform
 
 import torch
 
-from pipeline.config import FrozenModelConfig, Precision, StepConfig
+from pipeline.config import FrozenModelConfig, Kernels, Precision, StepConfig
+from pipeline.kernels.products.cpu import is_needed, library
+from pipeline.kernels.toolchain.cpp import Built
+from pipeline.kernels.toolchain.levels import has_avx512, is_arm
 from pipeline.launch.environment import PLANNED
+from pipeline.models.load import kernels_of
 
 
-def is_slow(precision: Precision) -> bool:
-    """Whether fp32 is faster on this machine's processor. Known of x86 alone, else False."""
-    if precision in ("auto", "fp32") or platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
-    # PyTorch heeds ATEN_CPU_CAPABILITY here. It doesn't promise its other questions.
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return True
-    names = {
-        "bf16": ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
-        "fp16": ("_is_amx_fp16_supported",),
-    }[precision]
-    return not any(getattr(torch.cpu, name, lambda: False)() for name in names)
+def is_slow(precision: Precision, kernels: Kernels = "auto") -> bool:
+    """Whether fp32 is faster on this machine's processor; known of x86, and of ARM for bf16.
+
+    Args:
+        precision: of the weights.
+        kernels: whether products of bf16 may be a kernel's.
+    """
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if precision == "bf16" and (is_x86 or is_arm()):
+        has_kernel = kernels != "off" and isinstance(library(), Built)
+        return is_needed() and not has_kernel
+    # PyTorch doesn't promise its question; unasked the answer is no.
+    multiplies = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    return precision == "fp16" and is_x86 and not (has_avx512() and multiplies())
 
 
 def slow_formats(config: StepConfig, *, section: str) -> str | None:
@@ -40,7 +47,7 @@ def slow_formats(config: StepConfig, *, section: str) -> str | None:
     slow = {
         name: model.precision
         for name, model in vars(config).items()
-        if isinstance(model, FrozenModelConfig) and is_slow(model.precision)
+        if isinstance(model, FrozenModelConfig) and is_slow(model.precision, kernels_of(model))
     }
     if not slow:
         return None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -16,8 +17,9 @@ from pipeline.errors import ConfigError
 from pipeline.models.chat import untrained_tokens
 from pipeline.models.forward import base_model, context_length
 from pipeline.models.load import add_tokens, lacks_tokens, load_causal_lm, load_classifier
-from pipeline.models.lora import add_lora
+from pipeline.models.lora import Task, add_lora
 from pipeline.models.quantized import quantized
+from pipeline.models.variants import start_adapters
 
 StepT = TypeVar("StepT", bound=StepConfig)
 
@@ -34,19 +36,20 @@ def trained_causal_lm(
     *,
     device: torch.device,
     seed: int,
+    in_stages: bool = False,
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3, and where they are quantized, its weights stay in their files until the engine
-    reads its pieces of them.
+    At ZeRO stage 3, where they are quantized, and where the model is to be cut into stages, its
+    weights stay in their files until the engine reads its pieces of them.
     """
-    model = load_causal_lm(config, device=device, seed=seed, defer=_defers(config))
+    defer = in_stages or _defers(config)
+    model = load_causal_lm(config, device=device, seed=seed, defer=defer)
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)
     say_rate(config)
-    adapted = add_lora(model, config.lora, task="causal", seed=seed)
-    return prepared(_quantized(adapted, config), config)
+    return prepared(adapted(model, config, task="causal", seed=seed), config)
 
 
 def trained_classifier(
@@ -69,8 +72,18 @@ def trained_classifier(
     if config.lora is None:
         return prepared(model, config)
     say_rate(config)
-    adapted = add_lora(model, config.lora, task="classifier", seed=seed)
-    return prepared(_quantized(adapted, config), config)
+    return prepared(adapted(model, config, task="classifier", seed=seed), config)
+
+
+def adapted(
+    model: PreTrainedModel, config: TrainedModelConfig, *, task: Task, seed: int
+) -> PeftModel:
+    """The model with adapters, its base quantized if the settings ask for it."""
+    assert config.lora is not None
+    model_with_adapters = add_lora(model, config.lora, task=task, seed=seed)
+    _quantize(model_with_adapters, config)
+    start_adapters(model_with_adapters)
+    return model_with_adapters
 
 
 def say_rate(config: TrainedModelConfig) -> None:
@@ -95,10 +108,10 @@ def say_rate(config: TrainedModelConfig) -> None:
         )
 
 
-def _quantized(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
-    """The model with its base in 4 or 8 bits, if the settings ask for it; how much that saves."""
+def _quantize(model: nn.Module, config: TrainedModelConfig) -> None:
+    """Have the base in 4 or 8 bits, if the settings ask for it; log how much that saves."""
     if config.quantize == "none":
-        return model
+        return
     before = frozen_bytes(model)
     quantized(model, config, lazy=config.zero_stage == 3)
     logger.info(
@@ -109,7 +122,6 @@ def _quantized(model: nn.Module, config: TrainedModelConfig) -> nn.Module:
         frozen_bytes(model) / 1e6,
         before / 1e6,
     )
-    return model
 
 
 def frozen_bytes(model: nn.Module) -> int:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import JobFailed
+from pipeline.errors import ConfigError, JobFailed
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import current_mesh, patience
 from pipeline.signals import ended_by_ctrl_c
@@ -29,11 +29,14 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
+    gpu: torch.device | None = None
     if torch.cuda.is_available():
-        torch.cuda.set_device(launched.local_rank())
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+        gpu = torch.device("cuda", gpu_of(launched.local_rank(), torch.cuda.device_count()))
+        torch.cuda.set_device(gpu)
+    backend = "gloo" if gpu is None else "nccl"
     with ended_by_ctrl_c():
-        dist.init_process_group(backend, timeout=patience(timeout_seconds))
+        # NCCL would otherwise guess the GPU, and find out only at the first collective.
+        dist.init_process_group(backend, timeout=patience(timeout_seconds), device_id=gpu)
     world = current_mesh().world
     try:
         with watchdog(timeout_seconds) if world.size > 1 else nullcontext():
@@ -45,3 +48,19 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def gpu_of(local_rank: int, visible: int) -> int:
+    """The number of a process's GPU among those that it sees; where it sees one, that one.
+
+    Schedulers that give each task its GPU, as `srun --gpus-per-task 1`, show it no other.
+
+    Raises:
+        ConfigError: there are fewer GPUs than processes.
+    """
+    if visible == 1 or local_rank < visible:
+        return 0 if visible == 1 else local_rank
+    raise ConfigError(
+        f"this machine's process {local_rank + 1} has no GPU: {visible} are visible; start at most"
+        f" {visible} processes a machine, or let CUDA_VISIBLE_DEVICES name more"
+    )

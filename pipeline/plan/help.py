@@ -48,7 +48,10 @@ GROUPS = (
     Group(
         "training",
         "Training, in every step that runs; the steps' own settings win",
-        ("lr", "batch_size", "epochs", "lora", "quantize", "max_length", "seed", "save_every"),
+        (
+            *("lr", "batch_size", "epochs", "lora", "lora_variant", "quantize"),
+            *("max_length", "seed", "save_every"),
+        ),
     ),
     Group("plan", "Before it runs", ("dry_run", "plan", "plan_for", "check")),
     Group("deployment", "Where it runs", EVERYDAY),
@@ -62,7 +65,7 @@ GROUPS = (
     Group(
         "zero",
         "ZeRO and DeepSpeed files",
-        ("actor_zero_stage", "reward_zero_stage", "zero_config"),
+        ("actor_zero_stage", "reward_zero_stage", "replicas", "zero_config"),
         brief=True,
     ),
     Group(

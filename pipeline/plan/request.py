@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.cli import read_layers, split_options
-from pipeline.config import Quantize, check_split
+from pipeline.config import AdapterVariant, Quantize, check_split
 from pipeline.errors import ConfigError, require
 from pipeline.launch.deployment import Deployment
 from pipeline.plan.methods import check_sections
@@ -68,6 +68,10 @@ class Request(Deployment, Autotuning):
     reward_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the reward model in step 2 and of the critic in step 3."""
 
+    replicas: int | None = None
+    """Copies of the sharded models that all steps keep (HSDP, docs/parallel.md): each step's
+    parallel.replicas; without it 1."""
+
     zero_config: Path | None = None
     """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It wins over
     --config, and the other options win over it; docs/deepspeed.md has its keys."""
@@ -118,8 +122,10 @@ class Request(Deployment, Autotuning):
     --ppo.ppo_epochs."""
 
     lora: int | None = None
-    """Train adapters of this rank alone, in the steps that run: lora.rank of --sft.model,
-    --reward.model, --ppo.actor and --ppo.critic, or --preference.model."""
+    """Train adapters alone, of this rank (lora.rank of models that learn)."""
+
+    lora_variant: AdapterVariant | None = None
+    """Kind of these adapters (MODEL.lora.variant)."""
 
     quantize: Quantize | None = None
     """Store weights under adapters in 4 or 8 bits (MODEL.quantize)."""
@@ -164,9 +170,14 @@ class Request(Deployment, Autotuning):
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 0 1 2 3")
-        for name in ("lr", "batch_size", "epochs", "lora", "max_length"):
+        for name in ("lr", "batch_size", "epochs", "lora", "max_length", "replicas"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
+        require(
+            self.lora is not None or self.lora_variant is None,
+            f"--lora-variant {self.lora_variant} is a kind of adapters, and --lora gives none; add"
+            " --lora 16, or set the lora.variant of a model",
+        )
         if self.data_split is not None:
             check_split("data_split", self.data_split)
         require(

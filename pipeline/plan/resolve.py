@@ -285,6 +285,7 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
+        "parallel": {"replicas": request.replicas},
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
         "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }
@@ -306,8 +307,8 @@ def _short_forms(stage: Stage, command_line: CommandLine, below: Sequence[Layer]
         return NOTHING
     kinds = get_type_hints(stage.config_class)
     trained = [name for name, kind in kinds.items() if kind is TrainedModelConfig]
-    lora = None if request.lora is None else {"rank": request.lora}
-    of_model = _given({"lora": lora, "quantize": request.quantize})
+    lora = _given({"rank": request.lora, "variant": request.lora_variant})
+    of_model = _given({"lora": lora or None, "quantize": request.quantize})
     settings: dict[str, Any] = {role: dict(of_model) for role in trained if of_model}
     if request.lr is not None:  # the first is the one that the step is about
         settings.setdefault(trained[0], {})["optim"] = {"lr": request.lr}

@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.models.forward import LabelOutputs, Scorer
-from pipeline.report.intervals import share_interval
 from step2_reward.config import RewardConfig
 from step2_reward.lab.calibration import calibrate
-from step2_reward.lab.classes import class_report
+from step2_reward.lab.figures import Measured, of_classes, share
 from step2_reward.lab.length import LengthBias, Scored, Share, length_bias, ordered_pairs
+from step2_reward.lab.measure_steps import measure_steps
 from step2_reward.lab.probes import PROBES, probe, probed
 from step2_reward.lab.ranks import concordance, spearman
 from step2_reward.label_rows import OF_CLASSES, OF_LABELS, Labels
@@ -25,17 +25,6 @@ from step2_reward.outputs import outputs_of, scores_of
 
 MOST_PROBED = 256
 """Responses that are changed and scored again: each takes four passes."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Rows and what the model makes of them."""
-
-    figures: dict[str, object]
-    """As lab.json has them."""
-
-    predictions: list[dict[str, object]]
-    """A line for each row: the row, its scores, and what it is taken for."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +46,8 @@ def measure(
     config: RewardConfig,
 ) -> Measured:
     """The figures of a model on rows of one kind of label; all processes call it."""
+    if labels.kind == "steps":
+        return measure_steps(scorer, labels, examples, chat, config)
     limit = config.data.max_length
     encoded = encode_rows(examples, labels, chat, config, max_length=limit)
     flat = [sequence for row in encoded for sequence in row.sequences]
@@ -96,12 +87,6 @@ def whole_lengths(
         return lengths
     (whole,) = encode_rows([example], labels, chat, config, max_length=2**31)
     return [len(sequence) for sequence in whole.sequences]
-
-
-def share(right: float, count: int) -> dict[str, float | int]:
-    """A share with its 95 % interval (Wilson 1927)."""
-    low, high = share_interval(right, count)
-    return {"value": right / count, "low": low, "high": high, "count": count}
 
 
 def of_orders(
@@ -183,21 +168,6 @@ def class_logprobs(
         return logits.log_softmax(dim=1)
     assert cutpoints is not None
     return ordinal_log_probabilities(logits.squeeze(1), cutpoints)
-
-
-def of_classes(
-    logprobs: Float[Tensor, "N C"], classes: Int[Tensor, " N"], names: Sequence[str]
-) -> dict[str, object]:
-    """Confusion matrix and what follows from it."""
-    report = class_report(logprobs, classes, names)
-    key = "outcomes" if names == ("win", "tie", "loss") else "accuracy"
-    return {
-        key: share(report.accuracy * report.rows, report.rows),
-        "macro_recall": report.macro_recall,
-        "macro_f1": report.macro_f1,
-        "confusion": report.confusion,
-        "classes": [asdict(each) for each in report.classes],
-    }
 
 
 def of_probes(

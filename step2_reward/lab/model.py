@@ -45,7 +45,11 @@ def measure_model(config: LabConfig) -> Measured:
     require_score_head(config.path, model.config.architectures)
     chat = resolve_format(tokenizer, "auto")
     limit = min(config.max_length, context_length(base_model(model)))
-    settings = RewardConfig(data=DataConfig(max_length=limit), micro_batch_size=AT_ONCE)
+    settings = RewardConfig(
+        data=DataConfig(max_length=limit),
+        micro_batch_size=AT_ONCE,
+        step_separator=getattr(model.config, "step_separator", "\n"),
+    )
     labels = labels_of(model.config, examples, settings)
     rows = [row for row in examples if is_of(labels.kind, row)][: config.rows]
     if not rows:
@@ -105,6 +109,8 @@ def labels_of(settings: object, examples: Sequence[Example], config: RewardConfi
         if mean is None or std is None:
             return Labels(kind, "bce")
         return Labels(kind, "mse", mean=mean, std=std)
+    if kind == "steps":
+        return Labels(kind, "bce")
     chosen = replace(config, labels=kind)
     rows = [row for row in examples if is_of(kind, row)]
     return Labels("ties", "rao_kupper") if kind == "ties" else resolve(chosen, rows, [])

@@ -10,7 +10,8 @@ BIASED = 0.15
 
 def sentences(figures: Mapping[str, Any]) -> list[str]:
     """The most important first; without full stops."""
-    found = [*_bench(figures), *_accuracy(figures), *_classes(figures), *_calibration(figures)]
+    first = [*_bench(figures), *_accuracy(figures), *_steps(figures)]
+    found = [*first, *_classes(figures), *_calibration(figures)]
     return [*found, *_length(figures), *_probes(figures), *_best_of(figures)]
 
 
@@ -44,7 +45,11 @@ def _bench(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _count(things: Sequence[object], name: str) -> str:
-    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"
+    return _count_of(len(things), name)
+
+
+def _count_of(number: int, name: str) -> str:
+    return f"{number} {name}{'s' if number != 1 else ''}"
 
 
 def _accuracy(figures: Mapping[str, Any]) -> list[str]:
@@ -68,14 +73,47 @@ def _accuracy(figures: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _steps(figures: Mapping[str, Any]) -> list[str]:
+    accuracy = figures.get("step_accuracy")
+    if accuracy is None:
+        return []
+    right, wrong = (each["rows"] for each in figures["classes"])
+    most, word = max((right, "right"), (wrong, "wrong"))
+    usual = most / (right + wrong)
+    interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
+    lines = [
+        f"{_percent(accuracy['value'])} of {accuracy['count']} steps are predicted as labelled"
+        f" ({interval}); always saying {word} would be so in {_percent(usual)}"
+    ]
+    if accuracy["low"] <= usual:
+        lines.append("That is near chance: nothing should be optimized against this model")
+    errors = figures["first_errors"]
+    parts: list[str] = []
+    if errors["with_error"]:
+        parts.append(
+            f"the first error is found in {_percent(errors['found'] / errors['with_error'])} of"
+            f" {_count_of(errors['with_error'], 'response')} that have one"
+        )
+    if errors["without_error"]:
+        parts.append(
+            f"none is seen in {_percent(errors['kept'] / errors['without_error'])} of"
+            f" {_count_of(errors['without_error'], 'response')} without"
+        )
+    line = ", and ".join(parts)
+    if errors["f1"] is not None:
+        line += f" (F1 {_percent(errors['f1'])})"
+    return [*lines, line[:1].upper() + line[1:]]
+
+
 def _classes(figures: Mapping[str, Any]) -> list[str]:
     classes = [each for each in figures.get("classes", ()) if each["rows"]]
     if not classes:
         return []
+    what = "steps" if figures["labels"] == "steps" else "rows"
     worst = min(classes, key=lambda each: each["recall"])
     return [
         f"The mean recall of the classes is {_percent(figures['macro_recall'])}; the least,"
-        f" {_percent(worst['recall'])}, is that of {worst['name']} with {worst['rows']} rows"
+        f" {_percent(worst['recall'])}, is that of {worst['name']} with {worst['rows']} {what}"
     ]
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from inference.engine import batch, slots
+from inference.engine import batch
+from inference.engine.requests import Request
 from inference.engine.sampling import Sampler
-from inference.generation import free_bytes, generate, generate_each
+from inference.generation import free_bytes, generate, generate_each, run_closed
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
@@ -359,18 +360,18 @@ def test_a_slot_that_is_free_is_refilled_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_a_long_prompt_is_read_in_pieces(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_is_read_in_pieces(family: str, tmp_path: Path) -> None:
     model = loaded(family, tmp_path)
     whole = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
-    monkeypatch.setattr(slots, "PREFILL", 5)
     counts = count_tokens(model)
+    greedy = Sampler(temperature=0.0, seed=0, stop_ids=(2,))
+    requests = [Request(tuple(prompt), greedy, 0, 8) for prompt in PROMPTS]
 
-    pieces = generate(model, PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[2], seed=0)
+    opened = batch.OpenBatch(model, num_slots=len(PROMPTS), capacity=20, chunk=5)
+    pieces = {each.index: each.response for each in run_closed(opened, requests, None, None)}
 
     assert max(counts) == padded(5)
-    assert [response.ids for response in pieces] == [response.ids for response in whole]
+    assert [pieces[row].ids for row in range(len(PROMPTS))] == [each.ids for each in whole]
 
 
 def test_the_cache_is_as_large_as_it_may_be(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.export import named_weights
 from pipeline.models.forward import Policy, base_model
 from pipeline.models.load import load_causal_lm
-from pipeline.models.lora import add_lora
-from pipeline.models.quantized import quantized
+from pipeline.models.trained import adapted
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.hybrid_engine import HybridEngine
 from tests.families import random_rows
@@ -43,8 +42,7 @@ class Actor:
         if config.lora is None:
             self.model = plain
         else:
-            adapted = add_lora(plain, config.lora, task="causal", seed=0)
-            self.model = quantized(adapted, config, lazy=config.zero_stage == 3)
+            self.model = adapted(plain, config, task="causal", seed=0)
         self.engine = Engine(Policy(self.model), config, total_steps=100)
         tp_group = current_mesh().tp_group(tp_size, timeout_seconds=60.0)
         self.hybrid = HybridEngine(self.engine, self.model, tp_group=tp_group, resident=resident)

@@ -10,7 +10,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from pipeline.kernels.decode_attention.cpu import MOST_SIZE
-from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, bf16_flags, found
+from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
+from pipeline.kernels.toolchain.levels import bf16_flags
 from pipeline.kernels.toolchain.threads import parallel
 
 HERE = Path(__file__).parent
@@ -33,7 +34,7 @@ class Forward(ctypes.Structure):
     _fields_ = [
         *((name, Heads) for name in ("query", "key", "value", "out")),
         ("logsumexp", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "size")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "first", "size")),
         ("room", ctypes.c_void_p),
         ("rooms", ctypes.c_int64),
         ("piece", ctypes.c_int32),
@@ -89,8 +90,8 @@ def _library(source: str) -> Built | NotBuiltError:
 
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B H T D"],
-    value: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B H M D"],
+    value: Float[Tensor, "B H M D"],
     *,
     scaling: float,
     piece: int,
@@ -99,17 +100,18 @@ def attention(
     """Causal attention, token after token, and the logarithm of each sum; nothing is checked here.
 
     Args:
-        query: bf16.
-        key: of as many tokens.
+        query: bf16; of the last T of M tokens.
+        key: of all tokens.
         value: of as many numbers a head.
         scaling: of the scores.
         piece: how many products are added up in one go, as `decode_attention` has it.
         built: the kernel.
     """
-    batch, heads, tokens, size = query.shape
+    batch, heads, count, size = query.shape
+    tokens = key.shape[2]
     out = _empty_heads(query)
-    logsumexp = query.new_empty(batch, heads, tokens, dtype=torch.float32)
-    rooms = _rooms_for(query, built, items=batch * heads * -(-tokens // TOKENS))
+    logsumexp = query.new_empty(batch, heads, count, dtype=torch.float32)
+    rooms = _rooms_for(key, built, items=batch * heads * -(-count // TOKENS))
     # The whole team is called: a smaller one would end the threads that PyTorch keeps awake.
     threads = ctypes.c_int32(torch.get_num_threads())
     call = Forward(
@@ -118,6 +120,7 @@ def attention(
         batch,
         heads,
         tokens,
+        tokens - count,
         size,
         rooms.data_ptr(),
         len(rooms),
@@ -185,9 +188,9 @@ def _empty_heads(like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
 
 
 def _rooms_for(
-    query: Float[Tensor, "B H T D"], built: Built, *, items: int
+    key: Float[Tensor, "B H T D"], built: Built, *, items: int
 ) -> UInt8[Tensor, "rooms bytes"]:
     """What a kernel's threads work in: a room for each that finds one of so many items of work."""
     built.library.room_bytes.restype = ctypes.c_int64
-    num_bytes = built.library.room_bytes(*map(ctypes.c_int64, query.shape[2:]))
-    return query.new_empty(min(torch.get_num_threads(), items), num_bytes, dtype=torch.uint8)
+    num_bytes = built.library.room_bytes(*map(ctypes.c_int64, key.shape[2:]))
+    return key.new_empty(min(torch.get_num_threads(), items), num_bytes, dtype=torch.uint8)

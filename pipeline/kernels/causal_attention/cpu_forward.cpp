@@ -23,10 +23,11 @@ struct Forward {  // mirrored in cpu.py
     Heads key;
     Heads value;
     Heads out;         // written
-    float* logsumexp;  // written: (batch, heads, tokens)
+    float* logsumexp;  // written: (batch, heads, tokens - first)
     int64_t batch;
     int64_t heads;
-    int64_t tokens;
+    int64_t tokens;    // of keys and values
+    int64_t first;     // token whose query is the first one: those before it are seen, and ask nothing
     int64_t size;      // whole units
     void* room;        // several of room_bytes() bytes, at an address of a whole cache line
     int64_t rooms;     // threads that are to work: others of the team have nothing to do
@@ -102,11 +103,12 @@ float weigh_seen(Vector* row, int seen, int tiles, float scaling, Known& known) 
     return weigh(scores, 0, seen, known);
 }
 
-// Attention of `rows` tokens from `token` on, whose keys and values are in the room.
+// Attention of `rows` tokens from `token` on, all of one tile, whose keys and values are in the room.
 void attend(const Forward& by, const Rows& query, const Rows& out, int64_t token, int rows, float* logsumexp, const Room& room) {
     const int size = int(by.size), parts = int(room.parts);
+    const int64_t asked = token - by.first;
     for (int row = 0; row < rows; row++)
-        for (int d = 0; d < size; d++) room.queries[row * size + d] = Number::widen(query[token + row][d]);
+        for (int d = 0; d < size; d++) room.queries[row * size + d] = Number::widen(query[asked + row][d]);
     const Units queries = {room.queries, 4 * size, 4};
     Known known[TOKENS];
     for (int64_t block = 0; block < token + rows; block += BLOCK) {
@@ -126,8 +128,8 @@ void attend(const Forward& by, const Rows& query, const Rows& out, int64_t token
     for (int row = 0; row < rows; row++) {
         const float share = 1 / known[row].sum;
         for (int part = 0; part < parts; part++) room.sums[row * parts + part] = room.sums[row * parts + part] * share;
-        write_row(room.sums + row * parts, size, out[token + row]);
-        logsumexp[token + row] = known[row].most + std::log(known[row].sum);
+        write_row(room.sums + row * parts, size, out[asked + row]);
+        logsumexp[asked + row] = known[row].most + std::log(known[row].sum);
     }
 }
 
@@ -142,19 +144,21 @@ extern "C" int64_t room_bytes(int64_t tokens, int64_t size) { return Room(tokens
 // The bits don't depend on how many threads there are.
 extern "C" void attention(const Forward* forward, Parallel parallel, int32_t threads) {
     const Forward& by = *forward;
-    const int64_t heads = by.batch * by.heads, tiles = (by.tokens + TOKENS - 1) / TOKENS;
+    const int64_t heads = by.batch * by.heads, before = by.first / TOKENS;
+    const int64_t tiles = (by.tokens + TOKENS - 1) / TOKENS - before;
     const int64_t wanted = threads > 1 ? (SHARES * threads + heads - 1) / heads : 1;
     const int64_t shares = std::min(tiles, wanted);  // of a head's tiles of tokens
     in_rooms<Room>(by, heads * shares, parallel, threads, [&](int64_t item, const Room& room) {
         const int64_t at = item / shares, share = shares - 1 - item % shares;  // the longest first
         const int64_t sequence = at / by.heads, head = at % by.heads;
-        const int64_t begin = share * tiles / shares * TOKENS;
-        const int64_t end = std::min((share + 1) * tiles / shares * TOKENS, by.tokens);
+        const int64_t begin = std::max((before + share * tiles / shares) * TOKENS, by.first);
+        const int64_t end = std::min((before + (share + 1) * tiles / shares) * TOKENS, by.tokens);
         const Rows query(by.query, sequence, head), out(by.out, sequence, head);
         widen({by.key, sequence, head}, {by.value, sequence, head}, end, by.size, room);
-        for (int64_t token = begin; token < end; token += TOKENS) {
-            const int rows = int(std::min(end - token, int64_t(TOKENS)));
-            attend(by, query, out, token, rows, by.logsumexp + at * by.tokens, room);
+        for (int64_t token = begin; token < end;) {
+            const int rows = int(std::min(end - token, TOKENS - token % TOKENS));
+            attend(by, query, out, token, rows, by.logsumexp + at * (by.tokens - by.first), room);
+            token += rows;
         }
     });
 }

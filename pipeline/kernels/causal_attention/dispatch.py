@@ -53,6 +53,36 @@ def causal_attention(
     return _forward(query, key, value, factor, kernels)[0]
 
 
+def continued_attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B H M D"],
+    value: Float[Tensor, "B H M D"],
+    *,
+    scaling: float | None = None,
+    kernels: Kernels = "auto",
+) -> Float[Tensor, "B H T D"] | None:
+    """Attention of the last T of M tokens, with the bits that `causal_attention` has for all.
+
+    Without gradients. None where there is no kernel: PyTorch's own takes a mask.
+
+    Raises:
+        ValueError: the tensors don't fit one another; the sentence names one.
+        KernelError: `kernels` is required, and there is none for tensors in bf16 on a CPU.
+    """
+    definition.check(query, key, value)
+    query, key, value = (
+        each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value)
+    )
+    # A causal call of all tokens is by the kernel where this has all that the kernel asks for.
+    if _backward_for(key, key, value, kernels) is None:
+        return None
+    piece, built = piece_of(query.dtype, query.shape[3]), cpu.forward_library()
+    if isinstance(piece, str) or isinstance(built, NotBuiltError):
+        return None
+    factor = query.shape[3] ** -0.5 if scaling is None else scaling
+    return cpu.attention(query, key, value, scaling=factor, piece=piece, built=built)[0]
+
+
 def _backward_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Built | None:
     """The kernel of the way back for these; None where PyTorch is to do all the work."""
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.numel() == 0:

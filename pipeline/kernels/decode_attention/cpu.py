@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.kernels.decode_attention.pieces import piece
-from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, bf16_flags, build
+from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, build
+from pipeline.kernels.toolchain.levels import bf16_flags
 from pipeline.kernels.toolchain.threads import parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")

@@ -87,6 +87,10 @@ struct Float32 {
     static Vector add(Vector sum, Bits weights, uint32_t x) {
         return as<Vector>(weights) * as<float>(x) + sum;
     }
+    using Factor = Stored;
+    static constexpr int LINES = 1;
+    static Bits line(Bits units, int) { return units; }
+    static Vector add(Vector sum, Bits line, const Factor* x) { return as<Vector>(line) * *x + sum; }
 };
 
 struct BFloat16 {
@@ -117,6 +121,19 @@ struct BFloat16 {
         return as<Vector>(weights << 16) * as<float>(x << 16) + sum;
 #endif
     }
+    // A vector of units that many numbers are multiplied with, as LINES vectors of what an instruction takes:
+    // pairs, or where there is none for them fp32 numbers, the second of each pair first.
+#ifdef __AVX512BF16__
+    using Factor = Stored;
+    static constexpr int LINES = 1;
+    static Bits line(Bits units, int) { return units; }
+    static Vector add(Vector sum, Bits line, const Factor* x) { return add(sum, line, load<uint32_t>(x)); }
+#else
+    using Factor = float;
+    static constexpr int LINES = 2;
+    static Bits line(Bits units, int second) { return second ? units << 16 : units & 0xffff0000u; }
+    static Vector add(Vector sum, Bits line, const Factor* x) { return as<Vector>(line) * *x + sum; }
+#endif
 };
 
 using Number = NUMBER;

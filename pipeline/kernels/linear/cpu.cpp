@@ -15,16 +15,22 @@
 // The lanes of a vector are neighbouring outputs: weights are turned on their way into the cache.
 
 #include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "../include/vectors.h"
 
 namespace {
 
-constexpr int MOST_TOGETHER = LANES == 16 ? 12 : 6;  // rows whose sums stay in registers
-constexpr int PANEL = 2 * LANES;  // outputs computed together
-constexpr int CHUNK = 128;        // units of a panel that are turned at a time, at the most
+constexpr int VECTORS = LANES == 16 ? 2 : 4;         // of outputs computed together: one sum waits for the last
+constexpr int PANEL = VECTORS * LANES;
+constexpr int MOST_TOGETHER = LANES == 16 ? 12 : 3;  // rows whose sums stay in registers
+constexpr int CHUNK = 128 / Number::LINES;  // units of a panel that are turned at a time, at the most
 constexpr int AHEAD = 256;        // units after which what is fetched now is turned, at the most
 constexpr int MOST_ROWS = 64;     // mirrored in cpu.py
+
+using Factor = Number::Factor;
+constexpr int LINES = Number::LINES;
 
 struct Product {  // mirrored in cpu.py
     const void* x;       // (rows, inputs)
@@ -50,33 +56,39 @@ inline int64_t block_of(const Product& by, int64_t left) {
 
 // The sums of R rows of x go on over `count` units.
 template <int R>
-void add_units(const Stored* x, int64_t stride, const uint32_t* panel, int count, float* sums) {
-    Vector sum[R][2];
+void add_units(const Factor* x, int64_t stride, const uint32_t* panel, int count, float* sums) {
+    Vector sum[R][VECTORS];
     for (int r = 0; r < R; r++)
-        for (int half = 0; half < 2; half++) sum[r][half] = load<Vector>(sums + r * PANEL + half * LANES);
-    for (int k = 0; k < count; k++) {
-        const Bits first = load<Bits>(panel + k * PANEL);
-        const Bits second = load<Bits>(panel + k * PANEL + LANES);
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = load<Vector>(sums + r * PANEL + v * LANES);
+    for (int k = 0; k < count * LINES; k++) {
+        Bits line[VECTORS];
+        for (int v = 0; v < VECTORS; v++) line[v] = load<Bits>(panel + k * PANEL + v * LANES);
         for (int r = 0; r < R; r++) {
-            const uint32_t unit = load<uint32_t>(x + r * stride + k * Number::NUMBERS);
-            sum[r][0] = Number::add(sum[r][0], first, unit);
-            sum[r][1] = Number::add(sum[r][1], second, unit);
+            const Factor* factor = x + r * stride + k * (Number::NUMBERS / LINES);
+            for (int v = 0; v < VECTORS; v++) sum[r][v] = Number::add(sum[r][v], line[v], factor);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int half = 0; half < 2; half++)
-            std::memcpy(sums + r * PANEL + half * LANES, &sum[r][half], sizeof(Vector));
+        for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &sum[r][v], sizeof(Vector));
 }
 
 // The same of `rows` rows, R at the most.
 template <int R>
-void add_rows(const Stored* x, int64_t stride, int64_t rows, const uint32_t* panel, int count, float* sums) {
+void add_rows(const Factor* x, int64_t stride, int64_t rows, const uint32_t* panel, int count, float* sums) {
     if constexpr (R > 1)
         if (rows < R) return add_rows<R - 1>(x, stride, rows, panel, count, sums);
     add_units<R>(x, stride, panel, count, sums);
 }
 
-// `count` units from input `begin` of the outputs from `output` on: (count, PANEL). Outputs that there
+// Units of neighbouring outputs, in the lines that they are multiplied in.
+inline void put(Bits units, uint32_t* panel) {
+    for (int i = 0; i < LINES; i++) {
+        const Bits line = Number::line(units, i);
+        std::memcpy(panel + i * PANEL, &line, sizeof line);
+    }
+}
+
+// `count` units from input `begin` of the outputs from `output` on: (count, LINES, PANEL). Outputs that there
 // are not weigh 0.
 void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uint32_t* panel) {
     const int64_t across = by.turned ? 1 : by.inputs, along = by.turned ? by.outputs : 1;
@@ -86,31 +98,30 @@ void fill_panel(const Product& by, int64_t output, int64_t begin, int count, uin
     int k = 0;
     if (!by.turned && live == PANEL)
         for (; k + LANES <= count; k += LANES)
-            for (int half = 0; half < 2; half++) {
-                const Stored* from = weight + half * LANES * across + k * Number::NUMBERS;
+            for (int v = 0; v < VECTORS; v++) {
+                const Stored* from = weight + v * LANES * across + k * Number::NUMBERS;
                 Bits tile[LANES];
                 turn_rows(from, across * int64_t(sizeof(Stored)), tile);
                 // Of this panel or the next, into the second cache: the first is full of this panel.
                 const bool is_here = begin / Number::NUMBERS + k + ahead < units;
                 const int64_t later = is_here ? ahead : ahead + (PANEL - 1) * units;
                 for (int n = 0; n < LANES; n++) __builtin_prefetch(from + n * across + later * Number::NUMBERS, 0, 2);
-                for (int i = 0; i < LANES; i++)
-                    std::memcpy(panel + (k + i) * PANEL + half * LANES, &tile[i], sizeof(Bits));
+                for (int i = 0; i < LANES; i++) put(tile[i], panel + (k + i) * LINES * PANEL + v * LANES);
             }
     for (; k < count; k++) {
         const Stored* from = weight + k * Number::NUMBERS * along;
-        for (int n = 0; n < live; n++) panel[k * PANEL + n] = Number::unit(from + n * across, along);
-        for (int n = live; n < PANEL; n++) panel[k * PANEL + n] = 0;
+        uint32_t units[PANEL] = {};
+        for (int n = 0; n < live; n++) units[n] = Number::unit(from + n * across, along);
+        for (int n = 0; n < PANEL; n += LANES) put(load<Bits>(units + n), panel + k * LINES * PANEL + n);
     }
 }
 
-void compute_panel(const Product& by, int64_t output) {
-    alignas(64) uint32_t panel[CHUNK * PANEL];
+void compute_panel(const Product& by, const Factor* x, int64_t output) {
+    alignas(64) uint32_t panel[CHUNK * LINES * PANEL];
     alignas(64) float sums[MOST_ROWS * PANEL];
     alignas(64) float total[MOST_ROWS * PANEL];
     float shift[PANEL] = {};
     const int live = by.outputs - output < PANEL ? int(by.outputs - output) : PANEL;
-    const auto* x = static_cast<const Stored*>(by.x);
     const auto* bias = static_cast<const Stored*>(by.bias);
     // Where all rows' sums stay in registers, products and turning overlap: a tile is turned at a time.
     const int chunk = by.rows > MOST_TOGETHER ? CHUNK : LANES;
@@ -154,13 +165,29 @@ struct Work {
     int64_t next;   // the first that no thread has taken
 };
 
+// All of x as it is multiplied; where that isn't as it is stored, in memory of the thread's own, and the second
+// number of each unit first.
+const Factor* factors(const Product& by) {
+    if constexpr (std::is_same_v<Factor, Stored>) {
+        return static_cast<const Factor*>(by.x);
+    } else {
+        static thread_local std::vector<Factor> room;
+        const size_t count = size_t(by.rows * by.inputs);
+        if (room.size() < count) room.resize(count);
+        const auto* x = static_cast<const Stored*>(by.x);
+        for (size_t at = 0; at < count; at++) room[at] = Number::widen(x[at ^ 1]);
+        return room.data();
+    }
+}
+
 void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
+    const Factor* x = factors(*work.product);
     for (;;) {
         const int64_t first = __atomic_fetch_add(&work.next, work.share, __ATOMIC_RELAXED);
         const int64_t end = std::min(first + work.share, work.panels);
         if (first >= end) return;
-        for (int64_t panel = first; panel < end; panel++) compute_panel(*work.product, panel * PANEL);
+        for (int64_t panel = first; panel < end; panel++) compute_panel(*work.product, x, panel * PANEL);
     }
 }
 

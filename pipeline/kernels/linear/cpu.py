@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, bf16_flags, found
+from pipeline.kernels.toolchain.cpp import FUSED, NUMBERS, Built, NotBuiltError, found
+from pipeline.kernels.toolchain.levels import bf16_flags
 from pipeline.kernels.toolchain.threads import parallel
 
 SOURCE = Path(__file__).with_name("cpu.cpp")

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from pipeline.kernels.toolchain.cache import CACHE, READABLE, cache_directory, is_trusted
+from pipeline.kernels.toolchain.levels import level
 
 COMPILERS = ("c++", "g++", "clang++")
 """Tried in this order where the variable CXX names none."""
@@ -46,15 +47,6 @@ FUSED = ("-ffp-contract=fast",)
 
 NUMBERS = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
 """What `include/vectors.h` calls dtypes of PyTorch."""
-
-INSTRUCTIONS = {
-    "AVX2": ("-mavx2", "-mfma"),
-    "AVX512": (
-        *("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-        "-mprefer-vector-width=512",
-    ),
-}
-"""By PyTorch's name of what an x86 processor has. Not -march=native: machines may share a cache."""
 
 INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
@@ -246,31 +238,14 @@ def instruction_flags() -> tuple[str, ...]:
     Raises:
         NotBuiltError: PyTorch rounds otherwise on it, having no fused multiply-add.
     """
-    if platform.machine() in ("aarch64", "arm64"):
-        return ()
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in INSTRUCTIONS:
+    found = level()
+    if found is None:
+        capability = torch.backends.cpu.get_cpu_capability()
         raise NotBuiltError(
             f"the processor ({platform.machine()}, {capability}) is not one they are written for:"
             " x86 with AVX2 or AVX-512, or ARM with 64 bits"
         )
-    return INSTRUCTIONS[capability]
-
-
-def bf16_flags() -> tuple[str, ...]:
-    """What products of bf16 numbers gain from, and the compiler may use on this machine."""
-    return ("-mavx512bf16",) if has_avx512() and multiplies_bf16() else ()
-
-
-def has_avx512() -> bool:
-    """Whether PyTorch uses vectors of 512 bits here."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def multiplies_bf16() -> bool:
-    """Whether the processor has instructions for it."""
-    # PyTorch doesn't promise its question; unasked the answer is no.
-    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return found.flags
 
 
 def seal(library: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from inference.engine import slots
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Ended, Event, Reason, Request, Response, Ticket, Token
 from inference.engine.sampling import Sampler
@@ -58,8 +57,8 @@ def asked(number: int, sampler: Sampler = WARM, length: int = 12) -> Request:
     return Request(PROMPTS[number % len(PROMPTS)], sampler, key=40 + number, max_new_tokens=length)
 
 
-def opened(model: PreTrainedModel, slots: int = 3) -> OpenBatch:
-    return OpenBatch(model, num_slots=slots, capacity=40)
+def opened(model: PreTrainedModel, slots: int = 3, **settings: int) -> OpenBatch:
+    return OpenBatch(model, num_slots=slots, capacity=40, **settings)
 
 
 def alone(model: PreTrainedModel, request: Request) -> Response:
@@ -213,11 +212,8 @@ def test_what_is_cancelled_ends_once_whenever_it_is(llama: PreTrainedModel) -> N
         assert ticket.response.ids == alone(llama, ticket.request).ids
 
 
-def test_a_prompt_is_cancelled_while_it_is_read(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slots, "PREFILL", 5)
-    batch = opened(llama, slots=2)
+def test_a_prompt_is_cancelled_while_it_is_read(llama: PreTrainedModel) -> None:
+    batch = opened(llama, slots=2, chunk=5)
     long = asked(2)
     assert len(long.prompt) == 12
     ticket = batch.submit(long)
@@ -231,13 +227,10 @@ def test_a_prompt_is_cancelled_while_it_is_read(
     assert again.response.ids == alone(llama, long).ids
 
 
-def test_others_go_on_while_a_long_prompt_is_read(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slots, "PREFILL", 5)
+def test_others_go_on_while_a_long_prompt_is_read(llama: PreTrainedModel) -> None:
     requests = [asked(number, replace(WARM, stop_ids=())) for number in range(8)]
     expected = [alone(llama, request).ids for request in requests]
-    batch = opened(llama, slots=6)
+    batch = opened(llama, slots=6, chunk=6)
     first = batch.submit(requests[4])
     batch.step()
     tickets = [batch.submit(requests[number]) for number in (2, 0, 1, 3)]  # 12, 7, 3 and 5 tokens
@@ -247,38 +240,33 @@ def test_others_go_on_while_a_long_prompt_is_read(
         batch.step()
         lengths.append([len(each.response.ids) for each in (first, *tickets)])
 
-    # A piece of a prompt, or prompts that fit together, then a token of each that runs.
-    assert lengths[:14] == [
+    # A pass of 6 tokens of prompts, then a token of each that runs. The prompt that came first has
+    # at least half of a pass, and the shortest that fit in whole have the rest.
+    assert lengths[:11] == [
         [2, 0, 0, 0, 0],
-        [2, 0, 0, 0, 0],
-        [3, 0, 0, 0, 0],
-        [3, 0, 0, 0, 0],
-        [4, 0, 0, 0, 0],
-        [4, 1, 0, 0, 0],
-        [5, 2, 0, 0, 0],
-        [5, 2, 0, 0, 0],
-        [6, 3, 0, 0, 0],
-        [6, 3, 1, 0, 0],
-        [7, 4, 2, 0, 0],
-        [7, 4, 2, 1, 0],
-        [8, 5, 3, 2, 0],
-        [8, 5, 3, 2, 1],
+        [2, 0, 0, 1, 0],  # 3 of 12 tokens, and the prompt of 3
+        [3, 0, 0, 2, 0],
+        [3, 0, 0, 2, 0],  # 6 of 12: neither 7 nor 5 fit
+        [4, 0, 0, 3, 0],
+        [4, 1, 0, 3, 0],  # the last 3
+        [5, 2, 0, 4, 0],
+        [5, 2, 0, 4, 0],  # 6 of 7
+        [6, 3, 0, 5, 0],
+        [6, 3, 1, 5, 1],  # the last one, and the prompt of 5
+        [7, 4, 2, 6, 2],
     ]
     assert [each.response.ids for each in (first, *tickets)] == [
         expected[number] for number in (4, 2, 0, 1, 3)
     ]
 
 
-def test_slots_change_hands_while_a_long_prompt_is_read(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slots, "PREFILL", 2)
+def test_slots_change_hands_while_a_long_prompt_is_read(llama: PreTrainedModel) -> None:
     endless = replace(WARM, stop_ids=())
     requests = [asked(number, endless, length) for number, length in enumerate((2, 12, 9, 4, 12))]
     expected = [alone(llama, request).ids for request in requests]
     long = asked(2, endless)
     after = alone(llama, long).ids
-    batch = opened(llama, slots=6)
+    batch = opened(llama, slots=6, chunk=2)
     tickets = [batch.submit(request) for request in requests]
     while not all(ticket.response.ids for ticket in tickets):
         batch.step()

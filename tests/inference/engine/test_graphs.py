@@ -3,7 +3,9 @@
 Without a GPU a trace stands in for a CUDA graph: both repeat operators on the memory that they had.
 """
 
+import gc
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from inference.engine import slots
 from inference.engine.decoder import SHORT, Decoder
+from inference.engine.graphs import no_garbage_collection, require_capturable
 from inference.engine.replay import ReplayError
 from inference.engine.requests import Response
 from inference.engine.trace import OperatorTrace, TraceRecorder
@@ -127,6 +130,32 @@ def test_modules_that_can_not_be_captured_run_each_time(
         caplog.text
     )
     assert agree(ours, answered(watched(model), slots=8), within=1e-5)
+
+
+def test_what_a_graph_can_not_hold_is_refused_without_a_mode_that_other_threads_see() -> None:
+    x = torch.ones(3)
+    own: list[float] = []
+
+    def elsewhere() -> None:
+        own.append((x * 2).sum().item())
+
+    def compute() -> Tensor:
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        return x + x.sum()
+
+    require_capturable(compute)
+    assert own == [6.0]
+    with pytest.raises(ReplayError, match="hands a number to Python"):
+        require_capturable(lambda: x * x.max().item())
+
+
+def test_nothing_is_collected_within_a_capture() -> None:
+    assert gc.isenabled()
+    with no_garbage_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

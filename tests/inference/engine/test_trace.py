@@ -140,6 +140,7 @@ def test_results_are_written_where_the_modules_have_them_written() -> None:
         (lambda x: F.dropout(x, training=True), "gives what can't be repeated"),
         (lambda x: x[x > 0], "the size of what index gives depends on numbers"),
         (lambda x: x.nonzero(), "the size of what nonzero gives depends on numbers"),
+        (lambda x: x.to("meta"), "to copies between the host and a device"),
     ],
 )
 def test_what_can_not_be_repeated_is_refused(

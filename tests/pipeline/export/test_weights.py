@@ -1,6 +1,7 @@
 """Merged models and adapters alone, against peft; the command's refusals."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +20,26 @@ def run(path: Path, to: str, out: Path, *more: str) -> None:
     main(["--path", str(path), "--to", to, "--out", str(out), *more])
 
 
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    """An adapter of GPT-2, whose matrices are stored turned, with random halves."""
-    model = save_model(tmp_path / "base", "gpt2")
-    settings = LoraConfig(r=4, lora_alpha=6, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+def save_adapter(directory: Path, **changes: Any) -> Path:
+    """An adapter of GPT-2, whose matrices are stored turned, with random numbers."""
+    model = save_model(directory / "base", "gpt2")
+    targets = ["c_attn", "c_fc"]
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=targets, fan_in_fan_out=True, **changes)
     peft = get_peft_model(model, settings)
     with torch.no_grad():
         for name, param in peft.named_parameters():
             if "lora_B" in name:
                 param.normal_()
-    peft.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    peft.save_pretrained(str(tmp_path / "adapter"))
-    return tmp_path / "adapter"
+            elif "magnitude" in name:
+                param.mul_(torch.rand_like(param) + 0.5)
+    peft.peft_config["default"].base_model_name_or_path = str(directory / "base")
+    peft.save_pretrained(str(directory / "adapter"))
+    return directory / "adapter"
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return save_adapter(tmp_path)
 
 
 def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
@@ -51,6 +59,17 @@ def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, adapter: Path) -
         torch.testing.assert_close(tensor, theirs[name])
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- 28 tensors read back equal to the base's, 4 with the adapter\n" in card
+
+
+def test_an_adapter_of_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, use_dora=True)
+
+    run(adapter, "merged", tmp_path / "out")
+
+    theirs = merged_by_peft(tmp_path / "base", adapter)
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name])
 
 
 def test_the_adapter_of_a_model_is_taken_alone_and_held_against_the_merged_weights(
@@ -80,10 +99,24 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
 
     with pytest.raises(ModelError, match=r"changes nothing that .*other stores; it is for another"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "other"))
+    save_model(tmp_path / "wider", "gpt2", n_inner=48)
+    with pytest.raises(
+        ModelError,
+        match=r"for another base: its transformer.h.0.mlp.c_fc.weight is \(32, 128\), and that of"
+        r" .*wider is \(32, 48\); give its own with --base",
+    ):
+        run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "wider"))
     with pytest.raises(ModelError, match="is no directory here; give the base's directory with"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "none"))
     with pytest.raises(ModelError, match="holds an adapter; merge it with --to merged"):
         run(adapter, "onnx", tmp_path / "out")
+
+
+def test_an_adapter_of_what_its_start_has_left_of_the_base_is_refused(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, init_lora_weights="pissa")
+
+    with pytest.raises(ModelError, match=r"an adapter \(pissa\) of what its start has left of the"):
+        run(adapter, "merged", tmp_path / "out")
 
 
 def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:

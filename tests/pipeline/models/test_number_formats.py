@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.kernels.products.cpu import library
+from pipeline.kernels.toolchain.cpp import Built
 from pipeline.launch.environment import PLANNED
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -20,8 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_step_says_at_its_start_which_format_is_slow_and_what_to_set_instead() -> None:
-    program = """
+PROGRAM = """
 import os, sys
 from dataclasses import replace
 from pipeline.config import FrozenModelConfig
@@ -38,25 +39,51 @@ config = replace(config, actor=replace(config.actor, precision="bf16"),
 print(slow_formats(config, section="ppo"))
 os.environ[sys.argv[1]] = "1"
 print(slow_formats(config, section="ppo"))
+config = replace(config, actor=replace(config.actor, kernels="off"))
+print(slow_formats(config, section="ppo"))
 """
+
+
+def printed(**variables: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != PLANNED}
     done = subprocess.run(
-        [sys.executable, "-c", program, PLANNED],
+        [sys.executable, "-c", PROGRAM, PLANNED],
         cwd=ROOT,
-        env={**environment, **AVX2},
+        env={**environment, **AVX2, **variables},
         capture_output=True,
         text=True,
         check=False,
     )
-    sentence = (
-        "this processor has no instructions for bf16, and fp32 is several times as fast here, in"
-        " more memory:"
-    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
-    assert done.stdout.splitlines() == [
+
+SENTENCE = (
+    "this processor has no instructions for bf16, and fp32 is several times as fast here, in more"
+    " memory:"
+)
+
+
+def test_a_step_says_at_its_start_which_format_is_slow_and_what_to_set_instead() -> None:
+    assert printed(CXX="no-such-compiler") == [
         "[False, False, True, True]",
         "torch.float32",
         "None",
-        f"{sentence} --actor.precision fp32 --reward.precision fp32",
-        f"{sentence} --ppo.actor.precision fp32 --ppo.reward.precision fp32",
-    ], done.stderr
+        f"{SENTENCE} --actor.precision fp32 --reward.precision fp32",
+        f"{SENTENCE} --ppo.actor.precision fp32 --ppo.reward.precision fp32",
+        f"{SENTENCE} --ppo.actor.precision fp32 --ppo.reward.precision fp32",
+    ]
+
+
+def test_bf16_is_slow_only_where_no_kernel_multiplies_it() -> None:
+    if not isinstance(library(), Built):
+        pytest.skip("the kernel can't be built here")
+
+    assert printed() == [
+        "[False, False, False, True]",
+        "torch.float32",
+        "None",
+        "None",
+        "None",
+        f"{SENTENCE} --ppo.actor.precision fp32",
+    ]

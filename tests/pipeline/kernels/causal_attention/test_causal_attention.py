@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.engine.graph import parameter_uses
 from pipeline.errors import KernelError
 from pipeline.kernels.causal_attention import cpu, definition, dispatch
-from pipeline.kernels.causal_attention.dispatch import causal_attention
+from pipeline.kernels.causal_attention.dispatch import causal_attention, continued_attention
 from pipeline.kernels.decode_attention import cpu as decode_attention
 from pipeline.kernels.decode_attention import pieces
 from pipeline.kernels.linear.cpu import order_of
@@ -144,6 +144,26 @@ def test_a_token_has_the_bits_that_decoding_has(tokens: int) -> None:
             built=kernel,
         )
         assert torch.equal(one, whole[:, :, token])
+
+
+@needs_kernels
+@pytest.mark.parametrize("first", [0, 1, 31, 32, 500, 511, 599])
+def test_the_last_tokens_alone_have_the_bits_that_they_have_among_all(first: int) -> None:
+    query, key, value, _ = inputs(2, 3, 600, 48)
+    if isinstance(why := decode_attention.piece_of(torch.bfloat16, 48), str):
+        pytest.skip(why)
+    whole = causal_attention(query, key, value)
+
+    last = continued_attention(query[:, :, first:], key, value)
+
+    assert last is not None
+    assert torch.equal(last, whole[:, :, first:])
+
+
+def test_in_fp32_and_without_kernels_pytorch_goes_on() -> None:
+    made = inputs(1, 2, 40, 16)[:3]
+    assert continued_attention(*made, kernels="off") is None
+    assert continued_attention(*(each.float() for each in made)) is None
 
 
 @needs_kernels

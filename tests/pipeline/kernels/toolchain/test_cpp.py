@@ -31,11 +31,11 @@ from pipeline.kernels.toolchain.cpp import (
     NUMBERS,
     Built,
     NotBuiltError,
-    bf16_flags,
     build,
     cache_directory,
     is_whole,
 )
+from pipeline.kernels.toolchain.levels import bf16_flags
 from tests.pipeline.kernels.adamw.test_adamw import STEP
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
@@ -297,17 +297,6 @@ def test_a_processor_that_pytorch_knows_no_fused_arithmetic_of_is_named(
 
     with pytest.raises(NotBuiltError, match=r"the processor \(x86_64, DEFAULT\) is not one"):
         module.instruction_flags()
-
-
-def test_a_pytorch_that_cant_be_asked_about_bf16_is_taken_to_say_no(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
-    assert bf16_flags() == ("-mavx512bf16",)
-
-    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
-    assert bf16_flags() == ()
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

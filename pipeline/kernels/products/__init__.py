@@ -1,0 +1,1 @@
+"""Products of bf16 matrices, where the processor has no instructions for them."""

@@ -1,0 +1,117 @@
+"""DoRA: a weight's direction learns as in LoRA, and the length of each row by itself.
+
+Liu et al. 2024 (arXiv:2402.09353), equation 5, with W (out, in) and one length for each output:
+
+    W' = m (W + s B A) / |W + s B A|
+
+The lengths in the denominator count as constants in the backward pass (section 4.3), as in peft.
+At the start m = |W| by the same sums, so that W' is W to the bit.
+"""
+
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from pipeline.models.layer_variant import LayerVariant, is_turned
+
+BLOCK = 2**20
+"""Elements of a weight whose lengths are computed at once, in fp32."""
+
+
+class Magnitude(nn.Module):
+    """The lengths that learn, where peft has them."""
+
+    def __init__(self, out_features: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out_features, device=device))
+
+
+class Dora(LayerVariant):
+    """W' x and the bias."""
+
+    def __init__(self, layer: LoraLayer) -> None:
+        up = _halves(layer)[1]
+        layer.lora_magnitude_vector["default"] = Magnitude(len(up), up.device)
+        layer.use_dora["default"] = True
+
+    def start(self, layer: LoraLayer, weight: Float[Tensor, "out in"]) -> None:
+        """Have the lengths of `weight`."""
+        magnitude = _magnitude(layer)
+        magnitude.copy_(row_lengths(weight))
+
+    def started(self, layer: LoraLayer) -> list[Tensor]:
+        """What `start` has written."""
+        return [_magnitude(layer)]
+
+    @staticmethod
+    def forward(
+        module: LoraLayer,
+        active_adapter: str,
+        x: Float[Tensor, "*B in"],
+        result: Float[Tensor, "*B out"],
+        **_: Any,  # noqa: ANN401
+    ) -> Float[Tensor, "*B out"]:
+        """W' x and the bias, from `result`, which is W x and the bias.
+
+        Dropout is of the adapter's input alone.
+        """
+        base = module.get_base_layer()
+        factor = _factor(module, _as_linear(module, cast("Tensor", base.weight)))
+        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        update = up(down(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
+        plain = result if base.bias is None else result - cast("Tensor", base.bias)
+        # Nothing is added to `result` where the factor is 1 and the update 0, as at the start.
+        return result + ((factor - 1) * plain + factor * update)
+
+    def merged(self, layer: LoraLayer, weight: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
+        """W' in fp32, as the layer stores weights."""
+        update = layer.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
+        factor = _factor(layer, _as_linear(layer, weight))
+        turned = factor if is_turned(layer) else factor[:, None]
+        return update.float().add_(weight).mul_(turned)
+
+
+@torch.no_grad()
+def row_lengths(
+    weight: Float[Tensor, "out in"],
+    down: Float[Tensor, "rank in"] | None = None,
+    up: Float[Tensor, "out rank"] | None = None,
+    *,
+    scaling: float = 1.0,
+) -> Float[Tensor, " out"]:
+    """|W + s B A| of each row, in fp32; |W| without the halves A, `down`, and B, `up`.
+
+    The sum is made of some rows at a time and never whole. Where B is 0 the bits are those of |W|.
+    """
+    lengths = torch.empty(len(weight), device=weight.device)
+    rows = max(1, BLOCK // weight.shape[1])
+    for first in range(0, len(weight), rows):
+        block = slice(first, first + rows)
+        total = weight[block].float().contiguous()
+        if down is not None and up is not None:
+            total = total.addmm(up[block], down, alpha=scaling)
+        lengths[block] = torch.linalg.vector_norm(total, dim=1)
+    return lengths
+
+
+def _factor(layer: LoraLayer, weight: Float[Tensor, "out in"]) -> Float[Tensor, " out"]:
+    """The factor m / |W + s B A|; of a row without a length it is 0."""
+    down, up = _halves(layer)
+    lengths = row_lengths(weight, down, up, scaling=layer.scaling["default"])
+    return _magnitude(layer) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+
+
+def _halves(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    return cast("Tensor", down), cast("Tensor", up)
+
+
+def _magnitude(layer: LoraLayer) -> Tensor:
+    return cast("Tensor", layer.lora_magnitude_vector["default"].weight)
+
+
+def _as_linear(layer: LoraLayer, weight: Tensor) -> Float[Tensor, "out in"]:
+    return weight.T if is_turned(layer) else weight

@@ -1,0 +1,211 @@
+"""Adapters by name over a model that is in memory once, and those that are refused."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from inference.serve.adapters import with_adapter
+from inference.serve.config import ServeConfig
+from inference.serve.models import paths_to_serve
+from pipeline.config import FrozenModelConfig, LoraConfig
+from pipeline.errors import ModelError
+from pipeline.models.export import export
+from pipeline.models.load import load_causal_lm, load_tokenizer
+from pipeline.models.lora import add_lora
+from tests.inference.serve.serving import CHAT, Running, chat, get, post, serving
+from tests.inference.serve.test_command import refused
+
+EMBEDDED = FrozenModelConfig(path="embedded")
+NAMES = ("tiny", "polite", "terse")
+
+
+def step_with_lora(directory: Path, seed: int) -> PeftModel:
+    """What a step with LoRA leaves: the merged model and, below it, the adapter."""
+    model = add_lora(
+        load_causal_lm(EMBEDDED, device=torch.device("cpu")),
+        LoraConfig(rank=4, alpha=8),
+        task="causal",
+        seed=seed,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.1, generator=generator)
+    export(model, load_tokenizer(EMBEDDED), directory)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directories = {name: tmp_path_factory.mktemp(name) for name in NAMES[1:]}
+    for seed, directory in enumerate(directories.values(), start=1):
+        step_with_lora(directory, seed)
+    return directories
+
+
+@pytest.fixture(scope="module")
+def server(steps: dict[str, Path]) -> Iterator[Running]:
+    config = ServeConfig(
+        path=("tiny=embedded", f"merged={steps['polite']}"),
+        adapter=(f"polite={steps['polite']}", f"terse={steps['terse'] / 'adapter'}"),
+    )
+    with serving(tuple(paths_to_serve(config))) as running:
+        yield running
+
+
+def answer(server: Running, model: str, text: str, **fields: Any) -> dict[str, Any]:
+    fields = {"max_tokens": 12, "seed": 5, "logprobs": True, "return_token_ids": True, **fields}
+    return post(server, CHAT, chat(text, **{**fields, "model": model})).json["choices"][0]
+
+
+def test_adapters_are_listed_with_the_model_that_they_change(server: Running) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        listed = {each.id: each.model_dump() for each in client.models.list().data}
+
+    assert {name: each["parent"] for name, each in listed.items()} == {
+        "tiny": None,
+        "merged": None,
+        "polite": "tiny",
+        "terse": "tiny",
+    }
+    assert len({each["weights_hash"] for each in listed.values()}) == 4
+    missing = post(server, CHAT, chat(model="rude"))
+    assert missing.status == 404
+    assert missing.error["message"] == (
+        "there is no model rude; there are tiny, merged, polite, terse"
+    )
+
+
+def test_the_model_is_in_memory_once(server: Running) -> None:
+    models = server.state.models
+    base = {id(param) for param in models["tiny"].model.parameters()}
+    for name in ("polite", "terse"):
+        own = [p for p in models[name].model.parameters() if id(p) not in base]
+        shared = [p for p in models[name].model.parameters() if id(p) in base]
+        assert len(shared) == len(base)
+        assert {param.ndim for param in own} == {2}
+        assert sum(param.numel() for param in own) < sum(param.numel() for param in shared) / 4
+
+
+def test_an_adapter_answers_as_peft_does(server: Running, steps: dict[str, Path]) -> None:
+    for name in ("polite", "terse"):
+        model = load_causal_lm(EMBEDDED, device=torch.device("cpu"))
+        plain = PeftModel.from_pretrained(model, str(steps[name] / "adapter")).eval()
+        prompt = post(server, "/tokenize", {"messages": chat()["messages"]}).json["tokens"]
+
+        choice = answer(server, name, chat()["messages"][0]["content"], temperature=0)
+
+        ids = choice["token_ids"]
+        with torch.no_grad():
+            logits = plain(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 :]
+        logprobs = logits.log_softmax(-1)
+        assert ids == logits[:-1].argmax(-1).tolist()
+        expected = [row[token].item() for row, token in zip(logprobs, ids, strict=False)]
+        found = [each["logprob"] for each in choice["logprobs"]["content"]]
+        assert found == pytest.approx(expected[: len(found)], abs=1e-4)
+
+
+def test_a_steps_adapter_says_what_its_merged_model_says_up_to_rounding(server: Running) -> None:
+    ours, merged, base = (
+        answer(server, name, "What is 5 plus 6?", temperature=0)
+        for name in ("polite", "merged", "tiny")
+    )
+
+    assert ours["token_ids"] == merged["token_ids"] != base["token_ids"]
+    for one, other in zip(ours["logprobs"]["content"], merged["logprobs"]["content"], strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+
+
+def test_requests_for_all_adapters_at_once_have_the_responses_that_each_has_alone(
+    server: Running,
+) -> None:
+    wanted = [(NAMES[number % 3], f"What is {number} plus 7?") for number in range(12)]
+    alone = [answer(server, *each) for each in wanted]
+
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda each: answer(server, *each), wanted))
+
+    assert together == alone
+    assert len({str(each["token_ids"]) for each in alone}) == 12
+
+
+def copied(adapter: Path, to: Path, **settings: object) -> Path:
+    """An adapter of which some settings differ."""
+    to.mkdir()
+    own = json.loads((adapter / "adapter_config.json").read_text()) | settings
+    (to / "adapter_config.json").write_text(json.dumps(own))
+    save_file(load_file(adapter / "adapter_model.safetensors"), to / "adapter_model.safetensors")
+    return to
+
+
+def test_an_adapter_that_can_not_be_served_is_named_at_the_start(
+    steps: dict[str, Path], tmp_path: Path
+) -> None:
+    good = steps["terse"] / "adapter"
+    cut = copied(good, tmp_path / "cut")
+    with (cut / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(2000)
+    other_kind = copied(good, tmp_path / "kind", peft_type="IA3")
+    (alone := copied(good, tmp_path / "alone") / "adapter_model.safetensors").unlink()
+    wide = copied(good, tmp_path / "wide")
+    tensors = load_file(good / "adapter_model.safetensors")
+    first = min(name for name in tensors if ".lora_A." in name)
+    save_file(tensors | {first: torch.zeros(4, 999)}, wide / "adapter_model.safetensors")
+    deep = copied(good, tmp_path / "deep")
+    moved = {name.replace("layers.0.", "layers.77."): each for name, each in tensors.items()}
+    save_file(moved, deep / "adapter_model.safetensors")
+    (tmp_path / "empty").mkdir()
+
+    for words, sentence in (
+        ((str(good),), "--adapter takes NAME=DIR, as polite=OUT/step1_sft, got /"),
+        (("a=none",), "no such adapter: the directory none does not exist"),
+        ((f"a={tmp_path / 'empty'}",), "holds no adapter: it has no adapter_config.json; give"),
+        ((f"a={other_kind}",), "an adapter of the kind IA3, and LoRA alone is served; merge"),
+        ((f"a={alone.parent}",), "holds adapter_config.json and no adapter_model.safetensors"),
+        ((f"a={cut}",), "was not copied whole; copy or download it again"),
+        ((f"a={wide}",), "is of another model than embedded: base_model.model.model.layers.0."),
+        ((f"a={deep}",), "is of another model than embedded: that has no model.layers.77."),
+        ((f"embedded={good}",), "two models are called embedded; name them"),
+        ((f"a={good}", "--adapter-base", "b"), "there is no model b; there are: embedded"),
+    ):
+        line = refused("--path", "embedded", "--port", "0", "--adapter", *words)
+        assert line.startswith("error: "), line
+        assert sentence in line, line
+    assert "adapter_base is given without an adapter" in refused(
+        "--path", "embedded", "--adapter-base", "embedded"
+    ).replace("--adapter-base", "adapter_base")
+
+
+def test_an_adapter_that_is_not_finite_is_refused(steps: dict[str, Path], tmp_path: Path) -> None:
+    broken = copied(steps["terse"] / "adapter", tmp_path / "nan")
+    tensors = load_file(broken / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    save_file(tensors, broken / "adapter_model.safetensors")
+    base = load_causal_lm(EMBEDDED, device=torch.device("cpu"))
+
+    with pytest.raises(ModelError, match="holds NaN or infinity"):
+        with_adapter(base, broken)
+
+
+def test_an_adapter_that_names_another_model_is_remarked_on(
+    steps: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name may have changed, so it is served; its shapes fit."""
+    other = copied(steps["terse"] / "adapter", tmp_path / "a", base_model_name_or_path="x/opt")
+    config = ServeConfig(path=("tiny=embedded",), adapter=(f"a={other}",))
+    base, adapter = paths_to_serve(config)
+
+    with serving((base, replace(adapter, name="b"))) as running:
+        assert get(running, "/v1/models/b").json["parent"] == "tiny"
+
+    assert "over tiny, though it names x/opt as its model" in capsys.readouterr().err

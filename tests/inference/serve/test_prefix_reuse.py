@@ -1,0 +1,142 @@
+"""Next turns take over keys and values of earlier ones: the same responses, and what is told."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from inference.serve.config import ServeConfig
+from pipeline.errors import ConfigError
+from tests.inference.serve.serving import COMPLETIONS, Running, events, get, post, serving
+
+Turn = dict[str, str]
+SYSTEM = "You are polite, brief and right. You add numbers of two digits and show no work at all."
+TEXTS = ("What is 12 plus 31?", "And 7 more than that?", "Say it again, please.")
+KEYS = ("the-first-key", "the-second-key")
+
+
+@pytest.fixture(scope="module")
+def reusing() -> Iterator[Running]:
+    with serving(prefill_chunk=24) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def anew() -> Iterator[Running]:
+    with serving(prefix_reuse="off") as running:
+        yield running
+
+
+def client_of(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def answer(server: Running, messages: Any, **fields: Any) -> ChatCompletion:
+    with client_of(server) as client:
+        raw = client.chat.completions.with_raw_response.create(
+            model="tiny",
+            messages=messages,
+            **{"seed": 3, "max_tokens": 16, "logprobs": True, "top_logprobs": 2, **fields},
+        )
+    return ChatCompletion.model_validate_json(raw.text, strict=True)
+
+
+def cached(completion: ChatCompletion) -> int:
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is not None
+    count = completion.usage.prompt_tokens_details.cached_tokens
+    assert count is not None
+    return count
+
+
+def num_prompt(completion: ChatCompletion) -> int:
+    assert completion.usage is not None
+    return completion.usage.prompt_tokens
+
+
+def test_turns_are_read_once_and_are_those_of_a_server_that_reads_all(
+    reusing: Running, anew: Running
+) -> None:
+    """Texts and log-probabilities, to the bit of what is sent."""
+    messages: list[Turn] = [{"role": "system", "content": SYSTEM}]
+    before = 0
+    for text in TEXTS:
+        messages.append({"role": "user", "content": text})
+
+        ours, whole = answer(reusing, messages), answer(anew, messages)
+
+        assert ours.choices == whole.choices
+        assert cached(whole) == 0
+        # What an answer's text is encoded as may differ from what was sampled.
+        assert before <= cached(ours) < num_prompt(ours)
+        before = num_prompt(ours) - 8
+        messages.append({"role": "assistant", "content": ours.choices[0].message.content or "-"})
+    assert before > 100
+
+
+def test_a_stream_says_how_much_of_its_prompt_was_there(reusing: Running) -> None:
+    body = {"messages": [{"role": "user", "content": SYSTEM}], "max_tokens": 4, "seed": 1}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
+
+    first, second = (events(post(reusing, "/v1/chat/completions", body))[-1] for _ in range(2))
+
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    count = second["usage"]["prompt_tokens"] - 1  # the last token is read for what follows it
+    assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": count}
+
+
+def test_prompts_of_one_request_count_each_for_itself(reusing: Running) -> None:
+    texts = [f"{SYSTEM} {number}" * 2 for number in (5, 6)]
+    post(reusing, COMPLETIONS, {"prompt": texts[0], "max_tokens": 2})
+
+    usage = post(reusing, COMPLETIONS, {"prompt": texts, "max_tokens": 2, "n": 2}).json["usage"]
+
+    own = [post(reusing, "/tokenize", {"prompt": text}).json["count"] for text in texts]
+    assert usage["prompt_tokens"] == sum(own)
+    shared = usage["prompt_tokens_details"]["cached_tokens"] - (own[0] - 1)
+    assert 16 <= shared < own[1] - 1
+
+
+def test_metrics_count_what_was_asked_for_and_what_was_there(reusing: Running) -> None:
+    body = {"prompt": "Numbers that nobody has asked for yet: " * 3, "max_tokens": 1}
+
+    def counts() -> list[float]:
+        names = ("queries", "hits")
+        lines = get(reusing, "/metrics").body.decode().splitlines()
+        return [
+            float(line.split()[1])
+            for name in names
+            for line in lines
+            if line.startswith(f"vllm:prefix_cache_{name}_total")
+        ]
+
+    post(reusing, COMPLETIONS, body)
+    before = counts()
+    usage = post(reusing, COMPLETIONS, body).json["usage"]
+
+    hits = usage["prompt_tokens_details"]["cached_tokens"]
+    assert hits > 0
+    assert [a - b for a, b in zip(counts(), before, strict=True)] == [usage["prompt_tokens"], hits]
+
+
+@pytest.mark.parametrize(("prefix_reuse", "shared"), [("client", False), ("all", True)])
+def test_one_client_learns_nothing_of_the_prompts_of_another(
+    prefix_reuse: str, shared: bool
+) -> None:
+    body = {"prompt": SYSTEM, "max_tokens": 1}
+    with serving(api_key=KEYS, prefix_reuse=prefix_reuse) as server:
+        found = [
+            post(server, COMPLETIONS, body, Authorization=f"Bearer {key}").json["usage"]
+            for key in (KEYS[0], KEYS[1], KEYS[0])
+        ]
+
+    counts = [each["prompt_tokens_details"]["cached_tokens"] for each in found]
+    whole = found[0]["prompt_tokens"] - 1
+    assert counts == [0, whole if shared else 0, whole]
+
+
+def test_a_chunk_has_a_token_at_least() -> None:
+    with pytest.raises(ConfigError, match="prefill_chunk must be above 0: 0"):
+        ServeConfig(path=("embedded",), prefill_chunk=0)
