@@ -182,26 +182,6 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(start: Path, tmp_path: Path) 
         train(replace(whole, output_dir=out, resume=True, data=other))
 
 
-def train_in_stages(config: PretrainConfig) -> None:
-    with cut_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
-        train(config)
-
-
-def test_two_stages_of_a_pipeline_end_as_one_process(start: Path, tmp_path: Path) -> None:
-    # As many micro-batches on one process: the sums then have the same terms.
-    alone = small(start, tmp_path / "alone", parallel=ParallelConfig(micro_batches=3))
-    train(alone)
-    staged = small(start, tmp_path / "two", parallel=ParallelConfig(pp=2, micro_batches=3))
-
-    run_ranks(train_in_stages, staged)
-
-    one, two = (load_file(each.output_dir / "model.safetensors") for each in (alone, staged))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    for name in ("loss", "grad_norm", "eval_perplexity"):
-        assert logged(alone, name) == logged(staged, name)
-
-
 def test_texts_token_files_and_megatrons_are_the_same_corpus(start: Path, tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     packed = small(start, tmp_path / "text", max_steps=1)
@@ -276,3 +256,23 @@ def test_a_bad_row_of_text_is_named_before_the_model_is_loaded(
     monkeypatch.setattr(step, "load_model", load)
     with pytest.raises(DataError, match=r"bad.jsonl:2: it has no field 'text'"):
         train(replace(config, data=replace(config.data, path=(str(tmp_path / "bad.jsonl"),))))
+
+
+def run_in_stages(config: PretrainConfig) -> None:
+    with cut_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
+        train(config)
+
+
+def test_two_stages_learn_what_one_process_does_to_the_bit(start: Path, tmp_path: Path) -> None:
+    parallel = ParallelConfig(micro_batches=3)
+    alone = small(start, tmp_path / "alone", parallel=parallel)
+    train(alone)
+
+    staged = small(start, tmp_path / "staged", parallel=replace(parallel, pp=2))
+    run_ranks(run_in_stages, staged)
+
+    for name in ("loss", "grad_norm", "eval_perplexity"):
+        assert logged(staged, name) == logged(alone, name)
+    found, expected = (load_file(each.output_dir / "model.safetensors") for each in (staged, alone))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())

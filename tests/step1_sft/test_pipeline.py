@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,11 +127,9 @@ SOME = ("tied, bf16, checkpointing", "adapters", "two pipelines, replicas")
 """That every run of the tests goes through; the others are the grid."""
 
 
-def some(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in cases]
-
-
-@pytest.mark.parametrize("case", some(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+)
 def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     family, changes, model = CASES[case]
     start = make(tmp_path, family, **changes)
@@ -165,7 +162,9 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(MIXTURES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in MIXTURES]
+)
 def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
     world, division, model, other = MIXTURES[name]
     start = make(tmp_path, "llama", tie_word_embeddings=True)
