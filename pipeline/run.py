@@ -73,7 +73,8 @@ class Run:
         self._held = ExitStack()
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
-        self._stragglers, self._health = Stragglers(mesh.world), Health(mesh.world)
+        self._stragglers = Stragglers(mesh.world, stages=mesh.stages.size)
+        self._health = Health(mesh.world)
         self._tokens_per_second = 0.0
         self._at_peak: list[AtPeak] = []
         """Of the steps since the last line."""

@@ -8,9 +8,9 @@ which after shows a small copy of the model, as does whether its blocks hand on 
 states: a model that does can't be cut.
 """
 
-import copy
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -164,9 +164,11 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
             f"{plain.config.model_type} models run padded, not packed, and can't be cut into"
             " stages; set parallel.pp 1"
         )
-    order = order_of(type(plain), plain.config)
-    _require_exact(type(plain), plain.config, blocks)
-    return _cut(plain, order, number=number, blocks=blocks)
+    settings = small_settings(plain.config)
+    settings.name_or_path = ""
+    family = Family(type(plain), settings.to_json_string(use_diff=False), settings)
+    require_exact(family, tuple(blocks))
+    return _cut(plain, order_of(family), number=number, blocks=blocks)
 
 
 def blocks_of(model: nn.Module, stages: int, given: Sequence[int] | None = None) -> list[int]:
@@ -220,6 +222,22 @@ def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Models of which one answer holds for all."""
+
+    kind: type[PreTrainedModel]
+    text: str
+    settings: PreTrainedConfig = field(compare=False)
+    """Of a small copy."""
+
+    def copy(self) -> PreTrainedModel:
+        """A small model, the same at each call."""
+        model = small_copy(self.kind, self.settings)
+        model.set_attn_implementation(RAGGED)
+        return model
+
+
+@dataclass(frozen=True)
 class Order:
     """What lies outside of a family's blocks, by name, and what the blocks return."""
 
@@ -228,13 +246,14 @@ class Order:
     as_tuple: bool
 
 
-def order_of(kind: type[PreTrainedModel], settings: PreTrainedConfig) -> Order:
+@functools.cache
+def order_of(family: Family) -> Order:
     """What comes before the blocks and what after, by a pass of a small copy.
 
     Raises:
         ModelError: it can't be told.
     """
-    model = _copy(kind, settings)
+    model = family.copy()
     name, blocks = block_list(model)
     before: set[str] = set()
     after: set[str] = set()
@@ -326,35 +345,29 @@ def _borrow(head: nn.Linear) -> Tensor:
     return borrowed
 
 
+@functools.cache
 @torch.no_grad()
-def _require_exact(
-    kind: type[PreTrainedModel], settings: PreTrainedConfig, blocks: Sequence[int]
-) -> None:
-    """Raise unless a small copy, cut, gives the hidden states of the whole one, to the bit."""
-    expected = _run(_copy(kind, settings))
+def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
+    """Return if a small copy, cut, gives the hidden states of the whole one, to the bit.
+
+    Raises:
+        ModelError: it doesn't.
+    """
+    expected = _run(family.copy())
     hidden: Tensor | None = None
     for number in range(len(blocks)):
-        part = _copy(kind, settings)
-        stage = _cut(part, order_of(kind, settings), number=number, blocks=blocks)
+        part = family.copy()
+        stage = _cut(part, order_of(family), number=number, blocks=blocks)
         if stage.inlet is not None:
             stage.inlet.received = hidden
         hidden = _run(part)
     if hidden is None or not torch.equal(hidden, expected):
-        whole = _copy(kind, settings)
-        raise ModelError(_unlike(whole, "its blocks read more than hidden states"))
+        raise ModelError(_unlike(family.copy(), "its blocks read more than hidden states"))
 
 
 def _unlike(model: PreTrainedModel, reason: str) -> str:
     kind = model.config.model_type
     return f"{kind} models can't be cut into stages: {reason}; set parallel.pp 1"
-
-
-def _copy(kind: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
-    small = small_settings(copy.deepcopy(settings))
-    small.name_or_path = ""
-    model = small_copy(kind, small)
-    model.set_attn_implementation(RAGGED)
-    return model
 
 
 @torch.no_grad()

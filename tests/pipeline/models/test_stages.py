@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.models.attention import RAGGED
 from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
-from pipeline.models.stages import Passage, blocks_of, cut_stage
+from pipeline.models.stages import Passage, blocks_of, cut_stage, order_of, require_exact
 from pipeline.parallel.partition import balanced
 from tests.families import RAGGED_FAMILIES, VOCAB, tiny_causal_lm
 
@@ -79,6 +79,8 @@ def test_a_model_whose_blocks_read_more_than_hidden_states_is_refused(
         return out
 
     monkeypatch.setattr(inner, "forward", reads_embeddings)
+    order_of.cache_clear()
+    require_exact.cache_clear()
 
     with pytest.raises(ModelError, match="llama models can't be cut into stages: "):
         cut_stage(model, number=1, blocks=[1, 2])
