@@ -3,7 +3,8 @@
 # make check   lint, types and tests in the current environment
 # make test-faults   the faults that take long: kills at random instants, lost machines, every pair of layouts
 # make test-grid     the kernels for GPUs: all cases, planted faults, every architecture; every
-#                    family of models of transformers; every stage, family and format
+#                    family of models of transformers; every stage, family and format; kernels for
+#                    ARM where g++-aarch64-linux-gnu and qemu-user are installed
 # make test-serve    the server under hundreds of clients that leave, and 20,000 fuzzed requests
 #
 # PYTHON chooses the interpreter: make demo PYTHON=python3.12

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Size:
 
 
 def learn(
-    passes: Passes, batches: Sequence[TokenBatch], size: Size, run: Run, *, step: int
+    passes: Passes, batches: Iterable[TokenBatch], size: Size, run: Run, *, step: int
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it."""
     engine, targets = passes.engine, max(1, size.targets)
@@ -62,13 +62,18 @@ def learn(
     )
 
 
-def perplexity(passes: Passes, batches: Sequence[TokenBatch]) -> float:
+def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
     """Exp of the mean negative log-likelihood of all target tokens; of this process's batches."""
-    engine = passes.engine
+    engine, targets = passes.engine, list[int]()
+
+    def counted() -> Iterator[TokenBatch]:
+        for batch in batches:
+            targets.append(batch.num_targets)
+            yield batch
+
     with evaluating(engine.model):
-        losses = passes.ask(batches, lambda batch: next_token_nll(engine(batch).logprobs))
-    num_targets = sum(batch.num_targets for batch in batches)
-    total_nll, total_targets = engine.group.sums([passes.total(losses), num_targets])
+        losses = passes.ask(counted(), lambda batch: next_token_nll(engine(batch).logprobs))
+    total_nll, total_targets = engine.group.sums([passes.total(losses), sum(targets)])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     before_imports(PretrainConfig)
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,14 +110,14 @@ def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int
     learn(lm.passes, batches(lm, parts), size, run, step=step)
 
 
-def held_out(lm: Pretraining) -> list[TokenBatch]:
+def held_out(lm: Pretraining) -> Iterator[TokenBatch]:
     """This process's micro-batches of the held-out rows."""
     return batches(lm, cut(lm.held_out, lm.config))
 
 
-def batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> list[TokenBatch]:
-    """The parts as the model takes them."""
-    return [collate(part, spare=lm.held_out[0]) for part in parts]
+def batches(lm: Pretraining, parts: Sequence[Sequence[TokenRow]]) -> Iterator[TokenBatch]:
+    """The parts, each read when it is its turn."""
+    return (collate(part, spare=lm.held_out[0]) for part in parts)
 
 
 def finish(lm: Pretraining, run: Run, *, before: float) -> None:

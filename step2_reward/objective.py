@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxtyping import Int
 from torch import Tensor
 
 from pipeline.data.batches import TokenBatch
@@ -79,7 +78,7 @@ class Objective(ABC, Generic[R, B]):
         """What else the exported model's config.json says of how its outputs are read."""
         return {}
 
-    def places(self, batch: B) -> Int[Tensor, " _"]:
+    def places(self, batch: B) -> Tensor:
         """The tokens of a batch whose outputs `loss` takes: the last of each sequence."""
         return batch.tokens.last_tokens
 

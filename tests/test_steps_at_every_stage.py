@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,12 @@ LORA = LoraConfig(rank=2)
         *(
             pytest.param(step, lora, len(WAYS), id=f"{step}-{name}-all", marks=pytest.mark.grid)
             for step in STEPS
-            for name, lora in (("all weights", None), ("LoRA", LORA))
+            for name, lora in (
+                ("all weights", None),
+                ("LoRA", LORA),
+                ("DoRA", replace(LORA, variant="dora")),
+                ("PiSSA", replace(LORA, variant="pissa")),
+            )
         ),
     ],
 )

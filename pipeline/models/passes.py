@@ -5,14 +5,14 @@ stage.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.config import ParallelConfig, TrainedModelConfig
+from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.models.forward import Policy
@@ -47,7 +47,7 @@ class Passes:
         return sum(read_scalars(losses))
 
     def learn(
-        self, batches: Sequence[TokenBatch], loss_of: LossOf, *, divisor: float
+        self, batches: Iterable[TokenBatch], loss_of: LossOf, *, divisor: float
     ) -> list[Tensor]:
         """Add the gradients of all losses, each divided; the losses, for `total`."""
         losses: list[Tensor] = []
@@ -57,7 +57,7 @@ class Passes:
             losses.append(loss.detach())
         return losses
 
-    def ask(self, batches: Sequence[TokenBatch], loss_of: LossOf) -> list[Tensor]:
+    def ask(self, batches: Iterable[TokenBatch], loss_of: LossOf) -> list[Tensor]:
         """The losses without gradients, in evaluation mode, for `total`."""
         return [loss_of(batch) for batch in batches]
 
@@ -93,11 +93,12 @@ class StagedPasses(Passes):
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
     def learn(
-        self, batches: Sequence[TokenBatch], loss_of: LossOf, *, divisor: float
+        self, batches: Iterable[TokenBatch], loss_of: LossOf, *, divisor: float
     ) -> list[Tensor]:
         """As one process does, in the order of the schedule; only the last stage has losses."""
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
+        batches = list(batches)
         order = instructions(
             self._schedule,
             stage=self._stage.number,
@@ -114,7 +115,7 @@ class StagedPasses(Passes):
         self._took = time.perf_counter() - began
         return losses
 
-    def ask(self, batches: Sequence[TokenBatch], loss_of: LossOf) -> list[Tensor]:
+    def ask(self, batches: Iterable[TokenBatch], loss_of: LossOf) -> list[Tensor]:
         """As one process does; only the last stage has losses."""
         self._follow()
         losses: list[Tensor] = []
@@ -196,17 +197,21 @@ class StagedPasses(Passes):
             self._transfers.receive(stage.borrowed.detach(), 0, "tied weights", updates)
 
 
-def own_stage(model: nn.Module, parallel: ParallelConfig, stages: Group) -> Stage:
-    """This process's stage of a model, which is left without what others have.
+def own_policy(
+    model: nn.Module, parallel: ParallelConfig, stages: Group, *, kernels: Kernels
+) -> tuple[Policy | Passage, Stage]:
+    """This process's stage of a language model, which is left without what others have.
 
     Raises:
         ConfigError: the model can't be cut as the settings say.
         ModelError: models of its family can't be cut.
     """
-    if stages.size == 1:
-        return Stage()
-    blocks = blocks_of(model, stages.size, parallel.partition)
-    return cut_stage(model, number=stages.rank, blocks=blocks)
+    stage = Stage()
+    if stages.size > 1:
+        blocks = blocks_of(model, stages.size, parallel.partition)
+        stage = cut_stage(model, number=stages.rank, blocks=blocks)
+    part = Policy if stage.is_last else Passage
+    return part(model, kernels=kernels), stage
 
 
 def learning_model(
@@ -229,10 +234,9 @@ def learning_model(
     model = trained_causal_lm(
         settings, tokenizer, device=local_device(), seed=seed, in_stages=stages.size > 1
     )
-    stage = own_stage(model, parallel, stages)
-    part = Policy if stage.is_last else Passage
+    policy, stage = own_policy(model, parallel, stages, kernels=settings.kernels)
     engine = Engine(
-        part(model, kernels=settings.kernels),
+        policy,
         settings,
         total_steps=total_steps,
         name=name,

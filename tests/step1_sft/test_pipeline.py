@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from pipeline.parallel.mesh import cut_mesh
 from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
-from step1_sft.train import learn, load_model, train
+from step1_sft.train import learn_from, load_model, train
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from tests.distributed import run_ranks
@@ -128,11 +127,9 @@ SOME = ("tied, bf16, checkpointing", "adapters", "two pipelines, replicas")
 """That every run of the tests goes through; the others are the grid."""
 
 
-def some(cases: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in cases]
-
-
-@pytest.mark.parametrize("case", some(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+)
 def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     family, changes, model = CASES[case]
     start = make(tmp_path, family, **changes)
@@ -165,7 +162,9 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(MIXTURES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in MIXTURES]
+)
 def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
     world, division, model, other = MIXTURES[name]
     start = make(tmp_path, "llama", tie_word_embeddings=True)
@@ -236,7 +235,7 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
             sft = load_model(config, rows, opened)
-            learn(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
             flats = [flat for unit in sft.engine.zero.units for flat in unit.flats]
             held = {
                 "weights": sum(flat.full.nbytes for flat in flats),
@@ -304,9 +303,9 @@ def test_settings_that_contradict_stages_are_refused(name: str, tmp_path: Path) 
 def test_other_steps_say_that_they_have_no_stages() -> None:
     parallel = ParallelConfig(pp=2)
 
-    with pytest.raises(ConfigError, match="only step 1 runs as a pipeline; step 2 needs"):
+    with pytest.raises(ConfigError, match="only steps 0 and 1 run as pipelines; step 2 needs"):
         RewardConfig(parallel=parallel)
-    with pytest.raises(ConfigError, match="only step 1 runs as a pipeline; step 3 needs"):
+    with pytest.raises(ConfigError, match="only steps 0 and 1 run as pipelines; step 3 needs"):
         PPOConfig(parallel=parallel)
     with pytest.raises(ConfigError, match="says which stage has which blocks"):
         ParallelConfig(partition=(1, 1))
@@ -326,7 +325,7 @@ def hangs(config: SFTConfig) -> None:
             sft = load_model(config, rows, opened)
             if mesh.stages.rank == 2:
                 sft.engine.model.register_forward_pre_hook(lambda *_: time.sleep(1000))
-            learn(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
 
 
 def test_a_stage_that_hangs_is_named_through_those_that_wait_for_each_other(
