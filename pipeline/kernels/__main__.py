@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipeline.cli import run_main, say
+from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.operators import cases_of, operators
+from pipeline.kernels.products.dispatch import take_over
 from pipeline.kernels.timing import Sizes, Timed
 from pipeline.kernels.toolchain.cache import cache_directory
 from pipeline.kernels.toolchain.levels import table
@@ -62,6 +64,7 @@ def main(argv: Sequence[str]) -> None:
     )
     args = parser.parse_args(argv)
     sizes = Sizes(args.elements, args.tokens)
+    take_over(kernel_mode())  # as steps do
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))

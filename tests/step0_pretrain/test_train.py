@@ -110,6 +110,13 @@ def test_it_learns_every_token_and_reports_what_transformers_finds(
 
     rows = load_rows(config, build_tokenizer())
     held_out = rows.corpus.chosen.rows
+    begins = {
+        int(ids[0])
+        for row in held_out
+        for span, ids in zip(row.spans, row.sequences(), strict=True)
+        if span.is_first
+    }
+    assert begins == {build_tokenizer().bos_token_id}
     figures = result(config)
     assert figures["perplexity_before"] == pytest.approx(
         plain_perplexity(start / "base", held_out), rel=1e-4
@@ -118,11 +125,14 @@ def test_it_learns_every_token_and_reports_what_transformers_finds(
         plain_perplexity(config.output_dir, held_out), rel=1e-4
     )
     assert figures["perplexity_after"] < 0.5 * figures["perplexity_before"]
-    batch = rows.corpus.next_rows()
-    kept = [row.without(rows.corpus.chosen.held_out.contains) for row in batch]
-    assert logged(config, "tokens")[0] == sum(map(len, kept))
+    is_held_out = rows.corpus.chosen.held_out.contains
+    batches = [rows.corpus.next_rows() for _ in range(12)]
+    kept = [[row.without(is_held_out) for row in batch] for batch in batches]
+    tokens = [sum(map(len, batch)) for batch in kept]
+    assert logged(config, "tokens") == tokens
+    assert sum(tokens) < sum(len(row) for batch in batches for row in batch)
     assert logged(config, "loss")[0] == pytest.approx(
-        math.log(plain_perplexity(start / "base", kept)), rel=1e-4
+        math.log(plain_perplexity(start / "base", kept[0])), rel=1e-4
     )
 
 

@@ -130,7 +130,7 @@ def test_all_labelled_steps_weigh_alike_however_rows_are_cut() -> None:
             tokens = torch.cat([logits[6 * row : 6 * row + 6] for row in part])
             outputs = LabelOutputs(tokens, None).at(objective.places(batch))
             one, hits = objective.loss(outputs, batch)
-            loss, right = loss + one / 3, right + hits / 3
+            loss, right = loss + one / 3, right + hits.item() / 3
         return loss, right
 
     flat = torch.tensor(

@@ -10,12 +10,14 @@ from pipeline.data.store.check import findings
 from pipeline.data.store.config import (
     ChunkConfig,
     ConvertConfig,
+    IndexConfig,
     MergeConfig,
     PackConfig,
     ShowConfig,
     ShuffleConfig,
     VerifyConfig,
 )
+from pipeline.data.store.line_index import SUFFIX, LineIndex, index_path, write_index
 from pipeline.data.store.reader import TokenFile
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.files.lock import RunLock
@@ -51,10 +53,22 @@ def pack(words: Sequence[str]) -> None:
     )
 
 
+def index(words: Sequence[str]) -> None:
+    """Write where the rows of a file of JSON lines begin; `show` then prints any of them."""
+    names, config = _read(IndexConfig, words, "index", "X.jsonl [--out X.jsonl.index]")
+    source = Path(_only(names, "index"))
+    out = config.out or index_path(source)
+    check_output(out, option="--out")
+    say(f"{out}: {write_index(source, out):,} rows of {source}")
+
+
 def show(words: Sequence[str]) -> None:
-    """Print what a token file says of itself, or one of its documents with --document N."""
+    """Print what a token file or an index says of itself, or with --document N one document."""
     names, config = _read(ShowConfig, words, "show", "X.tokens [--document N]")
     for name in names:
+        if name.endswith(SUFFIX):
+            _show_row(LineIndex(Path(name)), config.document)
+            continue
         file = TokenFile(name)
         if config.document is None:
             say("\n".join(_about(file)))
@@ -157,6 +171,7 @@ def convert(words: Sequence[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "index": index,
     "pack": pack,
     "show": show,
     "verify": verify,
@@ -215,6 +230,18 @@ def _about(file: TokenFile) -> list[str]:
         f"  sources     {names}: {origin.bytes:,} bytes, field {origin.field}",
         f"  left out    {origin.bad_rows:,} bad rows",
     ]
+
+
+def _show_row(index: LineIndex, number: int | None) -> None:
+    if not index.is_intact():
+        raise DataError(f"{index.path} is damaged; index {index.source} again")
+    if number is None:
+        say(f"{index.path}: {index.rows:,} rows of {index.source}")
+        return
+    if not 0 <= number < index.rows:
+        last = index.rows - 1
+        raise ConfigError(f"--document {number} is not there: {index.path} has rows 0 to {last:,}")
+    say(index.row(number).decode("utf-8", "replace"))
 
 
 def _show_document(file: TokenFile, number: int, path: str | None) -> None:

@@ -54,11 +54,25 @@ class PackConfig(WritingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """What `index` writes."""
+
+    out: Path | None = None
+    """The index, whose name ends in .index; null is beside the file, as rows.jsonl.index."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.out is None or self.out.suffix == ".index",
+            f"out must end in .index, got {self.out}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShowConfig:
     """What `show` prints."""
 
     document: int | None = None
-    """Print the text and the ids of this document, counted from 0."""
+    """Print the text and the ids of this document, counted from 0; of an index this row."""
 
     tokenizer: str | None = None
     """The tokenizer to decode with, where it is not where the file says."""

@@ -70,14 +70,13 @@ void widen_rows(const Stored* from, int64_t stride, int64_t rows, int count, flo
         for (int k = 0; k < count; k += LANES) store(to + row * STRIDE + k, numbers(from + row * stride + k, count - k));
 }
 
-// Rows of `a` that lie side by side: (strips of ROWS, STRIDE, ROWS).
+// Rows of `a` that lie side by side: (strips of ROWS, STRIDE, ROWS). What a vector has beyond a strip's rows is
+// written over by the next input, or lies behind the last one.
 void widen_strips(const Stored* from, int64_t stride, int64_t rows, int count, float* to) {
+    static_assert(LANES - ROWS <= (STRIDE - BLOCK) * ROWS);
     for (int k = 0; k < count; k++)
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            float strip[LANES];
-            store(strip, numbers(from + k * stride + row, rows - row));
-            std::memcpy(to + row * STRIDE + k * ROWS, strip, ROWS * sizeof(float));
-        }
+        for (int64_t row = 0; row < rows; row += ROWS)
+            store(to + row * STRIDE + k * ROWS, numbers(from + k * stride + row, rows - row));
     if (count % 2 != 0)
         for (int64_t row = 0; row < rows; row += ROWS) std::memset(to + row * STRIDE + count * ROWS, 0, ROWS * sizeof(float));
 }
