@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -83,10 +84,14 @@ def generating_from(model: nn.Module, engine: Engine) -> Generating:
 
     Weights that lie whole in memory are used where they are; of others there is a copy meanwhile.
     """
-    replica = Replica(model, shares=not engine.sharded)
+
+    @cache
+    def made() -> Replica:
+        return Replica(model, shares=not engine.sharded)
 
     @contextmanager
     def generating() -> Iterator[PreTrainedModel]:
+        replica = made()
         replica.load(engine)
         try:
             yield replica.model

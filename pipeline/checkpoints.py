@@ -25,6 +25,7 @@ from pipeline.engine.state import (
     describe,
     frozen_fragments,
     load,
+    merged,
     read_weights,
     trained_bytes,
     trained_fragments,
@@ -271,7 +272,7 @@ class Checkpoints:
             "data": self.data,
             "settings": self._settings(),
             "engines": {name: describe(each) for name, each in self.engines.items()},
-            "models": {name: describe_model(each.model) for name, each in self.engines.items()},
+            "models": {name: self._model(each) for name, each in self.engines.items()},
             "parts": {
                 name: part.state_dict()
                 for name, part in self.parts.items()
@@ -281,6 +282,11 @@ class Checkpoints:
             "once": self._once,
             **self._health(),
         }
+
+    def _model(self, engine: Engine) -> dict[str, Any] | None:
+        """What it takes to build an engine's model again, from what its stages say."""
+        own = describe_model(engine.model)
+        return None if own is None else merged(engine.stages.gather_objects(own))
 
     def _health(self) -> dict[str, Any]:
         if self._guards is None:

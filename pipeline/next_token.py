@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.data.batches import TokenBatch
-from pipeline.engine.engine import Engine
+from pipeline.models.passes import Passes
 from pipeline.models.trained import evaluating
 from pipeline.offline import Training
 from pipeline.run import AtPeak, Run
-from pipeline.scalars import read_scalars
 
 logger = logging.getLogger(__name__)
 
@@ -41,36 +40,40 @@ class Size:
 
 
 def learn(
-    engine: Engine, batches: Iterable[TokenBatch], size: Size, run: Run, *, step: int
+    passes: Passes, batches: Iterable[TokenBatch], size: Size, run: Run, *, step: int
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it."""
-    losses: list[Tensor] = []
-    targets = max(1, size.targets)
-    for batch in batches:
-        loss = next_token_nll(engine(batch, uniform=True).logprobs)
-        engine.backward(loss / targets)
-        losses.append(loss.detach())
+    engine, targets = passes.engine, max(1, size.targets)
+    losses = passes.learn(
+        batches,
+        lambda batch: next_token_nll(engine(batch, uniform=True).logprobs),
+        divisor=targets,
+    )
     result = engine.step()
     run.log(
         step,
         size.at_peak,
         tokens=size.tokens,
-        loss=run.mesh.data.sum(sum(read_scalars(losses))) / targets,
+        loss=run.mesh.data.sum(passes.total(losses)) / targets,
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
+        **passes.metrics(),
     )
 
 
-def perplexity(engine: Engine, batches: Iterable[TokenBatch]) -> float:
+def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
     """Exp of the mean negative log-likelihood of all target tokens; of this process's batches."""
-    losses: list[Tensor] = []
-    num_targets = 0
-    with evaluating(engine.model):
+    engine, targets = passes.engine, list[int]()
+
+    def counted() -> Iterator[TokenBatch]:
         for batch in batches:
-            losses.append(next_token_nll(engine(batch).logprobs))
-            num_targets += batch.num_targets
-    total_nll, total_targets = engine.group.sums([sum(read_scalars(losses)), num_targets])
+            targets.append(batch.num_targets)
+            yield batch
+
+    with evaluating(engine.model):
+        losses = passes.ask(counted(), lambda batch: next_token_nll(engine(batch).logprobs))
+    total_nll, total_targets = engine.group.sums([passes.total(losses), sum(targets)])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 
 

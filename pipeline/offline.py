@@ -24,6 +24,7 @@ from pipeline.engine.parts import KnowsHealth, Stateful
 from pipeline.evaluations import FORWARD_SHARE, evaluation_interval
 from pipeline.models.chat import load_chat
 from pipeline.models.export import export
+from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
 from pipeline.run import AtPeak, Run
 from pipeline.utilization import Utilization, utilization_of
@@ -124,6 +125,9 @@ class Training(Generic[C, R, S]):
     eval_every: int
     utilization: Utilization
 
+    passes: Passes
+    """Over the micro-batches of a step."""
+
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due."""
         return step == self.rows.total_steps or step % self.eval_every == 0
@@ -154,10 +158,12 @@ def set_up(
     held_out: Sequence[R],
     run: Run,
     guards: KnowsHealth | None = None,
+    passes: Passes | None = None,
 ) -> Training[C, R, S]:
     """Record the step's prompts, decide when it evaluates, and load its state with `resume`.
 
-    `guards`, where there are any, are part of that state.
+    `guards`, where there are any, are part of that state. `passes` are those of a stage, where the
+    model is one.
     """
     if isinstance(rows, Rows):
         record_prompts(rows.data.prompts, config)
@@ -172,7 +178,8 @@ def set_up(
     )
     every = steps_between_evaluations(config, rows, held_out)
     speed = utilization_of(model, peak_tflops=config.peak_tflops, mesh=run.mesh)
-    return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed)
+    passes = Passes(engine) if passes is None else passes
+    return Training(config, model, engine, rows, held_out, best, checkpoints, every, speed, passes)
 
 
 def check_rows(
@@ -212,13 +219,17 @@ def local_parts(
         max_tokens: of a micro-batch.
         deterministic: cut alike whatever the number of processes.
     """
-    data = current_mesh().data
+    data, parallel = current_mesh().data, config.parallel
+    at_least = math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None
+    if parallel.micro_batches is not None or (parallel.pp > 1 and not deterministic):
+        wanted = (parallel.least_micro_batches or 1) * data.size
+        at_least = max(at_least or 1, min(wanted, len(lengths)))
     return micro_batches(
         lengths,
         max_tokens=max_tokens,
         num_processes=data.size,
         process=data.rank,
-        at_least=math.ceil(len(lengths) / config.micro_batch_size) if deterministic else None,
+        at_least=at_least,
     )
 
 

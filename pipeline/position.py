@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,6 +45,12 @@ class Position:
         self.recent: deque[Collective] = deque(maxlen=RECENT)
         self.listeners: list[Callable[[Collective], None]] = []
         """Hear of each collective at once, before the process comes to it."""
+        self.transfers = 0
+        """Tensors received from stages of a pipeline."""
+        self.waits_for: tuple[int, ...] = ()
+        """Ranks of the processes that this one waits for now, as far as it knows."""
+        self.waits_at = ""
+        """What it waits for, where that is no collective."""
         self._waited = 0.0
         self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 
@@ -67,12 +73,17 @@ class Position:
         return list(self.recent)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting."""
+    def waiting(self, ranks: Sequence[int] = (), at: str = "") -> Iterator[None]:
+        """Count the time inside as waiting for these processes.
+
+        `at` says for what, where it is no collective that this process has entered.
+        """
         start = time.perf_counter()
+        self.waits_for, self.waits_at = tuple(ranks), at
         try:
             yield
         finally:
+            self.waits_for, self.waits_at = (), ""
             self._waited += time.perf_counter() - start
 
     def add_wait(self, seconds: float) -> None:

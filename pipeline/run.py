@@ -73,7 +73,8 @@ class Run:
         self._held = ExitStack()
         self._trackers = Trackers({})
         self._metrics: IO[bytes] | None = None
-        self._stragglers, self._health = Stragglers(mesh.world), Health(mesh.world)
+        self._stragglers = Stragglers(mesh.world, stages=mesh.stages.size)
+        self._health = Health(mesh.world)
         self._tokens_per_second = 0.0
         self._at_peak: list[AtPeak] = []
         """Of the steps since the last line."""
@@ -247,8 +248,9 @@ class Run:
     ) -> None:
         """Write result.json, whole or not at all, after everything else: the step is finished.
 
-        It holds seconds, steps, tokens, `eval`, `extra`, and the settings that differ from the
-        defaults. Each of `models`, by its place in the output directory, gets its card.
+        It holds seconds, steps, tokens, how the processes were divided (`mesh`), `eval`, `extra`,
+        and the settings that differ from the defaults. Each of `models`, by its place in the output
+        directory, gets its card.
         """
         if self._metrics is None:
             return
@@ -264,6 +266,7 @@ class Run:
             "seconds": round(self.seconds, 3),
             "steps": self.step,
             "tokens": self.tokens,
+            "mesh": self.mesh.shape,
             "eval": dict(eval),
             "changed_settings": changed_settings(self.config),
             **extra,

@@ -8,7 +8,8 @@ from pipeline.cli import parse_step
 from pipeline.compute_threads import compute_threads
 from pipeline.config import StepConfig
 from pipeline.logs import configure_logging
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel import launched
+from pipeline.parallel.mesh import cut_mesh
 from pipeline.parallel.process_group import process_group
 from pipeline.watchdog.process import watching
 
@@ -30,7 +31,13 @@ def run_step(
         ConfigError: a setting can't be used, or the step needs more memory than there is.
     """
     config = parse_step(config_class, argv)
+    config.parallel.check(launched.world_size())
     check_memory(config, section=section)
-    with compute_threads(config.threads), process_group(watching, config.timeout_seconds):
-        configure_logging(is_main=current_mesh().is_main)
+    parallel, patience = config.parallel, config.timeout_seconds
+    with (
+        compute_threads(config.threads),
+        process_group(watching, patience),
+        cut_mesh(replicas=parallel.replicas, pp=parallel.pp, timeout_seconds=patience) as mesh,
+    ):
+        configure_logging(is_main=mesh.is_main)
         train(config)

@@ -10,7 +10,7 @@ attention, logits for the tokens alone whose prediction is learned.
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.budget.flops import ModelFlops, model_flops
 from pipeline.budget.speed import gpu_speed
 from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh
 from pipeline.run import AtPeak
 
@@ -81,7 +82,23 @@ def utilization_of(model: nn.Module, *, peak_tflops: float | None, mesh: Mesh) -
         peak.flops / 1e12,
         peak.basis,
     )
-    return Utilization(model_flops(model), _recomputed(model), peak)
+    return Utilization(_of_stages(model_flops(model), mesh.stages), _recomputed(model), peak)
+
+
+def _of_stages(own: ModelFlops, stages: Group) -> ModelFlops:
+    """The operations of all stages of a model together."""
+    if stages.size == 1:
+        return own
+    weights, trained, head, learns = stages.sums(
+        [own.weights, own.trained, own.head, own.head_learns]
+    )
+    return replace(
+        own,
+        weights=int(weights),
+        trained=int(trained),
+        head=int(head),
+        head_learns=learns > 0,
+    )
 
 
 def device_peak(dtype: torch.dtype) -> Peak:

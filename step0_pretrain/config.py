@@ -41,10 +41,15 @@ class PretrainConfig(RowStepConfig):
     optimizer's state, onto other data, lengths or batches; null begins with the weights of
     `model.path` alone."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parallel.check_model("model", self.model)
+
     def workload(self, world: int) -> Workload:
         """One language model learns from whole rows."""
         return Workload(
             world=world,
+            parallel=self.parallel,
             models=(ModelUse(role="model", settings=self.model, keeps_best=self.keep_best),),
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,

@@ -20,15 +20,12 @@ from pipeline.cli import run_main
 from pipeline.data.batches import TokenBatch
 from pipeline.data.corpus.rows import TokenRow
 from pipeline.divergence import check_finite, check_start, keeping_best
-from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
 from pipeline.models.context import context_of
-from pipeline.models.forward import Policy
 from pipeline.models.load import load_tokenizer
-from pipeline.models.trained import trained_causal_lm
+from pipeline.models.passes import learning_model
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Training, set_up
-from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import AtPeak, Run
@@ -52,8 +49,8 @@ def train(config: PretrainConfig) -> Path:
     rows = load_rows(config, load_tokenizer(config.model))
     with Run(config, name="step0_pretrain", total_steps=rows.total_steps, mesh=mesh) as run:
         lm = load_model(config, rows, run)
-        engine, best = lm.engine, lm.best
-        before = lm.checkpoints.once("before", lambda: perplexity(engine, held_out(lm)))
+        passes, best = lm.passes, lm.best
+        before = lm.checkpoints.once("before", lambda: perplexity(passes, held_out(lm)))
         check_start(config.model.path, {"held-out perplexity": before})
         if lm.checkpoints.done == 0:
             best.update(before, step=0)
@@ -62,7 +59,7 @@ def train(config: PretrainConfig) -> Path:
             for step in lm.checkpoints.steps():
                 learn_from(lm, rows.corpus.next_rows(), run, step=step)
                 if lm.evaluates_after(step):
-                    best.update(perplexity(engine, held_out(lm)), step=step)
+                    best.update(perplexity(passes, held_out(lm)), step=step)
                     run.evaluated(step, {"perplexity": best.last})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(lm, run, before=before)
@@ -79,14 +76,19 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
     """The model in its engine, with the state of an earlier run where this one goes on."""
     for note in rows.corpus.notes:
         logger.info("data for step 0: %s", note)
-    model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
-    policy = Policy(model, kernels=config.model.kernels)
-    engine = Engine(
-        policy, config.model, total_steps=rows.total_steps, name="model", group=run.mesh.data
+    model, passes = learning_model(
+        config.model,
+        rows.tokenizer,
+        config.parallel,
+        run.mesh,
+        total_steps=rows.total_steps,
+        seed=config.seed,
+        name="model",
     )
-    lm = set_up(config, model, engine, rows, rows.corpus.chosen.rows, run)
+    held_out = rows.corpus.chosen.rows
+    lm = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
     if config.warm_start is not None and lm.checkpoints.is_new:
-        warm_start(engine, config.warm_start, run.mesh.world)
+        warm_start(passes.engine, config.warm_start, run.mesh.world)
     return lm
 
 
@@ -105,7 +107,7 @@ def learn_from(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int
         ]
     )
     size = Size(int(tokens), int(targets), AtPeak(*seconds))
-    learn(lm.engine, batches(lm, parts), size, run, step=step)
+    learn(lm.passes, batches(lm, parts), size, run, step=step)
 
 
 def held_out(lm: Pretraining) -> Iterator[TokenBatch]:

@@ -33,6 +33,13 @@ class SFTConfig(TaskSettings, RowStepConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_tasks(self)
+        self.parallel.check_model("model", self.model)
+        require(
+            self.parallel.pp == 1 or not self.eval_tasks,
+            "eval_tasks are answered by the whole model, of which a process has a part with"
+            f" parallel.pp {self.parallel.pp}; leave them out, and run python -m evaluation on the"
+            " exported model",
+        )
         require(
             self.patience is None or self.patience > 0,
             f"patience must be above 0 or null, got {self.patience}",
@@ -46,6 +53,7 @@ class SFTConfig(TaskSettings, RowStepConfig):
         """One language model learns from whole rows."""
         return Workload(
             world=world,
+            parallel=self.parallel,
             models=(ModelUse(role="model", settings=self.model, keeps_best=self.keep_best),),
             iteration_rows=self.batch_size,
             batch_size=self.batch_size,

@@ -18,14 +18,12 @@ from evaluation.in_training import TaskEvaluations, generating_from
 from pipeline.cli import run_main
 from pipeline.data.examples import Encoded
 from pipeline.divergence import check_finite, check_start, keeping_best
-from pipeline.engine.engine import Engine
 from pipeline.models.card import Card
 from pipeline.models.export import set_stop_tokens
-from pipeline.models.forward import Policy
-from pipeline.models.trained import trained_causal_lm, within_context
+from pipeline.models.passes import learning_model
+from pipeline.models.trained import within_context
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
 from pipeline.offline import Rows, Training, load_rows, set_up
-from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
@@ -42,8 +40,8 @@ def train(config: SFTConfig) -> Path:
     rows = load_rows(config, config.model, step=1)
     with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)
-        engine, held_out, best, config = sft.engine, sft.held_out, sft.best, sft.config
-        before = sft.checkpoints.once("before", lambda: perplexity(engine, cut(held_out, config)))
+        passes, held_out, best, config = sft.passes, sft.held_out, sft.best, sft.config
+        before = sft.checkpoints.once("before", lambda: perplexity(passes, cut(held_out, config)))
         check_start(config.model.path, {"held-out perplexity": before})
         tasks = open_tasks(sft)
         first = sft.checkpoints.once("tasks", tasks.metrics)
@@ -59,7 +57,7 @@ def train(config: SFTConfig) -> Path:
                 batch = encode(rows.next_examples(), rows.chat, config)
                 learn_from(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
-                    best.update(perplexity(engine, cut(held_out, config)), step=step)
+                    best.update(perplexity(passes, cut(held_out, config)), step=step)
                     run.evaluated(step, {"perplexity": best.last, **tasks.metrics()})
                     check_finite(f"after step {step}", {"held-out perplexity": best.last})
         finish(sft, run, tasks, before=before, first=first)
@@ -68,16 +66,20 @@ def train(config: SFTConfig) -> Path:
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, Encoded, Rows]:
     """The actor in its engine, with the state of an earlier run where this one goes on."""
-    model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
-    set_stop_tokens(model, rows.chat.stop_ids)
-    policy = Policy(model, kernels=config.model.kernels)
-    engine = Engine(
-        policy, config.model, total_steps=rows.total_steps, name="actor", group=run.mesh.data
+    model, passes = learning_model(
+        config.model,
+        rows.tokenizer,
+        config.parallel,
+        run.mesh,
+        total_steps=rows.total_steps,
+        seed=config.seed,
+        name="actor",
     )
+    set_stop_tokens(model, rows.chat.stop_ids)
     config = within_context(config, model)
     check_rows(rows.data, rows.chat, config)
     held_out = encode(rows.data.eval, rows.chat, config)
-    return set_up(config, model, engine, rows, held_out, run)
+    return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
 
 
 def learn_from(
@@ -86,7 +88,7 @@ def learn_from(
     """Take one optimizer step on the rows, and log it."""
     tokens, targets = sum(map(len, rows)), sum(row.num_targets for row in rows)
     learn(
-        sft.engine, cut(rows, sft.config), Size(tokens, targets, sft.at_peak(rows)), run, step=step
+        sft.passes, cut(rows, sft.config), Size(tokens, targets, sft.at_peak(rows)), run, step=step
     )
 
 

@@ -60,6 +60,7 @@ class RewardConfig(LabelSettings, RowStepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.parallel.require_whole("step 2")
         self.check_labels()
         require(
             self.patience is None or self.patience > 0,
@@ -97,6 +98,7 @@ class RewardConfig(LabelSettings, RowStepConfig):
         """A scorer learns from rows; then step 1's model generates what sets the score's unit."""
         return Workload(
             world=world,
+            parallel=self.parallel,
             models=(
                 ModelUse(role="model", settings=self.model, scores=True, keeps_best=self.keep_best),
                 ModelUse(role="actor", settings=self.actor, phase_only=True),

@@ -5,9 +5,8 @@ Dimension name: S sequences of a micro-batch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxtyping import Int
 from torch import Tensor
 
 from pipeline.data.batches import TokenBatch
@@ -21,6 +20,7 @@ from step2_reward.config import RewardConfig
 from step2_reward.label_rows import Labels
 
 
+@runtime_checkable
 class Row(Protocol):
     """A row as token ids."""
 
@@ -30,6 +30,7 @@ class Row(Protocol):
         ...
 
 
+@runtime_checkable
 class Batch(Protocol):
     """Rows of a micro-batch."""
 
@@ -77,7 +78,7 @@ class Objective(ABC, Generic[R, B]):
         """What else the exported model's config.json says of how its outputs are read."""
         return {}
 
-    def places(self, batch: B) -> Int[Tensor, " _"]:
+    def places(self, batch: B) -> Tensor:
         """The tokens of a batch whose outputs `loss` takes: the last of each sequence."""
         return batch.tokens.last_tokens
 

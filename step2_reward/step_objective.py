@@ -1,4 +1,4 @@
-"""Process rewards: each step of a response is right or wrong, and is judged where it ends.
+"""Process rewards: each step of a response is right or wrong, and is predicted where it ends.
 
 Dimension names: E labelled step ends of a micro-batch, M of all held-out rows.
 """
@@ -23,7 +23,7 @@ from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
-from step2_reward.lab.steps import StepRowJudged, step_figures
+from step2_reward.lab.steps import PredictedSteps, step_figures
 from step2_reward.label_rows import Labels
 from step2_reward.losses.scalar import binary_cross_entropy
 from step2_reward.objective import Objective
@@ -62,7 +62,7 @@ class StepBatch:
 
 
 class StepObjective(Objective[StepRow, StepBatch]):
-    """Each labelled step is to be judged right where it is right: binary cross entropy."""
+    """Each labelled step is to be predicted right where it is right: binary cross entropy."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         super().__init__(labels, config)
@@ -131,22 +131,22 @@ class StepObjective(Objective[StepRow, StepBatch]):
         """Where the labelled steps end."""
         return batch.ends
 
-    def loss(self, outputs: LabelOutputs, batch: StepBatch) -> tuple[Tensor, float]:
-        """The mean loss of all steps, and the share that is judged right, times the rows."""
+    def loss(self, outputs: LabelOutputs, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """The mean loss of all steps, and the share that is predicted right, times the rows."""
         logits = outputs.logits.squeeze(-1)
-        right = ((logits > 0) == (batch.targets >= 0.5)).sum().item()
+        right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
 
     def evaluate(
         self, scorer: Scorer, rows: Sequence[StepRow], config: RewardConfig
     ) -> dict[str, float]:
         """Loss and accuracy of the held-out steps of all processes, and the first errors found."""
-        loss, judged = self.judge(scorer, rows, config)
-        return {"loss": loss, **step_figures(judged)}
+        loss, predicted = self.predict(scorer, rows, config)
+        return {"loss": loss, **step_figures(predicted)}
 
-    def judge(
+    def predict(
         self, scorer: Scorer, rows: Sequence[StepRow], config: RewardConfig
-    ) -> tuple[float, list[StepRowJudged]]:
+    ) -> tuple[float, list[PredictedSteps]]:
         """The mean loss of all steps, and what the model says of them; all processes call it."""
         total, found = 0.0, list[tuple[int, list[float]]]()
         with evaluating(scorer):
@@ -160,7 +160,7 @@ class StepObjective(Objective[StepRow, StepBatch]):
         data = current_mesh().data
         by_row = dict(pair for of_process in data.gather_objects(found) for pair in of_process)
         return data.sum(total) / len(rows), [
-            StepRowJudged(row.targets, tuple(by_row[number])) for number, row in enumerate(rows)
+            PredictedSteps(row.targets, tuple(by_row[number])) for number, row in enumerate(rows)
         ]
 
 
@@ -181,9 +181,8 @@ def known_separators(chat: ChatFormat, separator: str) -> frozenset[int]:
 
 def step_texts(example: Example, separator: str) -> list[str]:
     """The steps as they are read; a separator inside of one becomes a space."""
-    return [
-        " ".join(part.strip() for part in text.split(separator)).strip() for text in example.steps
-    ]
+    parts = [map(str.strip, text.split(separator)) for text in example.steps]
+    return [" ".join(filter(None, each)) for each in parts]
 
 
 def encode_steps(

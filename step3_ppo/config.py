@@ -31,6 +31,12 @@ class PPOConfig(PPOSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.parallel.require_whole("step 3")
+        require(
+            self.parallel.micro_batches is None,
+            "parallel.micro_batches belongs to the steps that learn from rows; lower"
+            " micro_batch_size to have more of them",
+        )
         for role, lr in LEARNING_RATES.items():
             model: TrainedModelConfig = getattr(self, role)
             if model.optim is DEFAULT_OPTIM:  # nobody has set it: it is of the class alone

@@ -10,6 +10,7 @@ def workload_of(config: PPOSettings, world: int) -> Workload:
     """Each iteration generates responses, scores them, and learns from them."""
     return Workload(
         world=world,
+        parallel=config.parallel,
         models=_models(config),
         iteration_rows=config.rollout_size,
         batch_size=config.batch_size,

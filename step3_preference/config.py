@@ -146,6 +146,7 @@ class PreferenceConfig(TaskSettings, RowStepConfig, GuardSettings):
         scored += 2 if self.is_unpaired else 0  # mismatched responses, of both policies
         return Workload(
             world=world,
+            parallel=self.parallel,
             models=(
                 ModelUse(
                     role="model",
@@ -175,6 +176,7 @@ class PreferenceConfig(TaskSettings, RowStepConfig, GuardSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.parallel.require_whole("this step")
         check_tasks(self)
         require(bool(self.shares), "preference.shares must name a part of data.split: 1, 2 or 3")
         for name in ("beta", "temperature", "max_prompt_length", "max_new_tokens"):

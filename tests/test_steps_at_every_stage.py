@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.config import (
     TrainedModelConfig,
 )
 from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.parallel.mesh import cut_mesh
 from pipeline.run import CHECKPOINTS
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
@@ -75,8 +77,9 @@ GENERATION = ("inference_tp_size", "replica", "offload_in_generation")
 STEPS = {"sft": sft, "reward": reward, "ppo": ppo}
 
 
-def run_step(step: str, start: str, out: str, changes: dict[str, Any]) -> None:
-    STEPS[step](Path(start), Path(out), **changes)
+def run_step(step: str, start: str, out: str, changes: dict[str, Any], copies: int = 1) -> None:
+    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+        STEPS[step](Path(start), Path(out), **changes)
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -122,7 +125,12 @@ LORA = LoraConfig(rank=2)
         *(
             pytest.param(step, lora, len(WAYS), id=f"{step}-{name}-all", marks=pytest.mark.grid)
             for step in STEPS
-            for name, lora in (("all weights", None), ("LoRA", LORA))
+            for name, lora in (
+                ("all weights", None),
+                ("LoRA", LORA),
+                ("DoRA", replace(LORA, variant="dora")),
+                ("PiSSA", replace(LORA, variant="pissa")),
+            )
         ),
     ],
 )
@@ -137,6 +145,26 @@ def test_a_step_ends_in_the_same_weights_at_every_stage(
         ended[name] = weights(out)
 
     assert all(each == ended["stage 0"] for each in ended.values()), ended
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["sft", *(pytest.param(step, marks=pytest.mark.grid) for step in ("reward", "ppo"))],
+)
+def test_a_step_ends_in_the_same_weights_in_sharded_copies(
+    step: str, start: Path, tmp_path: Path
+) -> None:
+    ended: dict[int, dict[str, str]] = {}
+
+    for copies in (1, 2):
+        out = tmp_path / str(copies)
+        run_ranks(run_step, step, str(start), str(out), {"zero_stage": 3}, copies, world_size=4)
+        ended[copies] = weights(out)
+        result = json.loads((out / "result.json").read_text())
+        shape = {"processes": 4, "stages": 1, "replicas": copies, "shards": 4 // copies}
+        assert result["mesh"] == shape
+
+    assert ended[1] == ended[2]
 
 
 def test_step_3_generates_with_the_same_weights_and_samples_however_they_are_divided(

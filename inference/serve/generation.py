@@ -1,7 +1,7 @@
 """What the web asks of the generation thread, and the pieces of responses that come back."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +28,8 @@ class Wanted:
     """Of how many likeliest tokens log-probabilities are wanted; None is of no token."""
     guide: CompiledGrammar | None = None
     """What each response is kept within."""
+    shown: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that have a text in the response."""
     scope: str = ""
     """Keys and values are shared by prompts of the same scope alone."""
     continues: bool = False

@@ -204,6 +204,8 @@ def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     return LLMatcher.grammar_from_json_schema(

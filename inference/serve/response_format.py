@@ -18,9 +18,9 @@ LARGEST_MULTIPLE = 10_000
 class Grammar(NamedTuple):
     """A form in words."""
 
-    kind: Literal["schema", "regex"]
+    kind: Literal["schema", "regex", "lark"]
     text: str
-    """A JSON schema, or a regular expression."""
+    """A JSON schema, a regular expression, or a grammar in llguidance's form."""
     field: str
     """Of the request, for sentences."""
 
@@ -48,7 +48,7 @@ class ResponseFormat(BaseModel):
             raise ValueError("json_schema belongs to the type json_schema, which needs it")
         if self.json_schema and len(json.dumps(self.json_schema.content)) > LONGEST_SCHEMA:
             raise ValueError(f"a schema has at most {LONGEST_SCHEMA} characters")
-        if self.json_schema and _common_multiple(self.json_schema.content) > LARGEST_MULTIPLE:
+        if self.json_schema and common_multiple(self.json_schema.content) > LARGEST_MULTIPLE:
             raise ValueError(
                 f"the least common multiple of all multipleOf is at most {LARGEST_MULTIPLE}"
             )
@@ -80,7 +80,7 @@ class FormFields(BaseModel):
         return self
 
 
-def _common_multiple(schema: object) -> int:
+def common_multiple(schema: object) -> int:
     """The least of all `multipleOf`, in units of the last decimal place that one of them has."""
     steps = [Decimal(str(step)).normalize() for step in _steps(schema) if 0 < step < math.inf]
     places = max((-int(step.as_tuple().exponent) for step in steps), default=0)

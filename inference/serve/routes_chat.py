@@ -14,8 +14,10 @@ from inference.serve.generation import Job, Piece, Wanted
 from inference.serve.sampling import seed_of, wanted_of
 from inference.serve.schema import ChatRequest, read_request
 from inference.serve.served import ServedModel
-from inference.serve.state import State, client_of, off_loop, size_of, state_of
+from inference.serve.state import LONG, State, client_of, off_loop, size_of, state_of
 from inference.serve.stream import DONE, SIGN_OF_LIFE, EventStream, event, until_gone
+from inference.serve.tool_prompt import encode_chat
+from inference.serve.tool_use import CallsSoFar, ToolUse, tool_use
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Chat:
     seed: int
     client: str
     name: str
+    tools: ToolUse | None
+    """What responses may call."""
 
     def usage(self) -> Usage:
         """Tokens, none of a response yet."""
@@ -50,9 +54,7 @@ async def chat_completions(request: Request) -> Response:
     config = state.config
     body = await read_json(request, limit=config.max_body, seconds=config.idle_seconds)
     fields, ignored = read_request(ChatRequest, body)
-    messages = [each.message for each in fields.messages]
-    size = size_of(messages, fields.chat_template_kwargs, fields.grammar)
-    chat = await off_loop(size, _read, state, fields, client_of(request))
+    chat = await off_loop(_size(fields), _read, state, fields, client_of(request))
     headers = {"x-ignored-fields": ignored} if ignored else {}
     if not fields.stream:
         content = await until_gone(request.receive, _whole(chat))
@@ -62,12 +64,21 @@ async def chat_completions(request: Request) -> Response:
     return EventStream(events, headers)
 
 
+def _size(fields: ChatRequest) -> int:
+    if fields.uses_tools:
+        return LONG
+    messages = [each.message for each in fields.messages]
+    return size_of(messages, fields.chat_template_kwargs, fields.grammar)
+
+
 def _read(state: State, fields: ChatRequest, client: str) -> Chat:
     served = state.model(fields.model)
     continues = bool(fields.continue_final_message)
-    messages = [each.message for each in fields.messages]
-    prompt = served.encode_chat(
-        messages,
+    tools = tool_use(fields, served)
+    prompt = encode_chat(
+        served,
+        fields.messages,
+        fields.offered,
         continues=continues,
         opens=fields.opens,
         arguments=fields.chat_template_kwargs,
@@ -84,8 +95,9 @@ def _read(state: State, fields: ChatRequest, client: str) -> Chat:
         num_top=fields.num_top,
         continues=continues,
         client=client,
+        tools=tools,
     )
-    return Chat(state, fields, served, wanted, seed, client, new_id("chatcmpl"))
+    return Chat(state, fields, served, wanted, seed, client, new_id("chatcmpl"), tools)
 
 
 async def _whole(chat: Chat) -> dict[str, Any]:
@@ -106,11 +118,17 @@ async def _pieces(chat: Chat, job: Job) -> AsyncIterator[Piece]:
 
 
 def _choice(chat: Chat, row: RowSoFar, piece: Piece) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+    finish: str | None = piece.finish
+    if chat.tools is not None:
+        calls = CallsSoFar(chat.tools)
+        message = calls.message(piece)
+        finish = calls.finish(piece)
     choice: dict[str, Any] = {
         "index": piece.row,
-        "message": {"role": "assistant", "content": piece.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(row, piece) if chat.request.logprobs else None,
-        "finish_reason": piece.finish,
+        "finish_reason": finish,
     }
     return choice | _token_ids(chat, piece)
 
@@ -122,6 +140,7 @@ def _token_ids(chat: Chat, piece: Piece) -> dict[str, Any]:
 async def _events(chat: Chat) -> AsyncGenerator[bytes]:
     """The events of a stream, after one of no bytes that says that the request was let in."""
     rows, usage = chat.rows(), chat.usage()
+    calls = [CallsSoFar(chat.tools) if chat.tools else None for _ in rows]
     with_usage = {"usage": None} if chat.request.wants_usage else {}
     first = chat.head("chat.completion.chunk")
     with chat.state.broker.open([chat.wanted], chat.client, streams=True) as job:
@@ -133,16 +152,25 @@ async def _events(chat: Chat) -> AsyncGenerator[bytes]:
             parts = b"" if pieces else SIGN_OF_LIFE
             for piece in pieces:
                 usage.add(piece)
-                choice = _delta(piece.row, {"content": piece.text} if piece.text else {})
-                if chat.request.logprobs:
-                    choice["logprobs"] = chat_logprobs(rows[piece.row], piece)
-                choice["finish_reason"] = piece.finish
-                choice |= _token_ids(chat, piece)
+                choice = _part(chat, rows[piece.row], calls[piece.row], piece)
                 parts += event(first | with_usage | {"choices": [choice]})
             yield parts
     if chat.request.wants_usage:
         yield event(first | {"choices": [], "usage": usage.json})
     yield DONE
+
+
+def _part(chat: Chat, row: RowSoFar, calls: CallsSoFar | None, piece: Piece) -> dict[str, Any]:
+    """A choice of a stream, with what a piece adds to it."""
+    if calls is None:
+        choice = _delta(piece.row, {"content": piece.text} if piece.text else {})
+        choice["finish_reason"] = piece.finish
+    else:
+        choice = _delta(piece.row, calls.add(piece))
+        choice["finish_reason"] = calls.finish(piece)
+    if chat.request.logprobs:
+        choice["logprobs"] = chat_logprobs(row, piece)
+    return choice | _token_ids(chat, piece)
 
 
 def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,17 @@ from starlette.responses import Response
 from inference.serve.answers import new_id
 from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
-from inference.serve.schema import DetokenizeRequest, ScoreRequest, TokenizeRequest, read_request
+from inference.serve.schema import (
+    DetokenizeRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    has_tools,
+    read_request,
+)
 from inference.serve.served import ServedModel
-from inference.serve.state import State, off_loop, size_of, state_of
+from inference.serve.state import LONG, State, off_loop, state_of
 from inference.serve.stream import until_gone
+from inference.serve.tool_prompt import encode_chat
 from inference.streaming import plain_text
 from pipeline import __version__
 
@@ -77,12 +84,14 @@ async def tokenize(request: Request) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if fields.messages is not None:
-        dialogue = [each.message for each in fields.messages]
+        messages, tools = fields.messages, fields.tools or []
+        size = sum(len(each.text) for each in messages)
+        is_compiled = tools or has_tools(messages) or fields.chat_template_kwargs
         ids = await off_loop(
-            size_of(dialogue, fields.chat_template_kwargs),
-            served.encode_chat,
-            dialogue,
-            continues=fields.opens and dialogue[-1].role == "assistant",
+            LONG if is_compiled else size,
+            encode_chat,
+            *(served, messages, tools),
+            continues=fields.opens and messages[-1].role == "assistant",
             opens=fields.opens,
             arguments=fields.chat_template_kwargs,
         )

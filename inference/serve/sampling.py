@@ -9,8 +9,10 @@ from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
 from inference.serve.generation import Wanted
 from inference.serve.guides import CompiledGrammar
+from inference.serve.response_format import Grammar
 from inference.serve.schema import SamplingFields
 from inference.serve.served import ServedModel
+from inference.serve.tool_use import ToolUse
 
 MOST_ROWS = 1024
 """Responses of one request."""
@@ -32,6 +34,7 @@ def wanted_of(
     num_top: int | None,
     continues: bool,
     client: str,
+    tools: ToolUse | None = None,
 ) -> list[Wanted]:
     """What each prompt is to be answered with.
 
@@ -47,8 +50,9 @@ def wanted_of(
         raise ApiError(400, f"a request has at most {MOST_ROWS} responses", param="n")
     for prompt in prompts:
         check_tokens(served, prompt)
-    sampler = _sampler(request, served, seed)
-    guide = _guide(request, served, begins=not continues)
+    sampler = _sampler(request, served, seed, tools.stop_ids if tools else ())
+    grammar = tools.grammar if tools and tools.grammar else request.grammar
+    guide = _guide(request, grammar, served, begins=not continues)
     return [
         Wanted(
             model=served.name,
@@ -59,6 +63,7 @@ def wanted_of(
             stops=request.stops,
             num_top=num_top,
             guide=guide,
+            shown=tools.shown if tools else {},
             scope=client if config.prefix_reuse == "client" else "",
             continues=continues,
         )
@@ -66,8 +71,9 @@ def wanted_of(
     ]
 
 
-def _guide(request: SamplingFields, served: ServedModel, *, begins: bool) -> CompiledGrammar | None:
-    grammar = request.grammar
+def _guide(
+    request: SamplingFields, grammar: Grammar | None, served: ServedModel, *, begins: bool
+) -> CompiledGrammar | None:
     if grammar is None:
         return None
     if request.min_tokens:
@@ -139,7 +145,9 @@ def check_tokens(served: ServedModel, ids: Sequence[int]) -> None:
         )
 
 
-def _sampler(request: SamplingFields, served: ServedModel, seed: int) -> Sampler:
+def _sampler(
+    request: SamplingFields, served: ServedModel, seed: int, more_stop_ids: Sequence[int]
+) -> Sampler:
     return Sampler(
         temperature=1.0 if request.temperature is None else request.temperature,
         seed=seed,
@@ -151,7 +159,7 @@ def _sampler(request: SamplingFields, served: ServedModel, seed: int) -> Sampler
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_bias(request.logit_bias or {}, served),
         min_new_tokens=request.min_tokens or 0,
-        stop_ids=served.chat.stop_ids,
+        stop_ids=(*served.chat.stop_ids, *more_stop_ids),
     )
 
 

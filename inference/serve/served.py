@@ -79,7 +79,7 @@ class ServedModel:
                 " continue_final_message true",
                 param="messages",
             )
-        chat = self._chat_with(arguments) if arguments else self.chat
+        chat = self.chat_with(arguments) if arguments else self.chat
         try:
             if not answered:
                 return chat.encode_prompt(messages, generation_prompt=opens)
@@ -88,7 +88,7 @@ class ServedModel:
             raise ApiError(400, str(error), param="messages") from None
         return ids[:-1] if continues and ids[-1] in self.chat.stop_ids else ids
 
-    def _chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
+    def chat_with(self, arguments: Mapping[str, Argument]) -> ChatFormat:
         """The chat format with arguments of its template."""
         unknown = never_read(self.chat.template, arguments)
         if unknown:

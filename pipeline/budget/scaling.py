@@ -14,7 +14,7 @@ from pipeline.budget.machine import GIB, parse_machine
 from pipeline.budget.speed import PEAK
 from pipeline.cli import run_main, say
 from pipeline.command import read_command
-from pipeline.config import LoraConfig, ModelUse, TrainedModelConfig, Workload
+from pipeline.config import LoraConfig, ModelUse, ParallelConfig, TrainedModelConfig, Workload
 from pipeline.errors import require
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class ScalingConfig:
     gradient_checkpointing: bool = True
     """Recompute activations."""
 
+    copies: bool = False
+    """Keep a sharded copy of the model on each machine (HSDP, --replicas of train.py)."""
+
     lora: int | None = None
     """Rank of adapters, with the model frozen; null trains all weights."""
 
@@ -64,6 +67,10 @@ class ScalingConfig:
         card = self.card.partition("-")[0].upper()
         require(card in PEAK, f"card {self.card} is of none of the kinds {', '.join(PEAK)}")
         require(all(gpus > 0 for gpus in self.gpus), "gpus must be above 0")
+        require(
+            not self.copies or all(gpus % min(gpus, EACH) == 0 for gpus in self.gpus),
+            f"copies keeps one on each machine of {EACH} GPUs: gpus must be multiples of {EACH}",
+        )
         require(
             self.tokens_per_gpu % self.length == 0 < self.length,
             f"tokens_per_gpu {self.tokens_per_gpu} must be whole sequences of length {self.length}",
@@ -100,6 +107,9 @@ class Scaled:
     sent: int
     """Bytes that each GPU sends."""
 
+    sent_away: int
+    """Of these to other machines."""
+
     computing: float
     """Seconds, as assumed."""
 
@@ -126,11 +136,13 @@ def scale(config: ScalingConfig) -> Iterator[Scaled]:
     )
     for gpus in config.gpus:
         each = min(gpus, EACH)
+        replicas = gpus // each if config.copies else 1
         machine = replace(parse_machine(f"{each}x{config.card}"), world=gpus)
         for stage in config.stages:
             settings = replace(_settings(config), zero_stage=stage)
             workload = Workload(
                 world=gpus,
+                parallel=ParallelConfig(replicas=replicas),
                 models=(ModelUse(role="model", settings=settings, keeps_best=True),),
                 iteration_rows=config.micro_batches * gpus,
                 batch_size=config.micro_batches * gpus,
@@ -143,20 +155,24 @@ def scale(config: ScalingConfig) -> Iterator[Scaled]:
             moved = step_volumes(
                 model,
                 settings,
-                world=gpus,
+                world=gpus // replicas,
+                replicas=replicas,
                 device=torch.device("cuda"),
                 micro_batches=config.micro_batches,
             )
             num_bytes = memory.peak("device")
+            within, over = moved.sent(gpus // replicas), moved.sent_over(replicas)
+            away = over if replicas > 1 else within
             yield Scaled(
                 gpus=gpus,
                 stage=stage,
                 num_bytes=num_bytes,
                 fits=num_bytes <= (machine.gpu_bytes or 0),
                 unknown=memory.unknown,
-                sent=moved.sent(gpus),
+                sent=within + over,
+                sent_away=0 if gpus <= EACH else away,
                 computing=operations / (config.peak * config.efficiency),
-                sending=None if gpus <= EACH else moved.sent(gpus) / (1e9 * config.bandwidth),
+                sending=None if gpus <= EACH else away / (1e9 * config.bandwidth),
             )
 
 

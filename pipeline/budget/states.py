@@ -25,7 +25,8 @@ def engine_bytes(model: CountedModel, workload: Workload, machine: Machine) -> M
     sizes = predict(
         model.present,
         model.engine,
-        world=workload.world,
+        world=workload.shards,
+        replicas=workload.parallel.replicas,
         device=device_of(machine),
         micro_batches=workload.passes(model.role),
     )
@@ -39,7 +40,7 @@ def sums_directly(model: CountedModel, workload: Workload, machine: Machine) -> 
     sizes = predict(
         model.present,
         model.engine,
-        world=workload.world,
+        world=workload.shards,
         device=device_of(machine),
         micro_batches=1,
     )
@@ -74,7 +75,7 @@ def held(
         yield Item(kind, model.role, sizes[kind], "host" if is_moved else place)
     beside: Place = "host" if machine.has_gpu else "device"
     if model.engine is not None:
-        passing = streamed(model.present, model.engine, world=workload.world)
+        passing = streamed(model.present, model.engine, world=workload.shards)
         yield Item("streaming", model.role, passing, beside)
     if model.trained is None or "moments" not in kinds:
         return

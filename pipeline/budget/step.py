@@ -8,8 +8,6 @@ replica.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from pipeline.budget.activation_profiler import PassBytes
 from pipeline.budget.generation import (
     PREFILL,
@@ -20,7 +18,9 @@ from pipeline.budget.generation import (
 )
 from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.models import CountedModel, models_of
+from pipeline.budget.moments import moments_of, names, trained_root, whole_root
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
+from pipeline.budget.stages import Part, parts_of
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
 from pipeline.config import Generation, StepConfig, Workload
@@ -51,12 +51,11 @@ def workload_memory(
     """As `step_memory`, of what a step does rather than of its settings."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     counted = tuple(model for model in models if model.module is not None)
+    if workload.parallel.pp > 1 and counted == tuple(models):
+        return _worst_stage(models[0], workload, machine)
     sizes = {model.role: engine_bytes(model, workload, machine) for model in counted}
     step = _Step(workload, machine, counted, sizes)
-    phases = tuple(
-        Phase(name, (*step.runtime(), *items), optional=name in OPTIONAL)
-        for name, items in step.phases().items()
-    )
+    phases = step.all_phases()
     missing = tuple(
         f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"
         " that can be read"
@@ -65,6 +64,23 @@ def workload_memory(
     )
     unknown = (*missing, *dict.fromkeys(step.unknown))
     return StepMemory(phases, unknown, {model.role: model.parameters for model in counted})
+
+
+def _worst_stage(model: CountedModel, workload: Workload, machine: Machine) -> StepMemory:
+    """What the stage of a pipeline takes that takes most."""
+    found: list[StepMemory] = []
+    for part in parts_of(model, workload):
+        sizes = {model.role: engine_bytes(part.own, workload, machine)}
+        step = _Step(workload, machine, (part.own,), sizes, part=part)
+        found.append(
+            StepMemory(
+                step.all_phases(),
+                tuple(dict.fromkeys(step.unknown)),
+                {model.role: model.parameters},
+                stage=part.stage.number,
+            )
+        )
+    return max(found, key=lambda memory: memory.peak("device"))
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,16 @@ class _Step:
     """Of the engine's vectors, by role and kind."""
 
     unknown: list[str] = field(default_factory=list[str])
+
+    part: Part | None = None
+    """The stage that is counted, where the model is cut into some."""
+
+    def all_phases(self) -> tuple[Phase, ...]:
+        """With what a process takes for itself."""
+        return tuple(
+            Phase(name, (*self.runtime(), *items), optional=name in OPTIONAL)
+            for name, items in self.phases().items()
+        )
 
     def phases(self) -> dict[PhaseName, list[Item]]:
         """In the order in which they come first."""
@@ -143,14 +169,14 @@ class _Step:
         if (
             self.workload.micro_batches > 1
         ):  # sums of all are there while each works on the next one
-            after = after.union(*(_moments(model.role) for model in trained))
+            after = after.union(*(moments_of(model.role) for model in trained))
         for model in reversed(trained):
             if self.learns_from_texts(model):
-                after |= _moments("texts")
-                later |= _moments("texts")
+                after |= moments_of("texts")
+                later |= moments_of("texts")
             yield from self.gradients(model, after, later)
-            after |= _moments(model.role)
-            later |= _moments(model.role)
+            after |= moments_of(model.role)
+            later |= moments_of(model.role)
         if self.workload.reuses_forward and len(trained) > 1:
             yield from self.waiting(*trained)
 
@@ -167,13 +193,13 @@ class _Step:
             yield Item("activations", first.role, kept.kept, moments=alone)
             yield Item("logits", first.role, scored.head - scored.kept, moments=alone)
         both = frozenset({"both"})
-        for model, moments in ((first, both), (second, both | _moments(first.role))):
+        for model, moments in ((first, both), (second, both | moments_of(first.role))):
             taken = self.measured(model, self.training(model))
             if taken is not None:
                 yield Item("activations", model.role, taken.kept, moments=moments)
                 yield Item("logits", model.role, taken.waits - taken.kept, moments=moments)
             if self.sizes[model.role]["gathered"]:  # the root stays whole until it is gone back
-                yield Item("gathered", model.role, _whole_root(model), moments=moments)
+                yield Item("gathered", model.role, whole_root(model), moments=moments)
         gathered = self.sizes[second.role]["gathered"]
         yield Item("gathered", second.role, gathered, moments=both)
 
@@ -191,7 +217,7 @@ class _Step:
         accumulates = self.workload.passes(model.role) > 1
         from_then = after | backward | (on_the_way if accumulates else frozenset())
         yield Item("gradients", model.role, sizes["gradients"], place, from_then)
-        root = 4 * sum(each.numel() for each in _trained_root(model))
+        root = 4 * sum(each.numel() for each in trained_root(model))
         buffers = after | on_the_way | backward
         if self.workload.passes(model.role) == 2 and sums_directly(
             model, self.workload, self.machine
@@ -203,7 +229,7 @@ class _Step:
         yield Item("gradient_buffers", model.role, sizes["gradient_buffers"], moments=buffers)
         yield from self.passing(model, self.training(model), backward=not accumulates)
         if not accumulates:  # sums grow as activations go: the highest moment is at either end
-            yield Item("gradients", model.role, root // self.workload.world, place, on_the_way)
+            yield Item("gradients", model.role, root // self.workload.shards, place, on_the_way)
         if self.learns_from_texts(model):
             yield from self.passing(model, self.reading_texts(model), during="texts")
 
@@ -211,9 +237,9 @@ class _Step:
         self, model: CountedModel, how: Pass, *, backward: bool = False, during: str | None = None
     ) -> Iterator[Item]:
         """What comes and goes in a pass: activations, logits, and at stage 3 gathered weights."""
-        blocks, head, last = (frozenset({moment}) for moment in _names(during or model.role))
+        blocks, head, last = (frozenset({moment}) for moment in names(during or model.role))
         gathered = self.sizes[model.role]["gathered"]
-        root = _whole_root(model) if gathered else 0
+        root = whole_root(model) if gathered else 0
         yield Item("gathered", model.role, gathered, moments=blocks | last)
         yield Item("gathered", model.role, root, moments=head)
         taken = self.measured(model, how)
@@ -297,7 +323,9 @@ class _Step:
     ) -> Iterator[Item]:
         """What of a model stays through a phase."""
         sizes = self.sizes[model.role]
-        return held(model, sizes, self.workload, self.machine, kinds=kinds, moved=moved)
+        yield from held(model, sizes, self.workload, self.machine, kinds=kinds, moved=moved)
+        if self.part is not None:
+            yield from self.part.shared(trains="moments" in kinds)
 
     def learns_from_texts(self, model: CountedModel) -> bool:
         """Whether it has passes over texts beside those of the step."""
@@ -306,8 +334,11 @@ class _Step:
     def measured(self, model: CountedModel, how: Pass) -> PassBytes | None:
         """What a pass takes; None where the model's code can't be followed."""
         rows = replace(how.rows, length=longest(model.present, how.rows.length))
+        how = replace(how, rows=rows)
         try:
-            return pass_bytes(model.present, replace(how, rows=rows))
+            if self.part is not None:
+                return self.part.takes(pass_bytes(self.part.whole.present, how), how)
+            return pass_bytes(model.present, how)
         except UnknownPassError as error:
             reason = str(error).strip().split("\n")[0]
             self.unknown.append(
@@ -335,7 +366,7 @@ class _Step:
             entropy=self.workload.learns_entropy,
             temperature=self.workload.temperature,
             checkpoint_every=engine.checkpoint_every if engine.gradient_checkpointing else None,
-            narrow=self.workload.world > 1 and shared,
+            narrow=self.workload.shards > 1 and shared,
         )
 
     def reading_texts(self, model: CountedModel) -> Pass:
@@ -362,24 +393,3 @@ class _Step:
             entropy=self.workload.model(model.role).scores_entropy,
             temperature=self.workload.temperature,
         )
-
-
-def _names(of: str) -> tuple[str, str, str]:
-    """The moments of a pass."""
-    return f"{of} blocks", f"{of} head", f"{of} backward"
-
-
-def _moments(of: str) -> frozenset[str]:
-    return frozenset(_names(of))
-
-
-def _trained_root(model: CountedModel) -> Iterator[Tensor]:
-    """What lies outside of the blocks and learns."""
-    *_, root = model.units()
-    return (each for each in root.params.values() if each.requires_grad)
-
-
-def _whole_root(model: CountedModel) -> int:
-    """Bytes of what lies outside of the blocks."""
-    *_, root = model.units()
-    return sum(each.nbytes for each in root.params.values())

@@ -169,12 +169,7 @@ def _fallback_order(
     yield of_models(config, CHECKPOINTING)
     if hasattr(config, "replica"):
         yield {"replica": "release"}
-    if machine.world > 1:
-        yield of_models(config, {"zero_stage": 2})
-    if machine.has_gpu:
-        yield of_models(config, OFFLOADED)
-    if machine.world > 1:
-        yield of_models(config, {"zero_stage": 3})
+    yield from _shared_further(config, machine)
     for size in tp_sizes:  # of a replica that is a whole copy, as at stage 3, each has a part
         if size > getattr(config, "inference_tp_size", size):
             yield {"inference_tp_size": size}
@@ -182,6 +177,18 @@ def _fallback_order(
         yield of_models(config, WEIGHTS_OFFLOADED)
     if hasattr(config, "offload_in_generation") and machine.has_gpu:
         yield {"offload_in_generation": True}
+
+
+def _shared_further(config: StepConfig, machine: Machine) -> Iterator[Settings]:
+    """Less of each trained model on a process."""
+    if machine.world > 1:
+        yield of_models(config, {"zero_stage": 2})
+    if config.parallel.replicas > 1:
+        yield {"parallel.replicas": 1}
+    if machine.has_gpu:
+        yield of_models(config, OFFLOADED)
+    if machine.world > 1:
+        yield of_models(config, {"zero_stage": 3})
 
 
 def _takes_main_memory(settings: Settings) -> bool:

@@ -119,6 +119,9 @@ class StepMemory:
     parameters: Mapping[str, int] | None = None
     """Of each model, by role, adapters included."""
 
+    stage: int | None = None
+    """Of a pipeline, the stage whose processes these are: the one that takes most."""
+
     def peak(self, place: Place) -> int:
         """Most bytes on each process in any phase."""
         return max((phase.peak(place) for phase in self.phases), default=0)

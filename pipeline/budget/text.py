@@ -17,6 +17,8 @@ def table(memory: StepMemory, machine: Machine) -> Iterator[str]:
     unit = GIB if memory.peak("device") >= GIB else MIB
     for role, count in (memory.parameters or {}).items():
         yield f"  {role:<18} {count / 1e6:,.1f}M parameters"
+    if memory.stage is not None:
+        yield f"  stage {memory.stage} of the pipeline, which takes most"
     yield f"  {'MiB' if unit == MIB else 'GiB':<18}" + "".join(
         f"{phase.name:>10}" for phase in memory.phases
     )
@@ -44,7 +46,8 @@ def line(memory: StepMemory, machine: Machine) -> str:
     host = max(phase.peak("host") for phase in phases)
     beside = f", {in_words(host)[0]} of main memory" if host and machine.has_gpu else ""
     each = "on each GPU" if machine.has_gpu else "in each process"
-    return f"at most {needed} {each} (to {worst.name}){beside}{more}"
+    stage = "" if memory.stage is None else f" of stage {memory.stage}"
+    return f"at most {needed} {each}{stage} (to {worst.name}){beside}{more}"
 
 
 def there(machine: Machine) -> str:

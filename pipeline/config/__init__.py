@@ -15,6 +15,7 @@ from pipeline.config.model import (
     TrainedModelConfig,
 )
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
     RowStepConfig,
     SaveInterval,
@@ -40,6 +41,7 @@ __all__ = [
     "ModelUse",
     "OffloadConfig",
     "OptimConfig",
+    "ParallelConfig",
     "Precision",
     "Quantize",
     "RowColumns",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.workload import RowCounts, Workload
 from pipeline.errors import require
 from pipeline.settings.plain import Option
@@ -75,6 +76,8 @@ class StepConfig(ABC):
     micro_batch_size: int = 8
     """Sequences in one forward pass of one process (per_device_train_batch_size); changes memory
     and speed, not the result."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     threads: int | None = None
     """Processor threads of each process; null takes the variable RLHF_THREADS, else one for each
@@ -219,6 +222,7 @@ FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
     "peak_tflops",
     *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
+    "parallel.*",
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )

@@ -4,10 +4,11 @@ A step describes its models, batches and phases in these words (`StepConfig.work
 and the plan are computed from the description: nothing below the steps knows one by name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config.model import FrozenModelConfig, TrainedModelConfig
+from pipeline.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,9 @@ class Workload:
     world: int
     """Processes."""
 
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How they are divided."""
+
     models: tuple[ModelUse, ...]
     """In the order in which they are loaded; of those that learn, the one the step is about first.
     """
@@ -168,16 +172,27 @@ class Workload:
         return self.iteration_rows // (self.generation.group_size if self.generation else 1)
 
     @property
+    def shards(self) -> int:
+        """Processes that share out the states of a model, or of a stage of it."""
+        return max(1, self.data_processes // self.parallel.replicas)
+
+    @property
+    def data_processes(self) -> int:
+        """Processes, or pipelines of them, that have shares of a batch."""
+        return max(1, self.world // self.parallel.pp)
+
+    @property
     def share(self) -> int:
         """Rows of an optimizer step that one process has, at most."""
         if self.generates_first and self.generation and self.batch_size == self.iteration_rows:
             return self.generation.count
-        return -(-self.batch_size // self.world)
+        return -(-self.batch_size // self.data_processes)
 
     @property
     def rows(self) -> int:
         """Rows of a micro-batch."""
-        return min(self.micro_batch_size, self.share)
+        count = min(self.parallel.least_micro_batches or 1, self.share)
+        return min(self.micro_batch_size, -(-self.share // count))
 
     @property
     def sequences(self) -> int:

@@ -6,8 +6,9 @@ import torch
 
 from pipeline.config.zero import ZeroConfig
 from pipeline.engine.comm import Collectives, GroupCollectives
+from pipeline.engine.copies import CollectivesOverCopies
 from pipeline.engine.shared_memory import SharedMemoryCollectives, on_one_machine
-from pipeline.parallel.group import Group
+from pipeline.parallel.group import DataGroup, Group
 from pipeline.position import SAME_ORDER, DesyncError
 
 _TAKEN = Counter[str]()
@@ -24,6 +25,10 @@ def make_collectives(
     Raises:
         DesyncError: the processes build different engines.
     """
+    if isinstance(group, DataGroup):
+        within = make_collectives(device, zero, group.shards, name=name)
+        over = make_collectives(device, zero, group.copies, name=f"{name}, over its copies")
+        return CollectivesOverCopies(device, within, over)
     name = _unique(name, group)
     pin_memory = zero.offload.pin_memory
     if group.size == 1:

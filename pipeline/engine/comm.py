@@ -179,6 +179,17 @@ class Collectives:
     def meet(self) -> None:
         """Come to a moment after which all before it has been read; all processes call it."""
 
+    copy, copies = 0, 1
+    """Of the model, of which each is sharded among processes of its own."""
+
+    def end_step(self) -> None:
+        """Give back what only an optimizer step needs; all processes call it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that collectives need for themselves from one to the next."""
+        return 0
+
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         return Finished()
 
@@ -209,16 +220,16 @@ class GroupCollectives(Collectives):
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         work = _all_gather_single(full, self.piece(full), self.group)
-        return _Timed(work, on_gpu=full.is_cuda)
+        return _Timed(work, self.group, on_gpu=full.is_cuda)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         if not self.exchanges:
             work = _reduce_scatter_single(out, full, self.group)
-            return _Timed(work, on_gpu=full.is_cuda)
+            return _Timed(work, self.group, on_gpu=full.is_cuda)
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
         assert work is not None
-        return _TreeSum(_Timed(work, on_gpu=full.is_cuda), received, out, self.size)
+        return _TreeSum(_Timed(work, self.group, on_gpu=full.is_cuda), received, out, self.size)
 
     def _all_reduce(self, values: Tensor) -> None:
         """Beside the values goes what each process has done since the last time.
@@ -229,7 +240,7 @@ class GroupCollectives(Collectives):
         packed = self.group.with_fingerprints(values)
         work = dist.all_reduce(packed, group=self.group.process_group, async_op=True)
         assert work is not None
-        _Timed(work, on_gpu=values.is_cuda).wait()
+        _Timed(work, self.group, on_gpu=values.is_cuda).wait()
         values.copy_(self.group.without_fingerprints(packed))
 
 
@@ -238,11 +249,12 @@ class _Timed:
     """A collective that keeps account of the time it is waited for."""
 
     work: Work
+    group: Group
     on_gpu: bool
 
     def wait(self) -> None:
         if not self.on_gpu:
-            with HERE.waiting():
+            with HERE.waiting(self.group.others):
                 self.work.wait()
             return
         # The host goes on at once; it is the computing stream that stands still.

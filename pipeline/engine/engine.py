@@ -15,6 +15,7 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
+from pipeline.engine.norms import NormsOfStages
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
 from pipeline.engine.setup import build_units, placement_of, store_on_disk
@@ -23,7 +24,7 @@ from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError, DivergedError
 from pipeline.faults import fault_point
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import Group
+from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
 
 
@@ -60,7 +61,8 @@ class Engine:
 
     `name`, the same on all processes, tells its collectives from those of other engines: where two
     are used in another order on some process, the error names both. `group` is that of `mesh.data`
-    unless another is named.
+    unless another is named. Where the model is a stage of a pipeline, `stages` are the processes
+    of all of its stages: they take, and skip, steps together, by one norm.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
         total_steps: int,
         name: str = "engine",
         group: Group | None = None,
+        stages: Group = ALONE,
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
@@ -95,6 +98,8 @@ class Engine:
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
+        self.stages = stages
+        self._norms = NormsOfStages(stages, [group.flat.unit for group in self.groups])
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
@@ -108,7 +113,15 @@ class Engine:
     def backward(self, loss: Float[Tensor, ""]) -> None:
         """Add the gradient of `loss`, summed over processes, to what has been accumulated."""
         fault_point("engine.backward")
-        self.zero.backward(loss * self.scaler.scale if loss.requires_grad else loss)
+        self.zero.backward([loss * self.scaler.scale if loss.requires_grad else loss])
+
+    def backward_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The same from what the model returned, where others know the gradients of a loss by it.
+
+        They have been found by an engine of the same loss scale, whose scale they have.
+        """
+        fault_point("engine.backward")
+        self.zero.backward(outputs, gradients)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,6 +166,7 @@ class Engine:
         for group in self.groups:
             group.gradients.clear()
         self.pool.release()
+        self.comm.end_step()
         self._stop_if_hopeless(finite=finite, worst=worst)
         return StepResult(grad_norm=grad_norm, lr=self.optim.lr * factor, skipped=not finite)
 
@@ -246,13 +260,14 @@ class Engine:
         norms = [group.squared_norms().to(device) for group in self.groups]
         packed = torch.cat([*norms, norms[0].new_tensor([not all(found)])])
         self.comm.all_reduce(packed)
-        values, all_used = packed[:-1].view(len(norms), -1), packed[-1].item() == 0
+        own = packed[:-1].view(len(norms), -1)
+        values, all_used = self._norms.gathered(own, flag=packed[-1].item() == 0)
         squares = values.flatten().tolist()
         # fsum rounds once, so that the order of units doesn't count either.
         finite = all(map(math.isfinite, squares))
         norm = math.sqrt(math.fsum(squares)) / self.scaler.scale if finite else math.nan
         bad = (~values.isfinite()).any(dim=1).tolist()
-        return norm, self.groups[bad.index(True)].flat.unit if not finite else "", all_used
+        return norm, self._norms.units[bad.index(True)] if not finite else "", all_used
 
     def _used(self) -> list[set[str]]:
         """Of each group the parameters that had a gradient, on whatever process."""

@@ -150,6 +150,16 @@ class FlatParams:
             if start < stop:
                 yield name, start, stop
 
+    @property
+    def written(self) -> tuple[int, int]:
+        """From where to where this process writes the vector to a checkpoint.
+
+        It is its piece, which the copies of the model share out among them.
+        """
+        first, copy, copies = self.comm.rank * self.shard_numel, self.comm.copy, self.comm.copies
+        low, high = (self.shard_numel * end // copies for end in (copy, copy + 1))
+        return first + low, first + high
+
     def start_gather(self) -> None:
         """Begin to collect the pieces, if that is needed."""
         if self.gathered or self._work is not None:

@@ -6,10 +6,13 @@ length, and the stretches of all processes are put together by one exact collect
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from pipeline.parallel.group import Group
 
 BLOCK = 262144
 """Elements that are brought to fp64 at once: 2 MiB, of which a call is worth its start."""
@@ -27,6 +30,32 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
     block = torch.empty(BLOCK, dtype=torch.float64)
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
+
+
+class NormsOfStages:
+    """The sums of squares of all stages of a pipeline; all of its processes make one together."""
+
+    def __init__(self, stages: Group, units: Sequence[str]) -> None:
+        self._stages = stages
+        of_stages = stages.gather_objects(list(units))
+        self.units = [unit for own in of_stages for unit in own]
+        """The unit of each vector, those of the first stage first."""
+        self._first = sum(len(own) for own in of_stages[: stages.rank])
+
+    def gathered(
+        self, own: Float[Tensor, "vectors rows"], *, flag: bool
+    ) -> tuple[Float[Tensor, "all rows"], bool]:
+        """Those of this stage's vectors among those of all; whether all stages have the flag.
+
+        Each number is zero but on one stage, so that their sums are exact.
+        """
+        if self._stages.size == 1:
+            return own, flag
+        rows = own.shape[1]
+        values = torch.zeros(len(self.units), rows, dtype=torch.float64)
+        values[self._first : self._first + len(own)] = own.cpu()
+        *summed, lacks = self._stages.sums([*values.flatten().tolist(), not flag])
+        return torch.tensor(summed, dtype=torch.float64).view(-1, rows), lacks == 0
 
 
 def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:

@@ -6,6 +6,7 @@ The layout is the engine's own: its units, its kinds of weights, its padding.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from pipeline.engine.layout import padded_size
 from pipeline.engine.masters import BYTES as MASTER_BYTES
 from pipeline.engine.masters import kind_of_masters
 from pipeline.engine.optim import build_optimizer
-from pipeline.engine.setup import param_settings, placement_of
+from pipeline.engine.setup import placement_of, vectors_of
 from pipeline.engine.units import UnitParams, find_units
 from pipeline.parallel.device import local_device
 
@@ -70,6 +71,7 @@ def predict(
     config: TrainedModelConfig,
     *,
     world: int,
+    replicas: int = 1,
     device: torch.device | None = None,
     micro_batches: int = 1,
     generates: bool = False,
@@ -80,6 +82,7 @@ def predict(
         model: with its adapters, frozen where it is to be; it may be on the meta device.
         config: its settings.
         world: processes that share it.
+        replicas: copies of it, each shared by so many processes.
         device: where it computes; by default this process's.
         micro_batches: of one process in an optimizer step.
         generates: whether it answers prompts as well, for which all weights are gathered.
@@ -94,7 +97,8 @@ def predict(
         `gradient_buffers`: gradients of whole units, the root's all through a backward pass and
         two blocks', of which one is being reduced, or three where processes of one machine may be a
         block apart; in fp32, but there in the weights' own type for a vector none of whose weights
-        is tied (a pass that uses a weight twice otherwise takes fp32 as well); `gathered`: at stage
+        is tied (a pass that uses a weight twice otherwise takes fp32 as well), and the pieces that
+        are summed over copies of the model; `gathered`: at stage
         3, the whole weights of the root, of the block at work and of those gathered ahead, or all
         of them to generate.
     """
@@ -113,7 +117,8 @@ def predict(
         "masters": masters // in_optimizer,
         "gradients": 4 * sums * sum(vector.numel for vector in trained) // world,
         "moments": 4 * updated * state_vectors(config.optim),
-        "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches),
+        "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches)
+        + _pieces_of_copies(units, config, placement, world, replicas),
         "gathered": _gathered(units, config, placement, world, generates=generates),
     }
 
@@ -180,16 +185,13 @@ def state_vectors(optim: OptimConfig) -> int:
 def _vectors(
     unit: UnitParams, config: TrainedModelConfig, world: int, places: Counter[int]
 ) -> Unit:
-    sizes = Counter[ParamSettings]()
-    tied: set[ParamSettings] = set()
-    for name, param in unit.params.items():
-        settings = param_settings(name, param, config)
-        sizes[settings] += param.numel()
-        if places[id(param)] > 1:
-            tied.add(settings)
     return [
-        Vector(settings, padded_size(numel, world), settings in tied)
-        for settings, numel in sizes.items()
+        Vector(
+            settings,
+            padded_size(sum(param.numel() for param in params.values()), world),
+            tied=any(places[id(param)] > 1 for param in params.values()),
+        )
+        for (_, settings), params in vectors_of(unit, config).items()
     ]
 
 
@@ -220,6 +222,30 @@ def _gradient_buffers(
     on_cpu = placement.device.type == "cpu"
     exchanges = through_group and (on_cpu or placement.deterministic)
     return 2 * num_bytes if exchanges else num_bytes
+
+
+def _pieces_of_copies(
+    units: Sequence[Unit],
+    config: TrainedModelConfig,
+    placement: Placement,
+    world: int,
+    replicas: int,
+) -> int:
+    """The buffers in which copies sum a process's pieces, one vector after the other."""
+    if replicas == 1:
+        return 0
+    *blocks, root = [[each for each in unit if each.settings.trained] for unit in units]
+    pieces = [padded_piece(each, world, replicas) for each in chain(*reversed(blocks), root)]
+    if through_a_group(config, placement.device, replicas):  # which receives beside what it sends
+        return 4 * (sum(set(pieces)) + max(pieces))
+    # In the memory of one machine another may still read the piece before, if it is as long.
+    twice = {piece for piece, other in pairwise(pieces) if piece == other}
+    return 4 * (sum(set(pieces)) + sum(twice))
+
+
+def padded_piece(vector: Vector, world: int, replicas: int) -> int:
+    """Elements of a process's piece of a vector, as copies of the model cut it among them."""
+    return -(-vector.numel // world // replicas) * replicas
 
 
 def gradient_bytes(vector: Vector, *, narrow: bool) -> int:

@@ -137,6 +137,7 @@ class Rendezvous:
         polls = 0
         start = time.perf_counter()
         deadline = time.monotonic() + self.timeout
+        HERE.waits_for = (self.ranks[other],)
         while counts[0] < number:
             polls += 1
             if polls < 200:
@@ -145,6 +146,7 @@ class Rendezvous:
             time.sleep(min(1e-3, 2e-5 * (1 + polls // 500)))
             if polls % 50 == 0:
                 self._look_after(other, number, deadline)
+        HERE.waits_for = ()
         HERE.add_wait(time.perf_counter() - start)
 
     def _look_after(self, other: int, number: int, deadline: float) -> None:

@@ -53,6 +53,21 @@ def build_units(
     ]
 
 
+def vectors_of(
+    unit: UnitParams, config: TrainedModelConfig
+) -> dict[tuple[str, ParamSettings], dict[str, nn.Parameter]]:
+    """The parameters of each flat vector of a unit: those of a kind.
+
+    Outside of the blocks, where there are any, each module has vectors of its own. So a stage of a
+    pipeline, which has some of these modules, lays them out and sums their squares as one process.
+    """
+    found: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
+    for name, param in unit.params.items():
+        owner = name.rpartition(".")[0] if unit.beside_blocks else ""
+        found.setdefault((owner, param_settings(name, param, config)), {})[name] = param
+    return found
+
+
 def _build(
     unit: UnitParams,
     config: TrainedModelConfig,
@@ -61,15 +76,12 @@ def _build(
     placement: Placement,
     disk: WeightDisk | None,
 ) -> Unit:
-    kinds: dict[ParamSettings, dict[str, nn.Parameter]] = {}
-    for name, param in unit.params.items():
-        kinds.setdefault(param_settings(name, param, config), {})[name] = param
     if config.zero.compile and unit.name != ROOT:
         # The forward method alone: hooks stay outside of what is compiled.
         unit.module.forward = torch.compile(unit.module.forward)
     flats: list[FlatParams] = []
     trained: list[TrainedParams] = []
-    for settings, params in kinds.items():
+    for (_, settings), params in vectors_of(unit, config).items():
         flat = FlatParams(unit.name, params, settings, comm, placement, disk)
         flats.append(flat)
         if settings.trained:

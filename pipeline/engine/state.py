@@ -30,8 +30,11 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
         for kind, vector in vectors.items():
             for name, place, elements in group.spans(own=True):
                 yield Fragment(f"{prefix}/{kind}/{name}", elements.start, vector[place])
+    elsewhere = _buffers_of_earlier_stages(engine)
     for name, buffer in _buffers(engine).items():
-        key = _buffer_key(prefix, name, engine.comm.rank)
+        if name in elsewhere:
+            continue
+        key = _buffer_key(prefix, name, engine.group.rank)
         yield Fragment(key, 0, buffer.detach().reshape(-1))
 
 
@@ -53,7 +56,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
                 continue
             piece = flat.shard if flat.disk is None else flat.disk.read()
             first = engine.comm.rank * flat.shard_numel
-            for name, start, stop in flat.stretches(first, first + flat.shard_numel):
+            for name, start, stop in flat.stretches(*flat.written):
                 own = piece[start - first : stop - first]
                 own = own if flat.disk is None else own.clone()  # its place is for the next one
                 yield Fragment(f"{prefix}/frozen/{name}", start - flat.offsets[name], own)
@@ -62,7 +65,23 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """What the fragments don't say, as JSON: the same on every process."""
+    """What the fragments don't say, as JSON: the same on every process; all of them call it."""
+    return merged(engine.stages.gather_objects(_describe_own(engine)))
+
+
+def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all stages of a pipeline say, as one of the whole model would."""
+    whole = dict(described[0])
+    for other in described[1:]:
+        for name, value in other.items():
+            if isinstance(value, dict) and isinstance(whole[name], dict):
+                whole[name] = {**whole[name], **value}
+            elif isinstance(value, list):
+                whole[name] = [*whole[name], *(each for each in value if each not in whole[name])]
+    return whole
+
+
+def _describe_own(engine: Engine) -> dict[str, Any]:
     return {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
@@ -110,7 +129,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
             _load_group(group, masters, prefix, checkpoint, described)
     for name, buffer in _buffers(engine).items():
         flat = torch.empty_like(buffer).reshape(-1)
-        own, first = (_buffer_key(prefix, name, rank) for rank in (engine.comm.rank, 0))
+        own, first = (_buffer_key(prefix, name, rank) for rank in (engine.group.rank, 0))
         checkpoint.read(own if checkpoint.holds(own) else first, 0, flat)
         buffer.copy_(flat.view(buffer.shape))
 
@@ -184,8 +203,10 @@ def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint)
         raise CheckpointError(
             f"{place} is of the optimizer {described['optimizer']}, not {engine.optim.name}"
         )
-    for kind, trained in (("trained", True), ("frozen", False)):
-        theirs, ours = described[kind], _shapes(engine, trained=trained)
+    own = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
+    whole = merged(engine.stages.gather_objects(own))
+    for kind in own:
+        theirs, ours = described[kind], whole[kind]
         for name in sorted(theirs.keys() | ours.keys()):
             if theirs.get(name) != ours.get(name):
                 raise CheckpointError(
@@ -221,6 +242,13 @@ def _counters(group: TrainedParams, param: str) -> dict[str, float]:
 
 def _state(group: TrainedParams) -> Iterable[tuple[str, Tensor]]:
     return [(name, value) for name, value in group.state.items() if isinstance(value, Tensor)]
+
+
+def _buffers_of_earlier_stages(engine: Engine) -> set[str]:
+    """Those that an earlier stage of a pipeline has as well, and writes."""
+    stages = engine.stages
+    of_stages = stages.gather_objects(sorted(_buffers(engine)))
+    return {name for own in of_stages[: stages.rank] for name in own}
 
 
 def _buffer_key(prefix: str, name: str, rank: int) -> str:

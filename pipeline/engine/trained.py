@@ -86,15 +86,14 @@ class TrainedParams:
     def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
         """Of each parameter that has elements in these masters: where they lie, and which they are.
 
-        With `own` only those of this process's piece, so that processes that all keep everything
-        share the vector out among them.
+        With `own` only those that this process writes to a checkpoint: processes that keep the same
+        share it out among them.
         """
         flat = self.flat
         first = flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
         low, high = first, first + self.masters.numel
         if own:
-            low = flat.comm.rank * flat.shard_numel
-            high = low + flat.shard_numel
+            low, high = flat.written
         for name, start, stop in flat.stretches(low, high):
             offset = flat.offsets[name]
             yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
@@ -121,10 +120,10 @@ class TrainedParams:
         Float64, of `num_chunks` values; the other processes' stretches are zero.
         """
         self.gradients.settle()
-        rows = num_chunks(self.comm.size)
-        local = squared_norms(self.gradients.sum.finish(), rows // self.comm.size)
-        values = torch.zeros(rows, dtype=torch.float64, device=local.device)
-        self.comm.piece(values).copy_(local)
+        rows, total = num_chunks(self.comm.size), self.gradients.sum.finish()
+        values = torch.zeros(rows, dtype=torch.float64, device=total.device)
+        if self.comm.copy == 0:  # all copies have the same sum, which counts once
+            self.comm.piece(values).copy_(squared_norms(total, rows // self.comm.size))
         return values
 
     def step(

@@ -25,6 +25,9 @@ class UnitParams:
     params: dict[str, nn.Parameter]
     """By their full name in the model; a tied parameter stands under its first name alone."""
 
+    beside_blocks: bool = False
+    """Whether it is what lies outside of blocks that there are."""
+
 
 def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams]:
     """The units of `model` in the order of its modules, the root unit last.
@@ -61,7 +64,7 @@ def find_units(model: nn.Module, classes: Sequence[str] = ()) -> list[UnitParams
             units.append(UnitParams(name, block, params))
             owned |= set(params.values())
     rest = {name: param for name, param in model.named_parameters() if param not in owned}
-    return [*units, UnitParams(ROOT, model, rest)]
+    return [*units, UnitParams(ROOT, model, rest, beside_blocks=bool(units))]
 
 
 def _blocks(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Module]:

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from pipeline.config import TrainedModelConfig
-from pipeline.engine.predict import Vector, gradient_bytes, through_a_group, unit_vectors
+from pipeline.engine.predict import (
+    Vector,
+    gradient_bytes,
+    padded_piece,
+    through_a_group,
+    unit_vectors,
+)
 
 
 @dataclass(frozen=True)
@@ -24,14 +30,21 @@ class Volumes:
     all_gather: int
     """Weights, or at stage 0 the sum of the gradients."""
 
+    over_copies: int = 0
+    """Pieces of gradients that copies of the model reduce, and gather again."""
+
     @property
     def total(self) -> int:
-        """Of both."""
+        """Of both, within a copy of the model."""
         return self.reduce_scatter + self.all_gather
 
     def sent(self, world: int) -> int:
-        """Bytes that each of `world` processes sends, and as many that it receives."""
+        """Bytes that each of a copy's `world` processes sends within it, and as it receives."""
         return self.total * (world - 1) // world
+
+    def sent_over(self, replicas: int) -> int:
+        """Bytes that each process sends to those of the other copies, and receives from them."""
+        return self.over_copies * (replicas - 1) // replicas
 
 
 def step_volumes(
@@ -39,6 +52,7 @@ def step_volumes(
     config: TrainedModelConfig,
     *,
     world: int,
+    replicas: int = 1,
     device: torch.device,
     micro_batches: int = 1,
 ) -> Volumes:
@@ -48,6 +62,7 @@ def step_volumes(
         model: with its adapters, frozen where it is to be; it may be on the meta device.
         config: its settings.
         world: processes that share it; one moves nothing, but its log counts alike.
+        replicas: copies of it, each shared by so many processes.
         device: where it computes.
         micro_batches: of one process in an optimizer step.
 
@@ -55,7 +70,8 @@ def step_volumes(
         Gradients are reduced for each micro-batch, in fp32 through a process group, in the weights'
         own type through the memory of one machine. Stage 0 then gathers the summed gradients in
         fp32, stages 1 and 2 the updated weights; stage 3 gathers weights for each micro-batch, the
-        root's once and those of each block twice, frozen ones too.
+        root's once and those of each block twice, frozen ones too. Copies sum a process's pieces of
+        the gradients, in fp32, for each micro-batch.
     """
     units = unit_vectors(model, config, world=world)
     narrow = world > 1 and not through_a_group(config, device, world)
@@ -70,7 +86,9 @@ def step_volumes(
             gathered = micro_batches * whole
         case _:
             gathered = _bytes(trained)
-    return Volumes(micro_batches * reduced, gathered)
+    pieces = sum(padded_piece(vector, world, replicas) for vector in trained)
+    over_copies = micro_batches * 2 * 4 * pieces if replicas > 1 else 0
+    return Volumes(micro_batches * reduced, gathered, over_copies)
 
 
 def pass_volume(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int:

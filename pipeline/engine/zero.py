@@ -6,7 +6,7 @@ collect its gradients, and reduce them when the next unit's turn has come. Only 
 and gathers; the lower stages take the same path and find everything in place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -162,17 +162,18 @@ class ZeroModel:
 
     # Backward
 
-    def backward(self, loss: Tensor) -> None:
-        """Run autograd from `loss` and reduce what it finds.
+    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+        """Run autograd from `roots`, a loss or what has these `gradients`; reduce what it finds.
 
-        A loss without a graph takes part in the collectives of the others with zeros.
+        Those without a graph take part in the collectives of the others with zeros.
         """
         self.check_ready()
-        self._expect_gradients(loss)
+        if len(roots) == 1:
+            self._expect_gradients(roots[0])
         self._begin_root()
         try:
-            if loss.requires_grad:
-                loss.backward()
+            if any(root.requires_grad for root in roots):
+                torch.autograd.backward(roots, gradients)
             else:
                 for unit in reversed(self.blocks):
                     if unit.expects_backward:

@@ -4,12 +4,14 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,11 +21,14 @@ from pipeline.models.lora import merged
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 from pipeline.models.variants import save_adapter
+from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.transfer import receive_named, send_named
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_DIR = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
 """Of the names in a peft model."""
 
@@ -53,10 +58,16 @@ def export(
     on before the files are there. `weights`, an engine for one, brings parameters in place a
     unit at a time; without it they are all there.
     """
-    named = named_weights(base_model(model), weights)
-    mesh = current_mesh()
+    plain, mesh = base_model(model), current_mesh()
+    named = named_weights(plain, weights)
+    adapter: dict[str, Tensor] = {}
+    ready = _as_exported(model, named, adapter)
     if mesh.is_main:
-        _write(model, named, tokenizer, directory)
+        for stage in range(1, mesh.stages.size):
+            device = local_device()
+            ready = chain(ready, receive_named(mesh.stages, device, from_stage=stage))
+            ready = _adapters_aside(ready, adapter)
+        _write(model, ready, adapter, tokenizer, directory)
         if isinstance(model, PeftModel) and quantized_layers(model):
             logger.info(
                 "%s is the quantized base and its adapter, merged; %s/ alone, over the original"
@@ -64,6 +75,8 @@ def export(
                 directory,
                 directory / ADAPTER_DIR,
             )
+    elif mesh.data.rank == 0:  # the first of another stage
+        send_named(_with_adapter(ready, adapter), mesh.stages, to=0)
     else:
         for _ in named:
             pass
@@ -99,8 +112,44 @@ def named_weights(
         yield name, tensor.detach()
 
 
+def _as_exported(
+    model: nn.Module, weights: NamedTensors, adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights that the plain model has in its files; those of an adapter go into `adapter`."""
+    plain = base_model(model)
+    if isinstance(model, PeftModel):
+        merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter)
+        weights = rounded_weights(plain, merged_weights)
+    left_out = _left_out(plain)
+    kept = ((name, tensor) for name, tensor in weights if name not in left_out)
+    yield from as_saved(plain, kept) if can_stream(plain) else kept
+
+
+def _with_adapter(
+    weights: NamedTensors, adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights, and behind them what they have put into `adapter`."""
+    yield from weights
+    yield from adapter.items()
+
+
+def _adapters_aside(
+    weights: NamedTensors, adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights without those of an adapter, which go into `adapter`."""
+    for name, tensor in weights:
+        if name.startswith(ADAPTER_PREFIX):
+            adapter[name] = tensor.to("cpu", copy=True)
+        else:
+            yield name, tensor
+
+
 def _write(
-    model: nn.Module, weights: NamedTensors, tokenizer: PreTrainedTokenizerBase, directory: Path
+    model: nn.Module,
+    weights: NamedTensors,
+    adapter: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
@@ -108,14 +157,8 @@ def _write(
         plain = base_model(model)
         if plain.config.pad_token_id is None:  # plain classifiers need it for batches
             plain.config.pad_token_id = tokenizer.pad_token_id
-        adapter: dict[str, Tensor] = {}
-        if isinstance(model, PeftModel):
-            merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter)
-            weights = rounded_weights(plain, merged_weights)
-        left_out = _left_out(plain)
-        weights = ((name, tensor) for name, tensor in weights if name not in left_out)
         if can_stream(plain):
-            stream_export(as_saved(plain, weights), directory)
+            stream_export(weights, directory)
             rest: dict[str, Tensor] = {}
         else:
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
@@ -123,6 +166,9 @@ def _write(
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
             save_adapter(model, adapter, staging / ADAPTER_DIR)
+            if current_mesh().stages.size > 1:  # of which peft has written what the first one has
+                own = {name.replace(".default.", "."): each for name, each in adapter.items()}
+                save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         move_in(staging, directory)
 
 

@@ -1,6 +1,7 @@
 """What variants of LoRA need beside plain adapters: to be made, to begin, and to be saved."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -32,8 +33,9 @@ def vary(model: PeftModel, config: LoraConfig) -> None:
         ConfigError: a layer is not for the variant.
     """
     settings = adapter_settings(model)
-    for name, layer in _adapted_layers(model):
-        _require_fit(name.removeprefix("base_model.model."), layer, config)
+    layers = _adapted_layers(model)
+    _require_fit({name.removeprefix("base_model.model."): each for name, each in layers}, config)
+    for _, layer in layers:
         if config.variant == "dora":
             layer.lora_variant["default"] = Dora(layer)
             settings.use_dora = True
@@ -42,23 +44,26 @@ def vary(model: PeftModel, config: LoraConfig) -> None:
             settings.init_lora_weights = config.variant
 
 
-def _require_fit(name: str, layer: LoraLayer, config: LoraConfig) -> None:
-    """Return if a variant can adapt a layer.
+def _require_fit(layers: Mapping[str, LoraLayer], config: LoraConfig) -> None:
+    """Return if a variant can adapt the layers.
 
     Raises:
-        ConfigError: it is not linear, or has fewer rows or columns than the adapter needs.
+        ConfigError: one is not linear, or has fewer rows or columns than the adapter needs.
     """
-    base = layer.get_base_layer()
-    if not isinstance(base, nn.Linear | Conv1D):
+    sizes: dict[str, int] = {}
+    for name, layer in layers.items():
+        base = layer.get_base_layer()
+        if not isinstance(base, nn.Linear | Conv1D):
+            raise ConfigError(
+                f"lora.variant {config.variant} adapts linear layers, and {name} is no linear layer"
+                f" ({type(base).__name__}); leave it out of lora.targets, or set lora.variant lora"
+            )
+        sizes[name] = min(base.weight.shape)
+    smallest = min(sizes, key=lambda name: sizes[name])
+    if config.variant != "dora" and config.rank > sizes[smallest]:
         raise ConfigError(
-            f"lora.variant {config.variant} adapts linear layers, and {name} is a"
-            f" {type(base).__name__}; leave it out of lora.targets, or set lora.variant lora"
-        )
-    smallest = min(base.weight.shape)
-    if config.variant != "dora" and config.rank > smallest:
-        raise ConfigError(
-            f"lora.variant {config.variant} begins as lora.rank {config.rank} parts of a weight,"
-            f" and {name} has {smallest}; set lora.rank {smallest} or less"
+            f"lora.variant {config.variant} begins as lora.rank {config.rank} parts of each weight,"
+            f" and {smallest} has {sizes[smallest]}; set lora.rank {sizes[smallest]} or less"
         )
 
 

@@ -1,7 +1,7 @@
 """Some processes of a job, and the numbers and objects that they tell each other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -34,10 +34,19 @@ class Group:
     """Whether its collectives are among those that all processes of the job come to in the same
     order, which are counted and compared."""
 
+    in_step: bool = True
+    """Whether its processes do the same, which is compared in sums; those of several stages of a
+    pipeline don't."""
+
     @property
     def size(self) -> int:
         """Number of processes."""
         return len(self.ranks)
+
+    @property
+    def others(self) -> list[int]:
+        """Ranks in the whole job of the others."""
+        return [*self.ranks[: self.rank], *self.ranks[self.rank + 1 :]]
 
     @property
     def global_rank(self) -> int:
@@ -48,7 +57,7 @@ class Group:
         """Wait until every process is here."""
         if self.process_group is not None:
             self._enter_collective("barrier")
-            with HERE.waiting():
+            with HERE.waiting(self.others):
                 dist.barrier(group=self.process_group)
 
     def sums(self, values: Sequence[int | float]) -> list[float]:
@@ -76,7 +85,7 @@ class Group:
             return [value]
         values: list[T | None] = [None] * self.size
         self._enter_collective("all_gather", "objects")
-        with HERE.waiting():
+        with HERE.waiting(self.others):
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
 
@@ -98,7 +107,7 @@ class Group:
         maximum.
         """
         done = values.new_zeros(self.size)
-        done[self.rank] = HERE.fingerprint
+        done[self.rank] = HERE.fingerprint if self.in_step else 0
         return torch.cat([values, done])
 
     def without_fingerprints(self, packed: Tensor) -> Tensor:
@@ -118,7 +127,7 @@ class Group:
         own = torch.tensor(values, dtype=torch.float64, device=local_device())
         self._enter_collective("all_reduce", "a few numbers", own.nbytes)
         packed = self.with_fingerprints(own)
-        with HERE.waiting():
+        with HERE.waiting(self.others):
             dist.all_reduce(packed, op=op, group=self.process_group)
         return self.without_fingerprints(packed).tolist()
 
@@ -138,6 +147,20 @@ class Group:
                         f" {theirs[number]}; {SAME_ORDER}"
                     )
         return f"the processes ran different layers; {SAME_ORDER}"
+
+
+@dataclass(frozen=True)
+class DataGroup(Group):
+    """Processes that train one model in several copies, each of which some of them share out.
+
+    Process `copies.rank * shards.size + shards.rank` of the group.
+    """
+
+    shards: Group = field(kw_only=True)
+    """Those of this process's copy."""
+
+    copies: Group = field(kw_only=True)
+    """Those that keep the same piece as this one, of each copy one."""
 
 
 ALONE = Group()

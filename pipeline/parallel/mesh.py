@@ -2,18 +2,21 @@
 
 A function asks `current_mesh()`; an object that outlives a call is given its group. What concerns
 the job - who writes files, who is alive, where all must have come - asks `mesh.world`. What
-concerns a model - its shards, its batch, sums over the batch - asks `mesh.data`.
+concerns a model - its shards, its batch, sums over the batch - asks `mesh.data`. `cut_mesh` says
+once for the job how its processes are divided.
 """
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 
 import torch.distributed as dist
 
 from pipeline.errors import require
-from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.group import ALONE, DataGroup, Group
 
 SECOND_WORD_SECONDS = 30
 
@@ -26,7 +29,12 @@ class Mesh:
     """All of them."""
 
     data: Group
-    """Those that train the same model, each on its share of a batch; they shard its states."""
+    """Those that train the same model, each on its share of a batch; they shard its states, all
+    together or, as a `DataGroup`, copy by copy."""
+
+    stages: Group = ALONE
+    """Those that have the stages of one pipeline, in order: each some of the model's blocks, and
+    all the same share of a batch."""
 
     @property
     def is_main(self) -> bool:
@@ -37,6 +45,17 @@ class Mesh:
     def local_size(self) -> int:
         """Number of processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Processes along each axis, as a run records it."""
+        copies = self.data.copies.size if isinstance(self.data, DataGroup) else 1
+        return {
+            "processes": self.world.size,
+            "stages": self.stages.size,
+            "replicas": copies,
+            "shards": self.data.size // copies,
+        }
 
     def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
         """This process's group of `size` neighbours in rank that generate together.
@@ -61,11 +80,72 @@ class Mesh:
 
 def current_mesh() -> Mesh:
     """The mesh of the job that this process has joined, or of this process alone."""
+    if _cut:
+        return _cut[-1]
     if not dist.is_initialized():
         return Mesh(world=ALONE, data=ALONE)
     ranks = tuple(range(dist.get_world_size()))
     world = Group(dist.get_rank(), ranks, dist.group.WORLD)
     return Mesh(world=world, data=world)
+
+
+_cut: list[Mesh] = []
+"""The mesh that `cut_mesh` has made: of the job, as torch's process group is."""
+
+
+@contextmanager
+def cut_mesh(*, replicas: int, pp: int = 1, timeout_seconds: float) -> Iterator[Mesh]:
+    """Divide the processes of the job, for as long as it lasts; all of them call it.
+
+    Args:
+        replicas: copies of each model; those of one copy are neighbours in rank, as are the
+            processes of a machine.
+        pp: stages of a pipeline. The first so-many-th of the processes have the first stage.
+        timeout_seconds: for which one process may keep the others waiting.
+
+    Raises:
+        ConfigError: the processes can't be divided so.
+    """
+    mesh = current_mesh()
+    number = mesh.world.size
+    require(
+        number % (pp * replicas) == 0,
+        f"{pp} stages of {replicas} replicas don't divide the {number} processes",
+    )
+    stages = _rows(range(number), number // pp)
+    if pp > 1:
+        mesh = Mesh(
+            world=replace(mesh.world, in_step=False),
+            data=subgroup(stages, timeout_seconds=timeout_seconds),
+            stages=replace(
+                subgroup(zip(*stages, strict=True), timeout_seconds=timeout_seconds),
+                in_step=False,
+            ),
+        )
+    if replicas > 1:
+        copies = [_rows(stage, len(stage) // replicas) for stage in stages]
+        across = [ranks for rows in copies for ranks in zip(*rows, strict=True)]
+        data = mesh.data
+        mesh = replace(
+            mesh,
+            data=DataGroup(
+                data.rank,
+                data.ranks,
+                data.process_group,
+                shards=subgroup(chain(*copies), timeout_seconds=timeout_seconds),
+                copies=subgroup(across, timeout_seconds=timeout_seconds),
+            ),
+        )
+    _cut.append(mesh)
+    try:
+        yield mesh
+    finally:
+        _cut.pop()
+
+
+def _rows(ranks: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Neighbours in rank, so many together."""
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
 def subgroup(

@@ -119,6 +119,7 @@ def _processes(plan: Plan, stage: Stage) -> None:
         f" {in_words(machine.host_bytes or 0)[0]} and {cores} core{'s' if cores > 1 else ''}; take"
         f" --num-processes {max(1, min(cores, (machine.host_bytes or 0) // RUNTIME_CPU))}",
     )
+    plan.configs[stage.name].parallel.check(world, section=stage.prefix)
     rollout, together = (getattr(settings, f"{n}_size", None) for n in ("rollout", "inference_tp"))
     group = getattr(settings, "group_size", 1)
     of_groups = f" in groups of {group}" if group > 1 else ""

@@ -9,6 +9,7 @@ from pipeline.budget.text import table
 from pipeline.config import RowShare, StepConfig, TrainedModelConfig
 from pipeline.installation import ROOT
 from pipeline.launch.commands import launch_command, node_command, step_words
+from pipeline.parallel.schedules import bubble, drawn, instructions
 from pipeline.plan.checks import contexts
 from pipeline.plan.estimate import Estimate, estimate, in_words, speed_of
 from pipeline.plan.inputs import model_paths
@@ -19,6 +20,9 @@ from pipeline.plan.stage import Stage
 from pipeline.settings.plain import as_options
 
 WIDTH = 100
+
+MOST_STAGES, MOST_COLUMNS = 16, 76
+"""Of a timetable that is shown."""
 
 
 def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> str:
@@ -72,6 +76,7 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         role = name.partition(".")[0]
         how = f", ZeRO stage {trained[role].zero_stage}" if role in trained else ""
         yield _line(role, f"{path}{how}{_offload(trained[role]) if role in trained else ''}")
+    yield from _mesh(config, plan.machine.world)
     yield from _method(config)
     split = f", split {_split(config)}" if config.reads_dialogues else ""
     yield _line("data", f"{' '.join(config.data.path)}{split}")
@@ -81,6 +86,35 @@ def _step(plan: Plan, stage: Stage) -> Iterator[str]:
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
         f" {_length(config)}, seed {config.seed}",
     )
+
+
+def _mesh(config: StepConfig, world: int) -> Iterator[str]:
+    """How the processes are divided, where they are."""
+    replicas, shards = config.parallel.replicas, config.workload(world).shards
+    yield from _stages(config, world)
+    if replicas > 1:
+        each = "one process" if shards == 1 else f"{shards} processes, which share its states"
+        yield _line("parallel", f"{replicas} replicas of each model that learns, each of {each}")
+
+
+def _stages(config: StepConfig, world: int) -> Iterator[str]:
+    """The pipeline, with a timetable of its first stages by the unit of a forward pass."""
+    parallel, workload = config.parallel, config.workload(world)
+    if parallel.pp == 1:
+        return
+    count = workload.micro_batches
+    share = bubble(parallel.pp, count)
+    yield _line(
+        "pipeline",
+        f"{parallel.pp} stages, {parallel.schedule}, {count} micro-batches of a step on each of"
+        f" {workload.data_processes}: stages wait {share:.0%} of the time",
+    )
+    orders = [
+        instructions(parallel.schedule, stage=number, stages=parallel.pp, count=count)
+        for number in range(parallel.pp)
+    ]
+    for number, row in enumerate(drawn(orders)[:MOST_STAGES]):
+        yield _line("", f"stage {number} {row[:MOST_COLUMNS]}")
 
 
 def _method(config: StepConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.speed import CpuSpeed, Speed, Work, gpu_speed
 from pipeline.config import Generation, StepConfig, Workload
 from pipeline.launch.local import gpu_names, share_of_cores
+from pipeline.parallel.schedules import bubble
 from pipeline.plan.memory import origins_of
 from pipeline.plan.plan import Plan
 from pipeline.plan.preview import Preview
@@ -123,9 +124,14 @@ class _Count:
         for model in self.workload.models:
             if model.learns:
                 work = self.work[model.role]
-                learning += self._passes(work, rows, learns=True)
+                learning += self._passes(work, rows, learns=True) / (1 - self._bubble)
                 learning += batches * self.speed.update(work)
         return self.workload.epochs * learning
+
+    @property
+    def _bubble(self) -> float:
+        """Share of their time in which the stages of a pipeline wait for each other."""
+        return bubble(self.workload.parallel.pp, self.workload.micro_batches)
 
     def _scoring(self, rows: int) -> float:
         """Passes without gradients over an iteration's responses."""

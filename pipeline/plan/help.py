@@ -65,7 +65,7 @@ GROUPS = (
     Group(
         "zero",
         "ZeRO and DeepSpeed files",
-        ("actor_zero_stage", "reward_zero_stage", "zero_config"),
+        ("actor_zero_stage", "reward_zero_stage", "replicas", "zero_config"),
         brief=True,
     ),
     Group(
@@ -101,6 +101,7 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
     if words and words != ["all"]:
         return "\n\n".join("\n".join(_about(word, stages)) for word in words)
     sections = [stage.section for stage in stages]
+    first = min(stages, key=lambda stage: abs(stage.number - 1))  # step 0 is seldom one
     lines = [
         f"usage: {TRAIN} [OPTION ...] [--{{{','.join(sections)}}}.SETTING VALUE ...]",
         "",
@@ -117,7 +118,7 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
     lines += [
         "",
         f"Settings of the steps, such as --ppo.kl_coef 0.05: --help {' '.join(sections)}, or",
-        f"--help ppo.actor, --help kl_coef; also {MODULE} {stages[0].module} --help, and so on",
+        f"--help ppo.actor, --help kl_coef; also {MODULE} {first.module} --help, and so on",
         "",
         "Examples",
         *(f"  {example}" for example in EXAMPLES),

@@ -68,6 +68,10 @@ class Request(Deployment, Autotuning):
     reward_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the reward model in step 2 and of the critic in step 3."""
 
+    replicas: int | None = None
+    """Copies of the sharded models that all steps keep (HSDP, docs/parallel.md): each step's
+    parallel.replicas; without it 1."""
+
     zero_config: Path | None = None
     """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It wins over
     --config, and the other options win over it; docs/deepspeed.md has its keys."""
@@ -166,7 +170,7 @@ class Request(Deployment, Autotuning):
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 0 1 2 3")
-        for name in ("lr", "batch_size", "epochs", "lora", "max_length"):
+        for name in ("lr", "batch_size", "epochs", "lora", "max_length", "replicas"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(

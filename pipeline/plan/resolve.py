@@ -285,6 +285,7 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
+        "parallel": {"replicas": request.replicas},
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
         "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }

@@ -220,7 +220,7 @@ _ORDERED = {
     "ordinal": "puts {} of{} held-out rows in their class",
     "scalar": "puts {} of every two of{} held-out rows in the right order",
     "rankings": "puts {} of the pairs in{} held-out lists in the right order",
-    "steps": "judges {} of the steps of{} held-out responses as they are labelled",
+    "steps": "predicts {} of the steps of{} held-out responses as they are labelled",
 }
 """What accuracy counts, by kind of label."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import psutil
 
 from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
 from pipeline.position import HERE, SAME_ORDER
 from pipeline.watchdog.heartbeats import Failure, Heartbeats, Sighting
 
@@ -70,6 +71,8 @@ class Attribution:
         """A process that came to another collective than this one did."""
         own = {each.number: str(each) for each in HERE.history()}
         for other in self.others():
+            if other not in current_mesh().data.ranks:  # another stage does something else
+                continue
             theirs = self.heartbeats.history(other)
             for number in sorted(own.keys() & theirs.keys()):
                 if own[number] != theirs[number]:
@@ -81,7 +84,13 @@ class Attribution:
         return None
 
     def late(self, seconds: float) -> Failure | None:
-        """The process that is furthest behind this one, which has waited for so long."""
+        """The process that is furthest behind this one, which has waited for so long.
+
+        Between the stages of a pipeline, which do different things, it is the one that others wait
+        for, and that waits for nobody.
+        """
+        if current_mesh().stages.size > 1:
+            return self._at_the_end(seconds)
         behind = [(seen.number, other, seen) for other, seen in self._seen() if not seen.left]
         number, other, seen = min(behind, default=(HERE.number, -1, None))
         if seen is None or number >= HERE.number:
@@ -92,6 +101,37 @@ class Attribution:
             f" {self.rank} waited {seconds:.0f} s for it: {_whereabouts(seen)}"
         )
         return Failure(other, what, 1, stacks=True)
+
+    def _at_the_end(self, seconds: float) -> Failure | None:
+        """Who is at the end of the chain of those that wait for each other."""
+        seen = dict(self._seen())
+        ahead = list(HERE.waits_for)
+        came_from: dict[int, int] = dict.fromkeys(ahead, self.rank)
+        while ahead:
+            each = ahead.pop()
+            found = seen.get(each)
+            if found is None or not found.waits_for:
+                return self._blamed(each, found, came_from, seconds)
+            new = [rank for rank in found.waits_for if rank not in came_from and rank != self.rank]
+            came_from.update((rank, each) for rank in new)
+            ahead += new
+        return None
+
+    def _blamed(
+        self, rank: int, seen: Sighting | None, came_from: dict[int, int], seconds: float
+    ) -> Failure:
+        between: list[int] = []
+        before = came_from[rank]
+        while before != self.rank:
+            between.append(before)
+            before = came_from[before]
+        through = "".join(f" through rank {each}" for each in reversed(between))
+        place = "it has said nothing" if seen is None else _whereabouts(seen)
+        what = (
+            f"rank {rank} hangs: rank {self.rank} waited {seconds:.0f} s for it{through} at"
+            f" {HERE.waits_at or HERE.last}: {place}"
+        )
+        return Failure(rank, what, 1, stacks=True)
 
     def silent(self, now: float, patience: float) -> Failure | None:
         """A process of another machine that is behind and has reported nothing for `patience`."""

@@ -6,7 +6,7 @@ where rank 0 holds it, it ends with rank 0, and every function here then finds n
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -62,6 +62,9 @@ class Sighting:
 
     left: bool = False
     """It went its way, as it should."""
+
+    waits_for: list[int] = field(default_factory=list[int])
+    """Ranks that it waits for."""
 
 
 class Heartbeats:

@@ -88,8 +88,8 @@ class Watchdog:
         self.heartbeats = Heartbeats.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
         self.attribution = Attribution(self.heartbeats, self.own, world)
         self._beat = 0
-        self._place = (0, time.monotonic())
-        """Number of the collective that the process is at, and since when."""
+        self._place = ((0, 0), time.monotonic())
+        """Numbers of the collective and transfer that the process is at, and since when."""
         self._next_look = 0.0
         self._history_published = 0
         self._armed_at = -float("inf")
@@ -265,9 +265,9 @@ class Watchdog:
     def _look_around(self) -> Failure | None:
         """Where this process has stood still for long: who keeps it?"""
         now = time.monotonic()
-        number, since = self._place
+        (number, transfers), since = self._place
         stands = now - since
-        if number == 0:
+        if number + transfers == 0:
             return None
         if stands >= self.timeout:
             late = self.attribution.late(stands)
@@ -287,8 +287,8 @@ class Watchdog:
     def _appear(self, *, left: bool = False) -> None:
         now = time.monotonic()
         last = HERE.last
-        if last.number != self._place[0]:
-            self._place = (last.number, now)
+        if (last.number, HERE.transfers) != self._place[0]:
+            self._place = ((last.number, HERE.transfers), now)
         self._beat += 1
         self.heartbeats.appear(
             Sighting(
@@ -296,7 +296,8 @@ class Watchdog:
                 pid=self.own.pid,
                 started=self.own.started,
                 number=last.number,
-                label=str(last),
+                label=HERE.waits_at or str(last),
+                waits_for=list(HERE.waits_for),
                 seconds=now - self._place[1],
                 beat=self._beat,
                 left=left,

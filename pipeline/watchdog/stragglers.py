@@ -24,11 +24,14 @@ EXCEPTIONS = 2
 class Stragglers:
     """Measures how long this process computes in each step, and says which one is slow.
 
-    What it waits for the others in collectives doesn't count.
+    What it waits for the others in collectives doesn't count. Of a pipeline of so many `stages`
+    the processes of one stage are compared, which do the same.
     """
 
-    def __init__(self, world: Group) -> None:
+    def __init__(self, world: Group, *, stages: int = 1) -> None:
         self._world = world
+        self._alike = world.size // stages
+        """Processes that do the same: neighbours in rank."""
         self.begin_step()
         self._seconds: list[float] = []
         self._reported: set[int] = set()
@@ -41,7 +44,7 @@ class Stragglers:
         """A step is over. At the end of a window all processes compare; the first one speaks."""
         elapsed = time.perf_counter() - self._start
         self._seconds.append(max(0.0, elapsed - (HERE.waited() - self._waited)))
-        if self._world.size > 1 and len(self._seconds) == WINDOW:
+        if self._alike > 1 and len(self._seconds) == WINDOW:
             self._compare(step - WINDOW + 1)
         if len(self._seconds) == WINDOW:
             self._seconds.clear()
@@ -51,7 +54,12 @@ class Stragglers:
         table = [[0.0] * WINDOW for _ in range(self._world.size)]
         table[self._world.rank] = self._seconds
         flat = self._world.sums([each for row in table for each in row])
-        slow = slow_ranks([flat[n : n + WINDOW] for n in range(0, len(flat), WINDOW)])
+        rows = [flat[n : n + WINDOW] for n in range(0, len(flat), WINDOW)]
+        slow = {
+            first + each: factor
+            for first in range(0, len(rows), self._alike)
+            for each, factor in slow_ranks(rows[first : first + self._alike]).items()
+        }
         new = slow.keys() - self._reported
         self._reported = set(slow)
         if not new:

@@ -15,7 +15,7 @@ from pipeline.models.forward import Scorer
 from step2_reward.config import RewardConfig
 from step2_reward.lab.calibration import calibrate
 from step2_reward.lab.figures import Measured, of_classes, share
-from step2_reward.lab.steps import StepRowJudged, first_errors
+from step2_reward.lab.steps import PredictedSteps, first_errors
 from step2_reward.label_rows import Labels
 from step2_reward.step_objective import StepObjective, step_texts
 
@@ -32,28 +32,28 @@ def measure_steps(
     """The figures of a model on responses in steps; all processes call it."""
     objective = StepObjective(labels, config)
     encoded = objective.encode(examples, chat, config)
-    _, judged = objective.judge(scorer, encoded, config)
-    logits = torch.tensor([logit for row in judged for logit in row.logits])  # (M,)
-    wrong = torch.tensor([int(each < 0.5) for row in judged for each in row.targets])
+    _, predicted = objective.predict(scorer, encoded, config)
+    logits = torch.tensor([logit for row in predicted for logit in row.logits])  # (M,)
+    wrong = torch.tensor([int(each < 0.5) for row in predicted for each in row.targets])
     both = torch.stack([logits, torch.zeros_like(logits)], dim=1)
-    errors = first_errors(judged)
+    errors = first_errors(predicted)
     found = of_classes(both.log_softmax(dim=1), wrong, NAMES)
     found["step_accuracy"] = found.pop("accuracy")
     count = errors.with_error + errors.without_error
     found["first_errors"] = {
         **asdict(errors),
         "f1": errors.f1,
-        "accuracy": share(errors.found + errors.kept, count),
+        "accuracy": share(float(errors.found + errors.kept), count),
     }
     found["calibration"] = asdict(calibrate(both, wrong))
     lines = [
         prediction(example, row, config.step_separator)
-        for example, row in zip(examples, judged, strict=True)
+        for example, row in zip(examples, predicted, strict=True)
     ]
     return Measured({"labels": labels.kind, "rows": len(examples), **found}, lines)
 
 
-def prediction(example: Example, row: StepRowJudged, separator: str) -> dict[str, object]:
+def prediction(example: Example, row: PredictedSteps, separator: str) -> dict[str, object]:
     """A row beside the probability that each of its labelled steps is right."""
     labelled = [at for at, label in enumerate(example.step_labels) if label is not None]
     probabilities: list[float | None] = [None] * len(example.steps)

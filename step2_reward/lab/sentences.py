@@ -82,7 +82,7 @@ def _steps(figures: Mapping[str, Any]) -> list[str]:
     usual = most / (right + wrong)
     interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     lines = [
-        f"{_percent(accuracy['value'])} of {accuracy['count']} steps are judged as labelled"
+        f"{_percent(accuracy['value'])} of {accuracy['count']} steps are predicted as labelled"
         f" ({interval}); always saying {word} would be so in {_percent(usual)}"
     ]
     if accuracy["low"] <= usual:

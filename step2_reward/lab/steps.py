@@ -1,11 +1,11 @@
-"""Figures of judged steps: each step by itself, and whether the first error is found."""
+"""Figures of predicted steps: each by itself, and whether the first error is found."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class StepRowJudged:
+class PredictedSteps:
     """The labelled steps of a response."""
 
     targets: tuple[float, ...]
@@ -39,7 +39,7 @@ class FirstErrors:
 
     @property
     def accuracy(self) -> float:
-        """The share of all responses that are judged rightly."""
+        """The share of all responses of which both agree."""
         return (self.found + self.kept) / max(1, self.with_error + self.without_error)
 
     @property
@@ -51,7 +51,7 @@ class FirstErrors:
         return 2 * found * kept / (found + kept) if found + kept else 0.0
 
 
-def first_errors(rows: Sequence[StepRowJudged]) -> FirstErrors:
+def first_errors(rows: Sequence[PredictedSteps]) -> FirstErrors:
     """How often the first error of a response is found, over those with labelled steps."""
     labelled = [row for row in rows if row.targets]
     wrong = [row for row in labelled if row.first_error is not None]
@@ -64,8 +64,8 @@ def first_errors(rows: Sequence[StepRowJudged]) -> FirstErrors:
     )
 
 
-def step_figures(rows: Sequence[StepRowJudged]) -> dict[str, float]:
-    """Steps that are judged right, those of wrong and right steps alike, and first errors."""
+def step_figures(rows: Sequence[PredictedSteps]) -> dict[str, float]:
+    """Steps that are predicted right, those of wrong and right steps alike, and first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
     by_kind = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]

@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import EMBEDDED, OptimConfig, TextDataConfig, TrainedModelConfig
+from pipeline.config import (
+    EMBEDDED,
+    OptimConfig,
+    ParallelConfig,
+    TextDataConfig,
+    TrainedModelConfig,
+)
 from pipeline.data.corpus.rows import TokenRow
 from pipeline.data.store.convert import to_tokens
 from pipeline.data.store.megatron import write_megatron
@@ -21,6 +28,7 @@ from pipeline.data.store.sources import find_sources
 from pipeline.data.store.vocabulary import vocabulary_of
 from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.models.embedded import build_tokenizer
+from pipeline.parallel.mesh import cut_mesh
 from step0_pretrain import train as step
 from step0_pretrain.config import PretrainConfig
 from step0_pretrain.corpus import load_rows
@@ -102,6 +110,13 @@ def test_it_learns_every_token_and_reports_what_transformers_finds(
 
     rows = load_rows(config, build_tokenizer())
     held_out = rows.corpus.chosen.rows
+    begins = {
+        int(ids[0])
+        for row in held_out
+        for span, ids in zip(row.spans, row.sequences(), strict=True)
+        if span.is_first
+    }
+    assert begins == {build_tokenizer().bos_token_id}
     figures = result(config)
     assert figures["perplexity_before"] == pytest.approx(
         plain_perplexity(start / "base", held_out), rel=1e-4
@@ -110,11 +125,14 @@ def test_it_learns_every_token_and_reports_what_transformers_finds(
         plain_perplexity(config.output_dir, held_out), rel=1e-4
     )
     assert figures["perplexity_after"] < 0.5 * figures["perplexity_before"]
-    batch = rows.corpus.next_rows()
-    kept = [row.without(rows.corpus.chosen.held_out.contains) for row in batch]
-    assert logged(config, "tokens")[0] == sum(map(len, kept))
+    is_held_out = rows.corpus.chosen.held_out.contains
+    batches = [rows.corpus.next_rows() for _ in range(12)]
+    kept = [[row.without(is_held_out) for row in batch] for batch in batches]
+    tokens = [sum(map(len, batch)) for batch in kept]
+    assert logged(config, "tokens") == tokens
+    assert sum(tokens) < sum(len(row) for batch in batches for row in batch)
     assert logged(config, "loss")[0] == pytest.approx(
-        math.log(plain_perplexity(start / "base", kept)), rel=1e-4
+        math.log(plain_perplexity(start / "base", kept[0])), rel=1e-4
     )
 
 
@@ -248,3 +266,23 @@ def test_a_bad_row_of_text_is_named_before_the_model_is_loaded(
     monkeypatch.setattr(step, "load_model", load)
     with pytest.raises(DataError, match=r"bad.jsonl:2: it has no field 'text'"):
         train(replace(config, data=replace(config.data, path=(str(tmp_path / "bad.jsonl"),))))
+
+
+def run_in_stages(config: PretrainConfig) -> None:
+    with cut_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
+        train(config)
+
+
+def test_two_stages_learn_what_one_process_does_to_the_bit(start: Path, tmp_path: Path) -> None:
+    parallel = ParallelConfig(micro_batches=3)
+    alone = small(start, tmp_path / "alone", parallel=parallel)
+    train(alone)
+
+    staged = small(start, tmp_path / "staged", parallel=replace(parallel, pp=2))
+    run_ranks(run_in_stages, staged)
+
+    for name in ("loss", "grad_norm", "eval_perplexity"):
+        assert logged(staged, name) == logged(alone, name)
+    found, expected = (load_file(each.output_dir / "model.safetensors") for each in (staged, alone))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())

@@ -18,6 +18,7 @@ from pipeline.models.chat import load_chat
 from pipeline.models.embedded import VOCABULARY, build_tokenizer
 from pipeline.models.forward import Policy
 from pipeline.models.load import load_causal_lm
+from pipeline.models.passes import Passes
 from pipeline.parallel.mesh import current_mesh
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
@@ -68,7 +69,7 @@ def test_perplexity_is_the_exponential_of_the_mean_over_all_target_tokens(
         Policy(tiny_causal_lm("llama", vocab_size=VOCABULARY)), config.model, total_steps=1
     )
 
-    got = perplexity(engine, rows, config)
+    got = perplexity(Passes(engine), cut(rows, config))
 
     nll, count = 0.0, 0
     for row in rows:
@@ -154,9 +155,8 @@ def test_the_exported_weights_are_the_best_ones_and_patience_stops(tmp_path: Pat
     _, chat = load_chat(config.model, DataConfig())
     held_out = load_examples(config.data, step=1, seed=config.seed).eval
     model = load_causal_lm(FrozenModelConfig(path=str(config.output_dir)), device=CPU)
-    again = perplexity(
-        Engine(Policy(model), config.model, total_steps=1), encode(held_out, chat, config), config
-    )
+    passes = Passes(Engine(Policy(model), config.model, total_steps=1))
+    again = perplexity(passes, cut(encode(held_out, chat, config), config))
     assert again == pytest.approx(best, rel=1e-5)
 
 

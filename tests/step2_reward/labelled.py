@@ -31,6 +31,10 @@ def _row(kind: str, number: int) -> dict[str, Any]:
         responses = [curt, polite, rude] if number % 2 else [rude, polite]
         scores = [2.0, 5.0, 1.0] if number % 2 else [0.0, 1.0]
         return {"prompt": prompt, "responses": responses, "scores": scores}
+    if kind == "steps":
+        steps = [polite, rude, curt] if grade else [curt, polite]
+        labels = [step != rude for step in steps]
+        return {"prompt": prompt, "completions": steps, "labels": labels}
     labels = {
         "classes": ("rude", "curt", "polite")[grade],
         "ordinal": grade,

@@ -20,7 +20,7 @@ from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.step2_reward.labelled import rows_of, save_base, task, write_csv, write_jsonl
 
-KINDS = ("ties", "classes", "ordinal", "scalar", "rankings")
+KINDS = ("ties", "classes", "ordinal", "scalar", "rankings", "steps")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,9 @@ def labels_alike(config: RewardConfig) -> list[float]:
     return [number for name in names for number in logged(config, name)]
 
 
-@pytest.mark.parametrize("kind", ["rankings", pytest.param("ordinal", marks=pytest.mark.grid)])
+@pytest.mark.parametrize(
+    "kind", ["rankings", "steps", pytest.param("ordinal", marks=pytest.mark.grid)]
+)
 def test_two_processes_and_stage_3_train_as_one_does(tmp_path: Path, base: Path, kind: str) -> None:
     """Five rows a step in parts of two: never equally many for both."""
     data = write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))

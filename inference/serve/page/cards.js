@@ -2,6 +2,7 @@
 
 import { post, respond } from "./api.js";
 import { button, element, rich } from "./dom.js";
+import { related } from "./kl.js";
 
 const LETTERS = ["A", "B", "C", "D"];
 
@@ -61,6 +62,17 @@ export function cards(models, order, hidden) {
           const dialogue = [...messages, { role: "assistant", content: answer.text.trim() }];
           answer.score = (await post("/v1/score", { messages: dialogue })).score;
           if (!hidden) columns[order.indexOf(model)].foot.append(` · score ${answer.score.toFixed(2)}`);
+        }),
+      );
+    },
+    async relate(reference, messages, answers, signal) {
+      await Promise.all(
+        answers.map(async (answer, model) => {
+          if (answer.model === reference || !answer.token_ids.length) return;
+          const { spans, words } = await related(answer, messages, reference, signal);
+          const column = columns[order.indexOf(model)];
+          column.text.replaceChildren(...spans);
+          column.foot.append(words);
         }),
       );
     },

@@ -21,6 +21,7 @@ export function compareView(place, server, query) {
     });
   const blind = element("input", { type: "checkbox", checked: localStorage.getItem("blind") === "1" });
   blind.addEventListener("change", () => localStorage.setItem("blind", blind.checked ? "1" : "0"));
+  const relative = element("input", { type: "checkbox" });
   const input = element("textarea", { rows: 2, "aria-label": "Prompt", placeholder: "Prompt: Enter asks every model" });
   input.value = query.get("prompt") ?? "";
   const results = element("div", {});
@@ -39,6 +40,7 @@ export function compareView(place, server, query) {
       { class: "row bar" },
       ...names.map((name) => element("label", { class: "check" }, pick(name), name)),
       element("label", { class: "check" }, blind, "Blind"),
+      element("label", { class: "check" }, relative, `KL to ${names[0]}`),
     ),
     element("div", { class: "composer wide" }, input, sender),
     results,
@@ -67,6 +69,7 @@ export function compareView(place, server, query) {
     try {
       const answers = await shown.ask(messages, fields, own.signal);
       if (server.reward) await shown.score(messages, answers);
+      if (relative.checked && !hidden) await shown.relate(names[0], messages, answers, own.signal);
       say(`Seed ${fields.seed}`);
       if (!own.signal.aborted && server.ratings && models.length === 2) offer(shown, messages, answers, order, hidden);
       else if (hidden) results.append(button("Show the names", () => shown.reveal(answers)));

@@ -1,7 +1,7 @@
 // What the form above every view holds, kept in this browser; the key only until it is closed.
 
-const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", rater: "" };
-const form = document.getElementById("settings");
+const DEFAULTS = { temperature: "0.7", top_p: "1", top_k: "", max_tokens: "", seed: "", system: "", form: "", rater: "" };
+const settings = document.getElementById("settings");
 
 function kept() {
   try {
@@ -14,7 +14,7 @@ function kept() {
 const values = { ...DEFAULTS, ...kept(), key: sessionStorage.getItem("key") ?? "" };
 
 export function initialize() {
-  for (const field of form.elements) {
+  for (const field of settings.elements) {
     if (!field.name) continue;
     field.value = values[field.name] ?? "";
     field.addEventListener("input", () => {
@@ -24,11 +24,11 @@ export function initialize() {
       sessionStorage.setItem("key", key);
     });
   }
-  form.addEventListener("submit", (event) => event.preventDefault());
+  settings.addEventListener("submit", (event) => event.preventDefault());
   const opener = document.getElementById("open-settings");
   opener.addEventListener("click", () => {
-    form.hidden = !form.hidden;
-    opener.setAttribute("aria-expanded", String(!form.hidden));
+    settings.hidden = !settings.hidden;
+    opener.setAttribute("aria-expanded", String(!settings.hidden));
   });
 }
 
@@ -42,7 +42,17 @@ export function sampling() {
   for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {
     if (values[name] !== "" && Number.isFinite(Number(values[name]))) fields[name] = Number(values[name]);
   }
-  return fields;
+  return Object.assign(fields, form(values.form.trim()));
+}
+
+// What responses are kept within: a JSON schema, or else a regular expression.
+function form(text) {
+  if (!text.startsWith("{")) return text ? { regex: text } : {};
+  try {
+    return { response_format: { type: "json_schema", json_schema: { name: "form", schema: JSON.parse(text) } } };
+  } catch {
+    return { regex: text };
+  }
 }
 
 export function drawSeed() {

@@ -161,8 +161,8 @@ _ZERO_REFUSED = {
             _ZERO + "zeropp_loco_param": "belongs to quantized gradients, which are not available;"
             " remove it",
             _ZERO + "zenflow": "would update weights with gradients of earlier steps; remove it",
-            _ZERO + "mics_hierarchical_params_gather": "belongs to MiCS, which is not available;"
-            " remove it",
+            _ZERO + "mics_hierarchical_params_gather": "belongs to MiCS; remove it and set"
+            " --replicas to the number of groups of processes",
             "compile.passes": "asks for sequence or tensor parallelism, which is not available;"
             " remove it",
         },
@@ -177,8 +177,8 @@ _ZERO_REFUSED = {
     ),
     **refused(
         {
-            _ZERO + "mics_shard_size": "asks for shards within groups of processes, which is not"
-            " available; remove it"
+            _ZERO + "mics_shard_size": "asks for shards within groups of processes; remove it and"
+            " set --replicas to the number of such groups"
         },
         -1,
     ),

@@ -5,7 +5,6 @@ order, or the file it lies in. So copies of a document are all on one side, and 
 moves none.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,26 +13,12 @@ from itertools import islice
 from pipeline.data.corpus.permutation import Permutation
 from pipeline.data.corpus.rows import FileRows, Span, TokenRow
 from pipeline.data.prompt_hash import draw
+from pipeline.data.store.document_hash import document_hash
 from pipeline.data.store.reader import TokenFile
 from pipeline.errors import DataError
 
-HASHED = 4096
-"""Tokens of a document that its hash is of: the first so many."""
-
 REMEMBERED = 2**16
 """Documents of which it is remembered whether they are held out."""
-
-
-def document_hash(file: TokenFile, document: int) -> int:
-    """64 bits that stand for a document.
-
-    Raises:
-        DataError: a block that it lies in is damaged.
-    """
-    start, end = file.span(document)
-    ids = file.slice(start, min(end, start + HASHED)).astype("<u4")
-    digest = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 class HeldOut:

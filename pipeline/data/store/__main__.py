@@ -8,12 +8,16 @@ from pipeline.cli import run_main, say
 from pipeline.command import choose_command, read_command
 from pipeline.data.store.check import findings
 from pipeline.data.store.config import (
+    ChunkConfig,
     ConvertConfig,
+    IndexConfig,
     MergeConfig,
     PackConfig,
     ShowConfig,
+    ShuffleConfig,
     VerifyConfig,
 )
+from pipeline.data.store.line_index import SUFFIX, LineIndex, index_path, write_index
 from pipeline.data.store.reader import TokenFile
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.files.lock import RunLock
@@ -25,7 +29,7 @@ C = TypeVar("C")
 
 
 def pack(words: Sequence[str]) -> None:
-    """Write the texts of .jsonl and .jsonl.gz files as one token file."""
+    """Write the texts of .jsonl files, also .gz and .zst, and of .txt files as one token file."""
     names, config = _read(PackConfig, words, "pack", "FILE ... --tokenizer DIR --out X.tokens")
     check_output(config.target, option="--out")
 
@@ -49,10 +53,22 @@ def pack(words: Sequence[str]) -> None:
     )
 
 
+def index(words: Sequence[str]) -> None:
+    """Write where the rows of a file of JSON lines begin; `show` then prints any of them."""
+    names, config = _read(IndexConfig, words, "index", "X.jsonl [--out X.jsonl.index]")
+    source = Path(_only(names, "index"))
+    out = config.out or index_path(source)
+    check_output(out, option="--out")
+    say(f"{out}: {write_index(source, out):,} rows of {source}")
+
+
 def show(words: Sequence[str]) -> None:
-    """Print what a token file says of itself, or one of its documents with --document N."""
+    """Print what a token file or an index says of itself, or with --document N one document."""
     names, config = _read(ShowConfig, words, "show", "X.tokens [--document N]")
     for name in names:
+        if name.endswith(SUFFIX):
+            _show_row(LineIndex(Path(name)), config.document)
+            continue
         file = TokenFile(name)
         if config.document is None:
             say("\n".join(_about(file)))
@@ -83,8 +99,7 @@ def merge(words: Sequence[str]) -> None:
     """Write the documents of several token files of one tokenizer as one."""
     names, config = _read(MergeConfig, words, "merge", "A.tokens B.tokens ... --out C.tokens")
     check_output(config.target, option="--out")
-    if config.target.exists():
-        raise ConfigError(f"{config.target} is there already; name another file, or remove it")
+    _check_new([config.target])
 
     from pipeline.data.store.merge import merge as write
 
@@ -94,17 +109,48 @@ def merge(words: Sequence[str]) -> None:
     say(f"{config.target} has {layout.documents:,} documents, {layout.tokens:,} tokens")
 
 
+def shuffle(words: Sequence[str]) -> None:
+    """Write the documents of a token file in a random order, in constant memory."""
+    names, config = _read(ShuffleConfig, words, "shuffle", "A.tokens [--seed N] --out B.tokens")
+    check_output(config.target, option="--out")
+    _check_new([config.target])
+
+    from pipeline.data.store.shuffle import shuffle as write
+
+    with RunLock(config.target.with_name(config.target.name + ".lock")):
+        layout = write(TokenFile(_only(names, "shuffle")), config.target, seed=config.seed)
+    say(f"{config.target} has {layout.documents:,} documents, {layout.tokens:,} tokens")
+
+
+def chunk(words: Sequence[str]) -> None:
+    """Write a token file as several: parts of one size, or shares by documents' hashes."""
+    names, config = _read(ChunkConfig, words, "chunk", "A.tokens --parts N --out B.tokens")
+    check_output(config.target, option="--out")
+
+    from pipeline.data.store.chunk import chunk as write
+    from pipeline.data.store.chunk import equal_parts, part_path, shared_parts
+
+    file = TokenFile(_only(names, "chunk"))
+    wanted = range(config.count) if config.part is None else [config.part]
+    _check_new([part_path(config.target, part, config.count) for part in wanted])
+    if config.parts is not None:
+        parts = equal_parts(file, config.parts)
+    else:
+        parts = shared_parts(file, config.shares, seed=config.seed)
+    with RunLock(config.target.with_name(config.target.name + ".lock")):
+        written = write(file, config.target, parts, only=config.part)
+    for path, layout in written.items():
+        say(f"{path} has {layout.documents:,} documents, {layout.tokens:,} tokens")
+
+
 def convert(words: Sequence[str]) -> None:
     """Write Megatron's or Modalities' file as a token file, or a token file as Megatron's."""
     takes = "FILE --to tokens|megatron --out X"
     names, config = _read(ConvertConfig, words, "convert", takes)
-    if len(names) > 1:
-        raise ConfigError(f"convert takes one file, got {len(names)}; merge joins token files")
-    source, out = Path(names[0]), config.target
+    source, out = Path(_only(names, "convert")), config.target
     check_output(out, option="--out")
     written = [out] if config.to == "tokens" else [Path(f"{out}.bin"), Path(f"{out}.idx")]
-    if there := [path for path in written if path.exists()]:
-        raise ConfigError(f"{there[0]} is there already; name another file, or remove it")
+    _check_new(written)
     with RunLock(out.with_name(out.name + ".lock")):
         if config.to == "megatron":
             from pipeline.data.store.megatron import write_megatron
@@ -125,10 +171,13 @@ def convert(words: Sequence[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "index": index,
     "pack": pack,
     "show": show,
     "verify": verify,
     "merge": merge,
+    "shuffle": shuffle,
+    "chunk": chunk,
     "convert": convert,
 }
 
@@ -156,6 +205,19 @@ def _read(
     return list(words[:count]), config
 
 
+def _only(names: Sequence[str], command: str) -> str:
+    """The one file that a command takes."""
+    if len(names) > 1:
+        raise ConfigError(f"{command} takes one file, got {len(names)}; merge joins token files")
+    return names[0]
+
+
+def _check_new(paths: Sequence[Path]) -> None:
+    """Raise where a file is there already."""
+    if there := [path for path in paths if path.exists()]:
+        raise ConfigError(f"{there[0]} is there already; name another file, or remove it")
+
+
 def _about(file: TokenFile) -> list[str]:
     origin, layout = file.origin, file.layout
     more = origin.files - len(origin.names)
@@ -168,6 +230,18 @@ def _about(file: TokenFile) -> list[str]:
         f"  sources     {names}: {origin.bytes:,} bytes, field {origin.field}",
         f"  left out    {origin.bad_rows:,} bad rows",
     ]
+
+
+def _show_row(index: LineIndex, number: int | None) -> None:
+    if not index.is_intact():
+        raise DataError(f"{index.path} is damaged; index {index.source} again")
+    if number is None:
+        say(f"{index.path}: {index.rows:,} rows of {index.source}")
+        return
+    if not 0 <= number < index.rows:
+        last = index.rows - 1
+        raise ConfigError(f"--document {number} is not there: {index.path} has rows 0 to {last:,}")
+    say(index.row(number).decode("utf-8", "replace"))
 
 
 def _show_document(file: TokenFile, number: int, path: str | None) -> None:

@@ -54,11 +54,25 @@ class PackConfig(WritingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """What `index` writes."""
+
+    out: Path | None = None
+    """The index, whose name ends in .index; null is beside the file, as rows.jsonl.index."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.out is None or self.out.suffix == ".index",
+            f"out must end in .index, got {self.out}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShowConfig:
     """What `show` prints."""
 
     document: int | None = None
-    """Print the text and the ids of this document, counted from 0."""
+    """Print the text and the ids of this document, counted from 0; of an index this row."""
 
     tokenizer: str | None = None
     """The tokenizer to decode with, where it is not where the file says."""
@@ -67,6 +81,56 @@ class ShowConfig:
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig(WritingConfig):
     """What `merge` writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleConfig(WritingConfig):
+    """What `shuffle` writes."""
+
+    seed: int = 0
+    """Decides the order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkConfig(WritingConfig):
+    """What `chunk` writes: `X-00000-of-00008.tokens` and so on of `--out X.tokens`."""
+
+    parts: int | None = None
+    """Number of parts: documents that follow one another, of nearly the same number of tokens."""
+
+    shares: tuple[float, ...] = ()
+    """Or their shares, as 98,1,1: documents by a hash of their own tokens, so that copies of one
+    are in one part."""
+
+    part: int | None = None
+    """Write this part alone, counted from 0."""
+
+    seed: int = 0
+    """Decides, with `--shares`, which document is in which part."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            (self.parts is None) != (not self.shares),
+            "parts or shares is needed, and not both: --parts 8, or --shares 98,1,1",
+        )
+        require(
+            self.parts is None or 1 < self.parts <= 256,
+            f"parts must be above 1 and at most 256, got {self.parts}",
+        )
+        require(
+            not self.shares or (len(self.shares) > 1 and min(self.shares) > 0),
+            f"shares needs two numbers above 0 or more, got {list(self.shares)}",
+        )
+        require(
+            self.part is None or 0 <= self.part < self.count,
+            f"part must be one of 0 to {self.count - 1}, got {self.part}",
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of parts."""
+        return self.parts or len(self.shares)
 
 
 @dataclass(frozen=True, kw_only=True)

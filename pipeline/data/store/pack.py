@@ -130,8 +130,8 @@ class _Work:
     def _meet(self, sentence: str, number: int) -> None:
         if self.config.on_bad_row == "stop":
             raise DataError(
-                f"{sentence}; repair the row and pack again, or go on with --resume --on-bad-row"
-                " skip, which leaves such rows out"
+                f"{sentence}; repair the row, or let `python -m pipeline.data.store pack` leave out"
+                " such rows, with --on-bad-row skip, and with --resume where it was ended"
             )
         if number <= NAMED_BAD_ROWS:
             logger.warning("left out %s", sentence)

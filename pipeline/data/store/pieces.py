@@ -1,20 +1,20 @@
 """A corpus cut into pieces of whole lines, in an order that no number of workers changes.
 
 A plain file is cut at multiples of `PIECE_BYTES`: a piece has the lines that begin within it, and
-is read by whoever works on it. A `.gz` can only be read from its beginning, so its pieces carry
-their lines. A `.txt` is one piece: one text.
+is read by whoever works on it. A `.gz` or `.zst` can only be read from its beginning, so its pieces
+carry their lines. A `.txt` is one piece: one text.
 """
 
-import gzip
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeline.data.store.compressed import opened
 from pipeline.errors import DataError
 
 PIECE_BYTES = 4 * 2**20
+COMPRESSED = (".gz", ".zst")
 BOM = b"\xef\xbb\xbf"
 TEXT = ".txt"
 """How names of files end that are one text each."""
@@ -29,11 +29,11 @@ class Piece:
 
     path: Path
     begin: int
-    """Of a plain file the first byte; of a `.gz` the number of the piece."""
+    """Of a plain file the first byte; of a compressed one the number of the piece."""
 
     end: int
     lines: tuple[bytes, ...] | None
-    """Of a `.gz`, each with its end."""
+    """Of a compressed file, each with its end."""
 
     is_last: bool
     """Whether it is the last of its file."""
@@ -48,7 +48,7 @@ def cut(files: list[Path], max_row: int, *, skip: int = 0) -> Iterator[Piece]:
     """The pieces of the files, one after the other, without the first `skip`.
 
     Raises:
-        DataError: a `.gz` is damaged.
+        DataError: a compressed file is damaged.
     """
     number = 0
     for index, path in enumerate(files):
@@ -94,8 +94,8 @@ def text_of(piece: Piece, max_row: int) -> bytes:
 
 
 def _of_file(index: int, path: Path, max_row: int) -> Iterator[Piece]:
-    if path.suffix == ".gz":
-        yield from _of_gzip(index, path, max_row)
+    if path.suffix in COMPRESSED:
+        yield from _of_compressed(index, path, max_row)
         return
     size = path.stat().st_size
     if path.suffix == TEXT:
@@ -106,21 +106,18 @@ def _of_file(index: int, path: Path, max_row: int) -> Iterator[Piece]:
         yield Piece(index, path, begin, end, None, end == size)
 
 
-def _of_gzip(index: int, path: Path, max_row: int) -> Iterator[Piece]:
+def _of_compressed(index: int, path: Path, max_row: int) -> Iterator[Piece]:
     lines: list[bytes] = []
     number = filled = 0
-    try:
-        with gzip.open(path, "rb") as file:
-            while line := file.readline(max_row + 1):
-                if _is_too_long(line, max_row):
-                    _skip_line(file)
-                if filled and filled + len(line) > PIECE_BYTES:
-                    yield Piece(index, path, number, number, tuple(lines), False)
-                    number, filled, lines = number + 1, 0, []
-                lines.append(line)
-                filled += len(line)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is no whole gzip file: {error}; copy it again") from error
+    with opened(path) as file:
+        while line := file.readline(max_row + 1):
+            if _is_too_long(line, max_row):
+                _skip_line(file)
+            if filled and filled + len(line) > PIECE_BYTES:
+                yield Piece(index, path, number, number, tuple(lines), False)
+                number, filled, lines = number + 1, 0, []
+            lines.append(line)
+            filled += len(line)
     yield Piece(index, path, number, number, tuple(lines), True)
 
 
@@ -128,7 +125,7 @@ def _is_too_long(line: bytes, max_row: int) -> bool:
     return len(line) > max_row and not line.endswith(b"\n")
 
 
-def _skip_line(file: "BinaryIO | gzip.GzipFile", end: int | None = None) -> None:
+def _skip_line(file: BinaryIO, end: int | None = None) -> None:
     """Go on after the end of the line, or after `end`."""
     while end is None or file.tell() < end:
         part = file.readline(PIECE_BYTES)

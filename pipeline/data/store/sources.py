@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.data.store.compressed import check_readable
 from pipeline.errors import DataError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".txt")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def _source(path: Path) -> SourceFile:
         raise DataError(f"{path} is a directory; name its files, as in '{path}/*.jsonl'")
     if not path.name.endswith(SUFFIXES):
         raise DataError(f"{path} is none of what can be packed: {', '.join(SUFFIXES)}")
+    check_readable(path)
     try:
         stat = path.stat()
         path.open("rb").close()

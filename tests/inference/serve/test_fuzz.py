@@ -48,6 +48,17 @@ VALUES: tuple[Any, ...] = (
     *("(", "a+", "\ud800", {"type": "json_object"}, {"type": "json_schema"}),
     {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": ["\ud800"]}}},
     {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    *("required", {"type": "function", "function": {"name": "f"}}),
+    [
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "Hi"},
+    ],
     *({"eos_token": "a"}, {"message": True}, {"if": "x"}),
     [{"role": "user", "content": "Hi"}],
     [{"role": "assistant", "content": "Hi"}],
@@ -64,6 +75,7 @@ FIELDS = (
     *("logprobs", "top_logprobs", "echo", "best_of", "suffix", "tools", "response_format", "regex"),
     *("return_token_ids", "continue_final_message", "add_generation_prompt", "unknown"),
     *("tokens", "add_special_tokens", "chat_template", "chat_template_kwargs"),
+    *("tool_choice", "parallel_tool_calls"),
 )
 PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, "/tokenize", "/detokenize", "/v1/score")
 

@@ -163,6 +163,61 @@ def test_markup_of_a_model_is_text(page: Any, served: Running) -> None:
 
 
 @in_browser
+def test_a_response_is_seen_beside_what_the_first_model_says_of_its_tokens(
+    page: Any, served: Running
+) -> None:
+    page.get_by_role("link", name="Compare").click()
+    page.get_by_label("KL to first").check()
+    page.get_by_label("Prompt").fill("What is 3 plus 4?")
+    page.keyboard.press("Enter")
+    page.get_by_text("KL to first", exact=False).nth(1).wait_for()
+
+    base, other = page.locator(".card").all()
+    assert base.locator(".token").count() == 0
+    assert "KL" not in base.locator(".foot").inner_text()
+    titles = [each.get_attribute("title") for each in other.locator(".token").all()]
+    words = re.search(r"(\d+) tokens.* KL to first (\S+) nats", other.inner_text())
+    assert words is not None
+    assert len(titles) == int(words[1])
+    sums = [float(re.findall(r"(-?[\d.]+) until here", title or "")[0]) for title in titles]
+    assert sums[-1] == float(words[2])
+
+    assert sums[-1] == pytest.approx(divergence(served, page), abs=0.02)
+
+
+def divergence(served: Running, page: Any) -> float:
+    """Log p / p_first of the second model's response to the prompt on the page, with its seed."""
+    seed = int(re.findall(r"Seed (\d+)", page.locator("#status").inner_text())[0])
+    fields = {"seed": seed, "temperature": 0.7, "return_token_ids": True}
+    body = {**chat("What is 3 plus 4?", **fields), "model": "second"}
+    ids = post(served, "/v1/chat/completions", body).json["choices"][0]["token_ids"]
+    prompt = post(served, "/tokenize", {"messages": body["messages"]}).json["tokens"]
+    scored = {"prompt": prompt + ids, "echo": True, "max_tokens": 0, "logprobs": 1}
+    first, second = (
+        post(served, "/v1/completions", {"model": name, **scored}).json["choices"][0]["logprobs"]
+        for name in ("first", "second")
+    )
+    pairs = zip(second["token_logprobs"], first["token_logprobs"], strict=True)
+    return sum(own - other for own, other in list(pairs)[len(prompt) :])
+
+
+@in_browser
+def test_responses_keep_within_a_form_that_is_given(page: Any) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance, of the extra guide")
+    page.get_by_role("button", name="Settings").click()
+    form = page.get_by_label("Form of responses")
+    form.fill("[0-9]{3}")
+    ask(page, "What is 2 plus 2?")
+    assert re.fullmatch(r"[0-9]{3}", page.locator(".turn.assistant .text").inner_text())
+
+    form.fill('{"enum": ["yes", "no"]}')
+    page.get_by_role("button", name="New dialogue").click()
+    ask(page, "Is it?")
+    assert page.locator(".turn.assistant .text").inner_text() in ('"yes"', '"no"')
+    form.fill("")
+
+
+@in_browser
 def test_two_models_are_compared_blind_with_one_seed(page: Any, served: Running) -> None:
     before = len(ratings(served))
     page.get_by_role("link", name="Compare").click()

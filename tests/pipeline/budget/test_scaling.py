@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,20 @@ def test_seconds_follow_from_operations_and_bytes(model: str) -> None:
     assert alone.sent == 0
     assert 1 <= zero.sent / (3 * 4 * weights * 15 / 16) < 1.3  # padding of small vectors
     assert rows[3].num_bytes < zero.num_bytes  # sharded
+
+
+def test_copies_on_each_machine_send_only_their_pieces_of_gradients_to_others(model: str) -> None:
+    config = ScalingConfig(
+        model=model, gpus=(8, 32), stages=(3,), tokens_per_gpu=64, length=32, bandwidth=10.0
+    )
+    (alone, shared), (_, copies) = scale(config), scale(replace(config, copies=True))
+    weights = sum(param.numel() for param in tiny_causal_lm("llama", vocab_size=96).parameters())
+
+    # Two micro-batches; an eighth of the gradients in fp32, there and back, all but a quarter.
+    assert 1 <= copies.sent_away / (2 * 2 * 4 * weights / 8 * 3 / 4) < 1.3
+    assert copies.sending == copies.sent_away / 10e9
+    assert shared.sent_away == shared.sent > alone.sent_away == 0
+    assert copies.num_bytes > shared.num_bytes
 
 
 def test_the_table_has_a_line_for_each_number_of_gpus_and_stage(

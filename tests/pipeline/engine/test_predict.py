@@ -85,7 +85,7 @@ def one_step(engine: Engine, *, micro_batches: int = 1) -> dict[str, int]:
         engine.backward(engine(input_ids=ids, use_cache=False).logits.float().square().mean())
     before = {
         "gradients": trained_bytes(engine.groups)["gradients"],
-        "gradient_buffers": engine.pool.num_bytes,
+        "gradient_buffers": engine.pool.num_bytes + engine.comm.num_bytes,
     }
     engine.step()
     after = trained_bytes(engine.groups)

@@ -319,14 +319,14 @@ def test_processes_hold_the_bytes_that_the_plan_counts(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         (
-            {"variant": "pissa", "rank": 17},
-            "lora.variant pissa begins as lora.rank 17 parts of a weight, and"
+            {"variant": "pissa", "rank": 40},  # more than q_proj has, too
+            "lora.variant pissa begins as lora.rank 40 parts of each weight, and"
             " model.layers.0.self_attn.k_proj has 16; set lora.rank 16 or less",
         ),
         (
             {"variant": "dora", "targets": ("embed_tokens", "q_proj")},
-            "lora.variant dora adapts linear layers, and model.embed_tokens is a Embedding; leave"
-            " it out of lora.targets, or set lora.variant lora",
+            "lora.variant dora adapts linear layers, and model.embed_tokens is no linear layer"
+            " (Embedding); leave it out of lora.targets, or set lora.variant lora",
         ),
         (
             {"variant": "olora", "dropout": 0.1},

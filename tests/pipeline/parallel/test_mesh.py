@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.parallel.group import ALONE
-from pipeline.parallel.mesh import Mesh, current_mesh, subgroup
+from pipeline.parallel.group import ALONE, DataGroup
+from pipeline.parallel.mesh import Mesh, current_mesh, cut_mesh, subgroup
 from pipeline.position import HERE
 from tests.distributed import run_ranks
 
@@ -85,6 +85,27 @@ def test_a_group_names_processes_by_their_rank_in_the_job() -> None:
 def test_groups_must_divide_the_processes() -> None:
     with pytest.raises(ConfigError, match="inference_tp_size 2 doesn't divide the 1 processes"):
         current_mesh().tp_group(2, timeout_seconds=60.0)
+
+
+def place_in_copies() -> tuple[Any, ...]:
+    before = current_mesh()
+    with cut_mesh(replicas=2, timeout_seconds=60.0) as mesh:
+        assert current_mesh() is mesh
+        data = mesh.data
+        assert isinstance(data, DataGroup)
+        sums = data.sum(1), data.shards.sum(mesh.world.rank), data.copies.sum(mesh.world.rank)
+    assert current_mesh().data == before.data
+    return data.shards.ranks, data.copies.ranks, sums, mesh.shape
+
+
+def test_a_copy_is_kept_by_neighbours_and_pieces_are_summed_across() -> None:
+    shape = {"processes": 4, "stages": 1, "replicas": 2, "shards": 2}
+    assert run_ranks(place_in_copies, world_size=4) == [
+        ((0, 1), (0, 2), (4, 1, 2), shape),
+        ((0, 1), (1, 3), (4, 1, 4), shape),
+        ((2, 3), (0, 2), (4, 5, 2), shape),
+        ((2, 3), (1, 3), (4, 5, 4), shape),
+    ]
 
 
 def meet() -> list[float]:

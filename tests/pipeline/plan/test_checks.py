@@ -109,6 +109,10 @@ WRONG: tuple[tuple[str, str], ...] = (
         "ppo.inference_tp_size 3 doesn't divide the 2 processes; choose one that does",
     ),
     (
+        "--deployment-type single_node --num-processes 4 --ppo.parallel.replicas 3",
+        "ppo.parallel.replicas 3 doesn't divide the 4 processes; take 2, or start another number",
+    ),
+    (
         "--deployment-type single_node --num-processes 2 --ppo.advantage grpo --ppo.group_size 8"
         " --ppo.rollout_size 8 --ppo.batch_size 8",
         "ppo.rollout_size 8 in groups of 8 leaves some of 2 processes without a prompt; raise it",

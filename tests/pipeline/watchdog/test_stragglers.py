@@ -50,6 +50,23 @@ def sleeping(seconds: tuple[float, float], steps: int) -> None:
         stragglers.end_step(step)
 
 
+def four(seconds: tuple[float, ...], stages: int) -> None:
+    stragglers = Stragglers(current_mesh().world, stages=stages)
+    for step in range(1, WINDOW + 1):
+        time.sleep(seconds[rank()])
+        current_mesh().world.sum(1)
+        stragglers.end_step(step)
+
+
+def test_processes_are_compared_with_those_of_their_stage() -> None:
+    # The second stage takes thrice as long, and of its processes the last.
+    job = run_job(four, (0.02, 0.02, 0.06, 0.18), 2, world_size=4)
+
+    assert job.codes == [0] * 4
+    (line,) = job.errors.splitlines()
+    assert "rank 3 takes" in line
+
+
 def test_a_slow_rank_is_reported_once() -> None:
     job = run_job(sleeping, (0.03, 0.09), 2 * WINDOW)
 

@@ -15,7 +15,7 @@ import torch
 
 from pipeline.engine.engine import Engine
 from pipeline.errors import DataError, JobFailed
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.mesh import current_mesh, cut_mesh
 from pipeline.position import SAME_ORDER
 from pipeline.watchdog.process import watching
 from tests.distributed import rank, run_ranks
@@ -206,6 +206,22 @@ def test_what_a_scheduler_stops_ends_in_silence() -> None:
 
     assert job.codes == [-signal.SIGTERM] * 2
     assert job.errors == ""
+
+
+def hangs_in_a_copy() -> None:
+    with cut_mesh(replicas=2, timeout_seconds=30):
+        engine = engine_of(3, shared_memory=True)
+        train(engine)
+        if rank() == 3:
+            time.sleep(1000)
+        train(engine)
+
+
+def test_a_rank_that_hangs_in_one_copy_of_a_model_is_named_by_the_others() -> None:
+    job = run_job(hangs_in_a_copy, world_size=4, timeout_seconds=2)
+
+    assert job.codes == [1] * 4
+    assert lines(job)[0].startswith("rank 3 did not come to all_gather of root (engine), ")
 
 
 def hangs(shared_memory: bool) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.config import TextDataConfig
@@ -109,12 +110,13 @@ def test_what_is_read_gives_its_memory_back(tmp_path: Path) -> None:
         return pages * 4096
 
     before = resident()
-    for _ in range(150):
+    read = 0
+    for _ in range(300):
         for row in corpus.next_rows():
-            assert sum(map(len, row.sequences())) == len(row)
+            read += sum(int(ids.astype(np.int64).sum()) for ids in row.sequences())
 
-    assert sum(corpus.stream.taken) * 2048 * 2 > 4e6
-    assert resident() - before < 25e6  # of a file of 90 MB, all blocks of which were read
+    assert read > 0
+    assert resident() - before < 25e6  # of a file of 90 MB, whose pages were read all over
 
 
 def test_another_tokenizer_is_refused_and_so_is_what_is_no_corpus(tmp_path: Path) -> None:

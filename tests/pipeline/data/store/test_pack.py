@@ -113,6 +113,38 @@ def test_bad_rows_are_named_by_their_line_and_counted(
     ]
 
 
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n<|end|> two")
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "c.txt").write_bytes(b"a\xff")
+    (tmp_path / "d.txt").write_text("x" * 101)
+
+    file = packed(tmp_path / "*.txt", tmp_path / "x.tokens", on_bad_row="skip", max_row=100)
+
+    assert texts_of(file) == ["one\r\n\n<|end|> two"]
+    assert file.origin.bad_rows == 2
+    with pytest.raises(DataError, match=r"c.txt:1: it is no UTF-8 at byte 1"):
+        packed(tmp_path / "c.txt", tmp_path / "y.tokens")
+
+
+def test_zstandard_is_read_frame_by_frame_and_to_its_end(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="the package zstandard is not installed")
+    write_rows(tmp_path / "a.jsonl", [f"text {n}" * 9 for n in range(300)])
+    rows = (tmp_path / "a.jsonl").read_bytes()
+    halves = [zstandard.ZstdCompressor().compress(part) for part in (rows[:5000], rows[5000:])]
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(halves))
+
+    plain, packed_twice = (
+        packed(tmp_path / name, tmp_path / f"{name}.tokens") for name in ("a.jsonl", "b.jsonl.zst")
+    )
+
+    assert texts_of(packed_twice) == texts_of(plain)
+    for size, name in ((-7, "cut"), (len(halves[0]) - 3, "first")):
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(b"".join(halves)[:size])
+        with pytest.raises(DataError, match=rf"{name}.jsonl.zst is no whole Zstandard file"):
+            packed(tmp_path / f"{name}.jsonl.zst", tmp_path / f"{name}.tokens")
+
+
 def test_a_bad_row_ends_the_command_and_it_goes_on_without(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"txet": "b"}\n{"text": "c"}\n')
 
@@ -127,7 +159,7 @@ def test_a_bad_row_ends_the_command_and_it_goes_on_without(tmp_path: Path) -> No
 
 def test_what_can_not_be_packed_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", ["a"])
-    (tmp_path / "b.txt").write_text("text")
+    (tmp_path / "b.csv").write_text("text")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:60])
     out = tmp_path / "x.tokens"
@@ -136,8 +168,8 @@ def test_what_can_not_be_packed_is_refused(tmp_path: Path) -> None:
         packed(tmp_path / "none*.jsonl", out)
     with pytest.raises(DataError, match=r"is a directory; name its files"):
         packed(tmp_path, out)
-    with pytest.raises(DataError, match=r"b.txt is no .jsonl"):
-        packed(tmp_path / "b.txt", out)
+    with pytest.raises(DataError, match=r"b.csv is none of what can be packed: .jsonl, "):
+        packed(tmp_path / "b.csv", out)
     with pytest.raises(DataError, match=r"cut.jsonl.gz is no whole gzip file"):
         packed(tmp_path / "cut.jsonl.gz", tmp_path / "cut.tokens")
     with pytest.raises(DataError, match=r"no row of .* has a text"):

@@ -1,0 +1,85 @@
+"""What each stage of a pipeline takes, of which the one that takes most counts."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeline.budget.activation_profiler import PassBytes
+from pipeline.budget.models import CountedModel
+from pipeline.budget.passes import Pass
+from pipeline.budget.table import Item
+from pipeline.config import Workload
+from pipeline.models.stages import Stage, blocks_of, cut_stage
+from pipeline.parallel.schedules import instructions, simulate
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage of a model that learns."""
+
+    whole: CountedModel
+
+    own: CountedModel
+    """Without what other stages have."""
+
+    stage: Stage
+
+    share: float
+    """Of the blocks."""
+
+    kept: int
+    """Micro-batches that have gone forward and not yet back, at most."""
+
+    def takes(self, taken: PassBytes, how: Pass) -> PassBytes:
+        """Of what a pass of the whole model takes, what those of this stage do at once.
+
+        Activations go with blocks. Hidden states that have come in and gone out stay with each
+        micro-batch.
+        """
+        trains = how.does == "train"
+        edges = 2 - self.stage.is_first - self.stage.is_last
+        tokens = how.rows.count * how.rows.length
+        each = edges * tokens * self.stage.width * self.stage.dtype.itemsize
+        each += round(taken.kept * (self.share if trains else 1))
+        others = (self.kept - 1) * each if trains else 0
+        in_head = taken.head - taken.kept if self.stage.is_last else 0
+        return PassBytes(
+            kept=others + each,
+            blocks=others + each + taken.blocks - taken.kept,
+            head=others + each + in_head,
+            tail=others + min(each, taken.tail),
+            waits=others + each + (taken.waits - taken.kept if self.stage.is_last else 0),
+        )
+
+    def shared(self, *, trains: bool) -> Iterator[Item]:
+        """The output matrix that the last stage has from the first one, and its gradient."""
+        tied = self.stage.tied if self.stage.borrowed is None else self.stage.borrowed
+        if tied is None:
+            return
+        if self.stage.borrowed is not None:
+            yield Item("weights", self.own.role, tied.nbytes)
+        if trains and tied.requires_grad:
+            yield Item("gradient_buffers", self.own.role, tied.nbytes)
+
+
+def parts_of(model: CountedModel, workload: Workload) -> list[Part]:
+    """The stages of a model, in order.
+
+    Raises:
+        ConfigError, ModelError: as `pipeline.models.stages.cut_stage`.
+    """
+    parallel = workload.parallel
+    blocks = blocks_of(model.present, parallel.pp, parallel.partition)
+    orders = [
+        instructions(
+            parallel.schedule, stage=number, stages=parallel.pp, count=workload.micro_batches
+        )
+        for number in range(parallel.pp)
+    ]
+    parts: list[Part] = []
+    for number, kept in enumerate(simulate(orders).kept):
+        module = copy.deepcopy(model.present)
+        stage = cut_stage(module, number=number, blocks=blocks)
+        own = replace(model, module=module)
+        parts.append(Part(model, own, stage, blocks[number] / sum(blocks), kept))
+    return parts

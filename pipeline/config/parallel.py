@@ -1,0 +1,132 @@
+"""Settings of the mesh: how the processes of a step share its models."""
+
+from dataclasses import dataclass
+
+from pipeline.config.model import TrainedModelConfig
+from pipeline.errors import require
+from pipeline.parallel.schedules import Schedule
+
+FILL = 4
+"""Micro-batches for each stage that a step has at least, unless the settings say otherwise: stages
+then wait for a fifth of the time at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the processes of a step are divided; the same for all models that it trains."""
+
+    replicas: int = 1
+    """Copies of the sharded models (HSDP, hybrid sharding): each is kept by so many-th of the
+    processes, neighbours in rank, which share states by `zero_stage` among themselves alone, and
+    gradients are summed over the copies; 1 shares among all."""
+
+    pp: int = 1
+    """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
+    so many-th of the processes; 1 has the model whole. Steps 0 and 1 only."""
+
+    schedule: Schedule = "1f1b"
+    """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
+    of `pp` of them at most; gpipe goes forward with all first."""
+
+    partition: tuple[int, ...] | None = None
+    """With `pp`: blocks of each stage in order, as 12 12 14 10; null gives all about as much to
+    compute."""
+
+    micro_batches: int | None = None
+    """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
+    many as `micro_batch_size` needs, and with `pp` 4 for each stage where there are rows for it and
+    `zero.reduction` is fast."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "pp", "micro_batches"):
+            value = getattr(self, name)
+            require(
+                value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
+            )
+        require(
+            self.partition is None or self.pp > 1,
+            "parallel.partition says which stage has which blocks, and needs parallel.pp above 1",
+        )
+        require(
+            self.partition is None or len(self.partition) == self.pp,
+            f"parallel.partition has {len(self.partition or ())} numbers for the {self.pp} stages"
+            " of parallel.pp; give one for each",
+        )
+
+    @property
+    def least_micro_batches(self) -> int | None:
+        """Of an optimizer step on each pipeline; None leaves it to `micro_batch_size`."""
+        if self.micro_batches is None and self.pp > 1:
+            return FILL * self.pp
+        return self.micro_batches
+
+    def check(self, processes: int, *, section: str = "") -> None:
+        """Raise unless so many processes can be divided this way.
+
+        Args:
+            processes: of the step.
+            section: its name before settings on the command line; empty for a step's own.
+
+        Raises:
+            ConfigError: one sentence that names the setting and what divides the processes.
+        """
+        prefix = f"{section}." if section else ""
+        number = f"{processes} process{'es' if processes > 1 else ''}"
+        for name, value, parts in (
+            ("pp", self.pp, processes),
+            ("replicas", self.replicas, processes // self.pp),
+        ):
+            divisors = [n for n in range(1, parts + 1) if parts % n == 0] or [1]
+            nearest = min(divisors, key=lambda n: (abs(n - value), n))
+            of = f"{parts} processes of each stage" if parts != processes else number
+            require(
+                parts % value == 0 and parts > 0,
+                f"{prefix}parallel.{name} {value} doesn't divide the {of}; take {nearest}, or"
+                " start another number of processes",
+            )
+
+    def check_model(self, role: str, model: TrainedModelConfig) -> None:
+        """Raise where a pipeline can't train a model with these settings.
+
+        Raises:
+            ConfigError: one sentence that names the setting and the mend.
+        """
+        if self.pp == 1:
+            return
+        require(
+            model.zero_stage < 3,
+            f"{role}.zero_stage 3 would gather each block anew for each micro-batch of a pipeline;"
+            f" take 1 or 2 with parallel.pp {self.pp}",
+        )
+        require(
+            model.lora is None or model.lora.dropout == 0,
+            f"{role}.lora.dropout draws masks in the order of the blocks, which the stages of"
+            f" parallel.pp {self.pp} don't share; set it 0",
+        )
+        variant = "lora" if model.lora is None else model.lora.variant
+        require(
+            variant in ("lora", "rslora"),
+            f"{role}.lora.variant {variant} is not cut into the stages of parallel.pp {self.pp};"
+            " take lora or rslora",
+        )
+        require(
+            model.lora is None or model.lora.variant in ("lora", "rslora"),
+            f"{role}.lora.variant of parallel.pp {self.pp} is lora or rslora: the others look at"
+            " weights of which a stage has not all",
+        )
+        require(
+            "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
+            f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
+        )
+
+    def require_whole(self, step: str) -> None:
+        """Raise where a step is to be cut into stages that trains its models whole.
+
+        Raises:
+            ConfigError: one sentence.
+        """
+        require(
+            self.pp == 1,
+            f"parallel.pp {self.pp}: only steps 0 and 1 run as pipelines; {step} needs its models"
+            " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
+        )

@@ -1,0 +1,379 @@
+"""A stage of a pipeline: the user's model with other stages' blocks left out.
+
+The model's own forward runs on every stage. It builds masks, positions and rotary tables; blocks of
+other stages hand on what they are given, the first of them what came from the stage before.
+Embeddings of later stages are zeros of the right shape, norm and head of earlier ones nothing. So a
+parameter has the name that it has in the whole model. Which modules come before the blocks and
+which after shows a small copy of the model, as does whether its blocks hand on more than hidden
+states: a model that does can't be cut.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pipeline.config import Kernels
+from pipeline.data.batches import TokenBatch
+from pipeline.engine.stored import StoredParameter
+from pipeline.errors import ConfigError, ModelError
+from pipeline.models.attention import RAGGED, Ragged
+from pipeline.models.forward import (
+    SCORE_HEAD,
+    Backbone,
+    base_model,
+    ragged_inputs,
+    require_context,
+)
+from pipeline.models.packing import how_to_run
+from pipeline.models.small_copy import VOCABULARY, small_copy, small_settings
+from pipeline.models.stream_export import can_stream
+from pipeline.parallel.partition import balanced
+
+LENGTHS = (7, 5)
+"""Sequences of the comparison."""
+
+
+class Passed(nn.Module):
+    """In the place of a block of another stage: hands on the hidden states it is given."""
+
+    def __init__(self, block: nn.Module, *, as_tuple: bool) -> None:
+        super().__init__()
+        self.as_tuple = as_tuple
+        for name, value in vars(block).items():  # which some models ask their blocks for
+            if isinstance(value, str | int | float) and name not in vars(self):
+                setattr(self, name, value)
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
+        """What a block returns: hidden states."""
+        hidden = self.hidden(cast("Tensor", args[0] if args else kwargs["hidden_states"]))
+        return (hidden,) if self.as_tuple else hidden
+
+    def hidden(self, given: Tensor) -> Tensor:
+        """The hidden states to hand on."""
+        return given
+
+
+class Inlet(Passed):
+    """In the place of the first block, on a later stage: where hidden states come in."""
+
+    received: Float[Tensor, "1 N d"] | None = None
+    """Of the next pass, from the stage before."""
+
+    def hidden(self, given: Tensor) -> Tensor:
+        """Those that were received; noise where the model is but tried, with whatever states."""
+        received, self.received = self.received, None
+        if received is not None:
+            return received
+        if given.is_meta:
+            return torch.empty_like(given, requires_grad=torch.is_grad_enabled())
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(given.shape, generator=generator).to(given)
+
+
+class Absent(nn.Module):
+    """In the place of an embedding or a projection of the first stage: zeros."""
+
+    def __init__(self, module: nn.Module, *, of_tokens: bool) -> None:
+        super().__init__()
+        is_table = isinstance(module, nn.Embedding)
+        self.width = module.embedding_dim if is_table else cast("int", module.out_features)
+        self.whole = of_tokens or not is_table
+        """Whether it is as long as its input, and not to be broadcast."""
+        self.dtype = cast("Tensor", module.weight).dtype
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """Zeros in the shape of its output."""
+        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        like = given if given.dtype.is_floating_point is False else given[..., 0]
+        shape = like.shape if self.whole else (1,) * like.ndim
+        return torch.zeros(*shape, self.width, dtype=self.dtype, device=given.device)
+
+
+class Passage(nn.Module):
+    """A stage that isn't the last one: token ids and received hidden states to hidden states."""
+
+    def __init__(self, model: nn.Module, *, kernels: Kernels) -> None:
+        super().__init__()
+        self.model = model
+        self.kernels: Kernels = kernels
+
+    def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
+        """What the last of its blocks makes of a batch."""
+        plain = base_model(self.model)
+        require_context(plain, batch)
+        ragged = Ragged(batch.lengths, batch.input_ids.device, kernels=self.kernels)
+        return cast("Backbone", plain.base_model)(**ragged_inputs(batch, ragged))[0]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a process has of a model, and where it meets the other stages."""
+
+    number: int = 0
+
+    count: int = 1
+
+    inlet: Inlet | None = None
+    """Where hidden states come in; None on the first stage."""
+
+    tied: Tensor | None = None
+    """On the first stage: the embedding that is the last one's output matrix too."""
+
+    borrowed: Tensor | None = None
+    """On the last stage: that matrix, which follows the first stage's."""
+
+    width: int = 0
+    """Of hidden states."""
+
+    dtype: torch.dtype = torch.float32
+    """Of hidden states."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it reads tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.number == self.count - 1
+
+
+def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
+    """Leave in a model what stage `number` has, of stages with so many blocks each.
+
+    Raises:
+        ModelError: models of its family can't be cut.
+    """
+    plain = base_model(model)
+    if not can_stream(plain):
+        raise ModelError(
+            f"{plain.config.model_type} models hold in one file's tensor what they have in several"
+            " parameters, and can't be cut into stages; set parallel.pp 1"
+        )
+    if not how_to_run(plain).packed:
+        raise ModelError(
+            f"{plain.config.model_type} models run padded, not packed, and can't be cut into"
+            " stages; set parallel.pp 1"
+        )
+    settings = small_settings(plain.config)
+    settings.name_or_path = ""
+    family = Family(type(plain), settings.to_json_string(use_diff=False), settings)
+    require_exact(family, tuple(blocks))
+    return _cut(plain, order_of(family), number=number, blocks=blocks)
+
+
+def blocks_of(model: nn.Module, stages: int, given: Sequence[int] | None = None) -> list[int]:
+    """Blocks of each stage: as given, or so that all take about as long.
+
+    A block's time goes with its weights in matrices, as does that of the output matrix.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages, or those given don't add up.
+    """
+    plain = base_model(model)
+    _, every = block_list(plain)
+    if len(every) < stages:
+        raise ConfigError(
+            f"parallel.pp {stages} is more than the {len(every)} blocks of the model; take"
+            f" {len(every)} at most"
+        )
+    if given is not None:
+        if len(given) != stages or sum(given) != len(every) or min(given) < 1:
+            raise ConfigError(
+                f"parallel.partition {' '.join(map(str, given))} doesn't cut the model's"
+                f" {len(every)} blocks into {stages} stages; give {stages} numbers from 1 on that"
+                f" add up to {len(every)}"
+            )
+        return list(given)
+    head = plain.get_output_embeddings()
+    costs = [sum(p.numel() for p in each.parameters() if p.ndim > 1) for each in every]
+    last = 0 if head is None else sum(param.numel() for param in head.parameters())
+    return balanced(costs, stages, last=last)
+
+
+def block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The model's blocks, and the name of the list that has them.
+
+    Raises:
+        ModelError: they aren't all in one list.
+    """
+    found = {
+        name: module
+        for name, module in plain.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and all(isinstance(each, GradientCheckpointingLayer | Passed) for each in module)
+    }
+    if len(found) != 1:
+        raise ModelError(
+            f"{plain.config.model_type} models have their blocks in {len(found)} lists, and can't"
+            " be cut into stages; set parallel.pp 1"
+        )
+    return next(iter(found.items()))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of which one answer holds for all."""
+
+    kind: type[PreTrainedModel]
+    text: str
+    settings: PreTrainedConfig = field(compare=False)
+    """Of a small copy."""
+
+    def copy(self) -> PreTrainedModel:
+        """A small model, the same at each call."""
+        model = small_copy(self.kind, self.settings)
+        model.set_attn_implementation(RAGGED)
+        return model
+
+
+@dataclass(frozen=True)
+class Order:
+    """What lies outside of a family's blocks, by name, and what the blocks return."""
+
+    before: frozenset[str]
+    after: frozenset[str]
+    as_tuple: bool
+
+
+@functools.cache
+def order_of(family: Family) -> Order:
+    """What comes before the blocks and what after, by a pass of a small copy.
+
+    Raises:
+        ModelError: it can't be told.
+    """
+    model = family.copy()
+    name, blocks = block_list(model)
+    before: set[str] = set()
+    after: set[str] = set()
+    tuples: list[bool] = []
+
+    def note(called: str) -> Callable[..., None]:
+        return lambda *_: (after if tuples else before).add(called)
+
+    for each, module in model.named_modules():
+        if not each.startswith(f"{name}.") and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(note(each))
+    for block in blocks:
+        block.register_forward_hook(lambda _m, _a, out: tuples.append(isinstance(out, tuple)))
+    _run(model)
+    if before & after:
+        raise ModelError(_unlike(model, f"{min(before & after)} is used before and after blocks"))
+    return Order(frozenset(before), frozenset(after), as_tuple=any(tuples))
+
+
+def _cut(plain: PreTrainedModel, order: Order, *, number: int, blocks: Sequence[int]) -> Stage:
+    list_name, every = block_list(plain)
+    low, high = list(pairwise(accumulate(blocks, initial=0)))[number]
+    is_first, is_last = number == 0, number == len(blocks) - 1
+    embedding = plain.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):  # as one with an adapter
+        raise ModelError(_unlike(plain, f"their embedding is a {type(embedding).__name__}"))
+    head = plain.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    width, dtype = plain.config.get_text_config().hidden_size, embedding.weight.dtype
+    outside = _outside(plain, order, list_name)  # before anything has gone
+    inlet: Inlet | None = None
+    for index, block in enumerate(every):
+        if not low <= index < high:
+            stand_in = Inlet if index == 0 else Passed
+            every[index] = stand_in(block, as_tuple=order.as_tuple)
+    if not is_first:
+        inlet = cast("Inlet", every[0])
+    borrowed = _borrow(cast("nn.Linear", head)) if tied and is_last and not is_first else None
+    for name, module, early in outside:
+        if early and not is_first:
+            plain.set_submodule(name, _stand_in(module, of_tokens=module is embedding))
+        elif not early and not is_last:
+            plain.set_submodule(name, nn.Identity())
+    return Stage(
+        number,
+        len(blocks),
+        inlet,
+        tied=embedding.weight if tied and is_first and not is_last else None,
+        borrowed=borrowed,
+        width=width,
+        dtype=dtype,
+    )
+
+
+def _outside(
+    plain: PreTrainedModel, order: Order, blocks: str
+) -> list[tuple[str, nn.Module, bool]]:
+    """The modules outside of the blocks that have parameters, and whether they come before."""
+    head = plain.get_output_embeddings()
+    found: list[tuple[str, nn.Module, bool]] = []
+    for name, module in plain.named_modules():
+        if name.startswith(f"{blocks}.") or not any(True for _ in module.parameters(False)):
+            continue
+        owner = name.partition(".")[0]
+        if module is head or owner == SCORE_HEAD:
+            found.append((name, module, False))
+        elif name in order.before or name in order.after:
+            found.append((name, module, name in order.before))
+        else:
+            raise ModelError(_unlike(plain, f"it is not clear where {name} is used"))
+    return found
+
+
+def _stand_in(module: nn.Module, *, of_tokens: bool) -> nn.Module:
+    is_wide = isinstance(module, nn.Embedding | nn.Linear)
+    return Absent(module, of_tokens=of_tokens) if is_wide else nn.Identity()
+
+
+def _borrow(head: nn.Linear) -> Tensor:
+    """The output matrix as a plain tensor, which the engine doesn't take for one of its own."""
+    weight = head.weight
+    if isinstance(weight, StoredParameter):
+        data = weight.read(0, weight.numel()).view(weight.shape).to(weight.device)
+    else:
+        data = weight.detach().clone()
+    borrowed = data.requires_grad_(weight.requires_grad)
+    del head.weight
+    head.weight = borrowed  # pyright: ignore[reportAttributeAccessIssue]
+    return borrowed
+
+
+@functools.cache
+@torch.no_grad()
+def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
+    """Return if a small copy, cut, gives the hidden states of the whole one, to the bit.
+
+    Raises:
+        ModelError: it doesn't.
+    """
+    expected = _run(family.copy())
+    hidden: Tensor | None = None
+    for number in range(len(blocks)):
+        part = family.copy()
+        stage = _cut(part, order_of(family), number=number, blocks=blocks)
+        if stage.inlet is not None:
+            stage.inlet.received = hidden
+        hidden = _run(part)
+    if hidden is None or not torch.equal(hidden, expected):
+        raise ModelError(_unlike(family.copy(), "its blocks read more than hidden states"))
+
+
+def _unlike(model: PreTrainedModel, reason: str) -> str:
+    kind = model.config.model_type
+    return f"{kind} models can't be cut into stages: {reason}; set parallel.pp 1"
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel) -> Tensor:
+    """Hidden states behind the last block, and what follows it, of a few tokens."""
+    ids = torch.randint(4, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    batch = TokenBatch(ids, LENGTHS, ids[:0])
+    backbone = cast("Backbone", model.base_model)
+    return backbone(**ragged_inputs(batch, Ragged(LENGTHS, ids.device, kernels="off")))[0]

@@ -1,0 +1,196 @@
+"""Sharded copies of a model train to the bits of one that all processes share."""
+
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.copies import CollectivesOverCopies
+from pipeline.engine.engine import Engine
+from pipeline.engine.frozen import FrozenEngine
+from pipeline.engine.predict import predict
+from pipeline.engine.volumes import step_volumes
+from pipeline.parallel.mesh import cut_mesh
+from tests.distributed import rank, run_ranks, world_size
+from tests.pipeline.engine import test_predict, test_state
+from tests.pipeline.engine.test_invariance import digest
+from tests.pipeline.engine.test_stages import STEPS, build, loss_of, settings, tokens
+
+Ended = tuple[str, list[float]]
+"""Digest of the weights, and the gradient norms."""
+
+
+def train(dtype: str, stage: int, *, copies: int, shared_memory: bool) -> Ended:
+    """Two micro-batches on each process in each step, clipped."""
+    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+        engine = Engine(
+            build("llama", dtype),
+            settings(stage, max_norm=0.5, shared_memory=shared_memory),
+            total_steps=STEPS,
+        )
+        norms: list[float] = []
+        for step in range(STEPS):
+            for micro_batch in range(2):
+                engine.backward(loss_of(engine, step, micro_batch, rank()))
+            norms.append(engine.step().grad_norm)
+        return digest(test_state.weights(engine)), norms
+
+
+def in_copies(copies: int, cases: list[tuple[str, int, bool]]) -> list[Ended]:
+    return [
+        train(dtype, stage, copies=copies, shared_memory=shared_memory)
+        for dtype, stage, shared_memory in cases
+    ]
+
+
+SOME = [("fp32", 0, True), ("bf16", 1, False), ("bf16", 3, True), ("fp32", 3, False)]
+ALL = list(product(("fp32", "bf16", "fp16"), range(4), (True, False)))
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.grid)]
+)
+def test_any_number_of_copies_ends_in_the_bits_of_one(cases: list[tuple[str, int, bool]]) -> None:
+    expected = run_ranks(in_copies, 1, cases, world_size=4)[0]
+
+    assert len({norms[0] for _, norms in expected}) > 1
+    for copies in (2, 4):
+        for found in run_ranks(in_copies, copies, cases, world_size=4):
+            assert found == expected
+
+
+def three_copies() -> tuple[Ended, Ended]:
+    return tuple(train("fp32", 2, copies=copies, shared_memory=True) for copies in (1, 3))  # pyright: ignore[reportReturnType]
+
+
+def test_copies_of_one_process_each_are_plain_data_parallelism_on_three_as_well() -> None:
+    for one, three in run_ranks(three_copies, world_size=3):
+        assert one == three
+
+
+def volumes(copies: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that a step moves within a copy and over copies."""
+    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+        engine = Engine(build("llama", "fp32"), settings(stage, max_norm=None), total_steps=1)
+        comm = engine.comm
+        assert isinstance(comm, CollectivesOverCopies)
+        over = comm._over.log
+        engine.backward(loss_of(engine, 0, 0, rank()))
+        engine.step()
+        return dict(comm.log.num_bytes), dict(over.num_bytes)
+
+
+def test_between_copies_only_the_own_pieces_of_gradients_travel() -> None:
+    within, over = run_ranks(volumes, 2, 3, world_size=4)[0]
+    expected = step_volumes(
+        build("llama", "fp32"),
+        settings(3, max_norm=None),
+        world=2,
+        replicas=2,
+        device=torch.device("cpu"),
+    )
+
+    assert within["reduce_scatter"] == 2 * over["reduce_scatter"] == 2 * over["all_gather"]
+    assert over["reduce_scatter"] + over["all_gather"] == expected.over_copies
+    assert (within["reduce_scatter"], within["all_gather"]) == (
+        expected.reduce_scatter,
+        expected.all_gather,
+    )
+
+
+def save_in_copies(root: str, copies: int, stage: int) -> int:
+    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+        engine = test_state.engine_at(stage)
+        test_state.train(engine, range(2))
+        test_state.save(engine, Path(root) / f"{copies} copies at stage {stage}")
+        return sum(each.tensor.nbytes for each in test_state.trained_fragments(engine, "model"))
+
+
+def go_on_in_copies(root: str, copies: int, stage: int, places: list[str]) -> list[Ended]:
+    ended: list[Ended] = []
+    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+        for place in places:
+            engine = test_state.engine_at(stage)
+            test_state.resume(engine, Path(root) / place)
+            norms = test_state.train(engine, range(2, 4))
+            ended.append((digest(test_state.weights(engine)), norms))
+    return ended
+
+
+def test_a_state_of_any_copies_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
+    straight = test_state.engine_at(0)
+    norms = test_state.train(straight, range(4))[2:]
+    expected = digest(test_state.weights(straight)), norms
+    written = run_ranks(save_in_copies, str(tmp_path), 2, 3, world_size=4)
+    run_ranks(save_in_copies, str(tmp_path), 4, 1, world_size=4)
+    run_ranks(save_in_copies, str(tmp_path), 1, 2, world_size=2)
+    places = ["2 copies at stage 3", "4 copies at stage 1", "1 copies at stage 2"]
+
+    for copies, stage, world in ((2, 1, 4), (1, 3, 2), (2, 3, 2)):
+        for ended in run_ranks(
+            go_on_in_copies, str(tmp_path), copies, stage, places, world_size=world
+        ):
+            assert ended == [expected] * len(places)
+
+    # Every element is written once, by all processes about as many.
+    state = Checkpoint.open(tmp_path / places[0] / "step_00000002")
+    total = sum(state.numel(key) for key in sorted(state.keys()) if "/random" not in key)
+    assert sum(written) == 4 * total
+    assert max(written) < 1.5 * min(written)
+
+
+def frozen_answer(copies: int) -> Tensor:
+    with cut_mesh(replicas=copies, timeout_seconds=60.0), torch.no_grad():
+        model = FrozenEngine(build("llama", "bf16"), settings(3, max_norm=None))
+        return model(input_ids=tokens(0, 0, 0), use_cache=False).logits
+
+
+def test_a_frozen_model_is_gathered_within_its_copy() -> None:
+    with torch.no_grad():
+        expected = build("llama", "bf16")(input_ids=tokens(0, 0, 0), use_cache=False).logits
+
+    for found in run_ranks(frozen_answer, 2, world_size=4):
+        assert torch.equal(found, expected)
+
+
+def overflow(copies: int) -> list[bool]:
+    """The last process's gradient is not finite: whether each skips the step."""
+    with cut_mesh(replicas=copies, timeout_seconds=60.0):
+        engine = Engine(build("llama", "fp32"), settings(2, max_norm=1.0), total_steps=1)
+        loss = loss_of(engine, 0, 0, rank())
+        engine.backward(loss * (torch.inf if rank() == world_size() - 1 else 1.0))
+        return [engine.step().skipped]
+
+
+def test_a_gradient_that_is_not_finite_in_one_copy_skips_the_step_in_all() -> None:
+    assert run_ranks(overflow, 2, world_size=4) == [[True]] * 4
+
+
+def wrong_predictions(copies: int) -> list[str]:
+    """Cases in which the engine holds other bytes than were predicted."""
+    wrong: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(cut_mesh(replicas=copies, timeout_seconds=60.0))
+        shards = world_size() // copies
+        for stage, micro_batches in product(range(4), (1, 2)):
+            model, config = test_predict.full(torch.bfloat16), test_predict.settings(stage)
+            expected = predict(
+                model, config, world=shards, replicas=copies, micro_batches=micro_batches
+            )
+            engine = Engine(model, config, total_steps=2)
+            got = test_predict.one_step(engine, micro_batches=micro_batches)
+            wrong += [
+                f"stage {stage}, {micro_batches}: {kind} {num_bytes}, not {expected[kind]}"
+                for kind, num_bytes in got.items()
+                if num_bytes != expected[kind]
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("copies", [2, 4])
+def test_processes_hold_what_was_predicted(copies: int) -> None:
+    assert run_ranks(wrong_predictions, copies, world_size=4) == [[]] * 4

@@ -1,0 +1,340 @@
+"""Step 1 through the stages of a pipeline ends as on one process, to the bit."""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.budget.machine import Machine
+from pipeline.budget.models import models_of
+from pipeline.budget.stages import parts_of
+from pipeline.budget.step import step_memory
+from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config.zero import OffloadConfig, ZeroConfig
+from pipeline.engine.checkpoint.__main__ import consolidate
+from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.engine.predict import predict
+from pipeline.errors import ConfigError
+from pipeline.models.embedded import build_tokenizer
+from pipeline.next_token import next_token_nll
+from pipeline.offline import load_rows
+from pipeline.parallel.mesh import cut_mesh
+from pipeline.run import Run
+from step1_sft.batches import cut, encode
+from step1_sft.config import SFTConfig
+from step1_sft.train import learn_from, load_model, train
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+from tests.distributed import run_ranks
+from tests.families import tiny_causal_lm
+from tests.jobs import run_job
+
+BLOCKS = {"gpt2": {"n_layer": 3}}
+
+
+def make(directory: Path, family: str, **changes: Any) -> Path:
+    """A tiny random model of three blocks, and forty sums of all lengths."""
+    tokenizer = build_tokenizer()
+    blocks = BLOCKS.get(family, {"num_hidden_layers": 3})
+    model = tiny_causal_lm(family, vocab_size=len(tokenizer), **blocks, **changes)
+    model.save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    rows = [
+        {"prompt": f"Add {n} and 1.", "response": f"It is {'so ' * (n % 7)}{n + 1}."}
+        for n in range(40)
+    ]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def settings(start: Path, out: Path, *, pp: int, model: Any = None, **changes: Any) -> SFTConfig:
+    optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, max_grad_norm=0.5)
+    own: dict[str, Any] = {
+        "parallel": ParallelConfig(pp=pp, micro_batches=3),
+        "max_steps": 3,
+        "batch_size": 8,
+        "micro_batch_size": 8,
+    }
+    return SFTConfig(
+        output_dir=out,
+        model=TrainedModelConfig(path=str(start / "base"), optim=optim, **(model or {})),
+        data=DataConfig(path=(str(start / "rows.jsonl"),), max_length=48),
+        **{**own, **changes},
+    )
+
+
+def run(config: SFTConfig) -> None:
+    parallel = config.parallel
+    with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, timeout_seconds=60.0):
+        train(config)
+
+
+def ended(out: Path) -> dict[str, Any]:
+    """Hashes of the files of weights, and what was logged."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "grad_norm", "lr", "skipped", "eval_perplexity")
+    return {
+        "weights": {
+            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(out.rglob("*.safetensors"))
+            if "checkpoints" not in file.parts
+        },
+        "metrics": [{name: line[name] for name in names if name in line} for line in lines],
+    }
+
+
+def saved(out: Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint but the random number generators, which are each process's."""
+    checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")
+    checkpoint.verify()
+    keys = [key for key in sorted(checkpoint.keys()) if not key.startswith("random/")]
+    found = {key: torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key)) for key in keys}
+    for key, tensor in found.items():
+        checkpoint.read(key, 0, tensor)
+    return found
+
+
+def cut_off(whole: Path, out: Path) -> Path:
+    """What is left of a run that was killed after its checkpoint of two steps."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / "step_00000003")
+    (out / "result.json").unlink()
+    return out
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "untied": ("llama", {}, {"precision": "fp32"}),
+    "tied, bf16, checkpointing": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"precision": "bf16", "gradient_checkpointing": True, "zero_stage": 1},
+    ),
+    "tied gpt2, fp16": ("gpt2", {}, {"precision": "fp16"}),
+    "adapters": ("opt", {}, {"lora": LoraConfig(rank=2), "precision": "bf16"}),
+}
+
+
+SOME = ("tied, bf16, checkpointing", "adapters", "two pipelines, replicas")
+"""That every run of the tests goes through; the others are the grid."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+)
+def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
+    family, changes, model = CASES[case]
+    start = make(tmp_path, family, **changes)
+    run(settings(start, tmp_path / "alone", pp=1, model=model))
+
+    run_ranks(run, settings(start, tmp_path / "staged", pp=2, model=model))
+
+    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
+    bubbles = [
+        json.loads(line)["bubble"]
+        for line in (tmp_path / "staged" / "metrics.jsonl").read_text().splitlines()
+        if "loss" in json.loads(line)
+    ]
+    assert len(bubbles) == 3
+    assert all(0 < bubble < 1 for bubble in bubbles)
+
+
+MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    # Processes, division, model, and the processes of the run that it is compared with.
+    "gpipe, one micro-batch": (2, {"schedule": "gpipe", "micro_batches": 1}, {}, 1),
+    "three stages": (3, {"pp": 3, "micro_batches": 5}, {}, 1),
+    "two pipelines": (4, {}, {"zero_stage": 2}, 2),
+    "two pipelines, replicas": (4, {"replicas": 2}, {"zero_stage": 1}, 2),
+    "a partition, deterministic": (
+        2,
+        {"partition": (1, 2), "micro_batches": 4},
+        {"zero": ZeroConfig(reduction="deterministic", shared_memory=False)},
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in MIXTURES]
+)
+def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
+    world, division, model, other = MIXTURES[name]
+    start = make(tmp_path, "llama", tie_word_embeddings=True)
+    parallel = ParallelConfig(**{"pp": 2, "micro_batches": 3, **division})
+    plain = replace(parallel, pp=1, partition=None, replicas=1)
+    alone = settings(start, tmp_path / "alone", pp=1, model=model, parallel=plain)
+    run_ranks(run, alone, world_size=other)
+
+    staged = settings(start, tmp_path / "staged", pp=2, model=model, parallel=parallel)
+    run_ranks(run, staged, world_size=world)
+
+    assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
+
+
+def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
+    start = make(tmp_path, "gpt2")
+    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
+    run(settings(start, tmp_path / "alone", pp=1, **often))
+    run_ranks(run, settings(start, tmp_path / "staged", pp=2, **often))
+    expected = ended(tmp_path / "alone")
+
+    # One to two, two to one, and two to three.
+    for source, pp in (("alone", 2), ("staged", 1), ("staged", 3)):
+        out = cut_off(tmp_path / source, tmp_path / f"{source} to {pp}")
+        run_ranks(run, settings(start, out, pp=pp, resume=True, **often), world_size=pp)
+
+        assert ended(out) == expected
+        last = saved(out, 3)
+        assert last.keys() == saved(tmp_path / "alone", 3).keys()
+        assert all(torch.equal(last[k], each) for k, each in saved(tmp_path / "alone", 3).items())
+
+    consolidate([str(tmp_path / "staged" / "checkpoints" / "step_00000003"), str(tmp_path / "c")])
+    made = load_file(tmp_path / "c" / "model.safetensors")
+    model = load_file(tmp_path / "alone" / "model.safetensors")
+    assert made.keys() == model.keys()
+
+
+def overflows(config: SFTConfig, skips: list[int]) -> list[bool]:
+    """Two optimizer steps, the gradient of the first not finite on the last stage alone."""
+    with cut_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
+        rows = load_rows(config, config.model, step=1)
+        with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as opened:
+            sft = load_model(config, rows, opened)
+            skipped: list[bool] = []
+            for step in range(2):
+                batch = encode(rows.next_examples(), rows.chat, config)
+                factor = torch.inf if step in skips else 1.0
+                sft.passes.learn(
+                    cut(batch, config),
+                    lambda each, factor=factor: (
+                        factor * next_token_nll(sft.engine(each, uniform=True).logprobs)
+                    ),
+                    divisor=100.0,
+                )
+                skipped.append(sft.engine.step().skipped)
+    return skipped
+
+
+def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(tmp_path: Path) -> None:
+    config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=2)
+
+    assert run_ranks(overflows, config, [0]) == [[True, False]] * 2
+
+
+def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of this stage's vectors after a step, and those of the plan."""
+    with cut_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
+        rows = load_rows(config, config.model, step=1)
+        with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
+            sft = load_model(config, rows, opened)
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+            flats = [flat for unit in sft.engine.zero.units for flat in unit.flats]
+            held = {
+                "weights": sum(flat.full.nbytes for flat in flats),
+                "moments": sum(each.nbytes for g in sft.engine.groups for each in g.moments()),
+            }
+        workload = config.workload(2)
+        part = parts_of(models_of(workload, {}, has_gpu=False)[0], workload)[mesh.stages.rank]
+        assert part.stage.number == mesh.stages.rank
+        sizes = predict(part.own.present, config.model, world=1)
+    return held, {kind: sizes[kind] for kind in held}
+
+
+def test_each_stage_holds_what_the_plan_says(tmp_path: Path) -> None:
+    config = settings(make(tmp_path, "gpt2"), tmp_path / "out", pp=2)
+
+    stages = run_ranks(held_and_predicted, config)
+
+    assert all(held == predicted for held, predicted in stages)
+    assert stages[0][0] != stages[1][0]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "more stages than blocks": (
+        {"parallel": ParallelConfig(pp=4)},
+        "parallel.pp 4 is more than the 3 blocks of the model; take 3 at most",
+    ),
+    "a partition that doesn't add up": (
+        {"parallel": ParallelConfig(pp=2, partition=(1, 1))},
+        "parallel.partition 1 1 doesn't cut the model's 3 blocks into 2 stages; give 2 numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_model_can_not_be_cut_into_is_refused_by_the_plan(
+    name: str, tmp_path: Path
+) -> None:
+    changes, sentence = REFUSED[name]
+    config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=2, **changes)
+
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        step_memory(config, machine=Machine(4, 4, None, 2**34, "it"))
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
+    "dropout": ({}, {"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout draws masks"),
+    "tasks": ({"eval_tasks": ("embedded",)}, {}, "eval_tasks are answered by the whole model"),
+    "nvme": (
+        {},
+        {"zero": ZeroConfig(offload=OffloadConfig(optimizer="nvme", nvme_path=Path("/tmp")))},
+        "model.zero.offload to nvme can't be had",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_settings_that_contradict_stages_are_refused(name: str, tmp_path: Path) -> None:
+    changes, model, sentence = WRONG[name]
+
+    with pytest.raises(ConfigError, match=sentence):
+        settings(tmp_path, tmp_path, pp=2, model=model, **changes)
+
+
+def test_other_steps_say_that_they_have_no_stages() -> None:
+    parallel = ParallelConfig(pp=2)
+
+    with pytest.raises(ConfigError, match="only steps 0 and 1 run as pipelines; step 2 needs"):
+        RewardConfig(parallel=parallel)
+    with pytest.raises(ConfigError, match="only steps 0 and 1 run as pipelines; step 3 needs"):
+        PPOConfig(parallel=parallel)
+    with pytest.raises(ConfigError, match="says which stage has which blocks"):
+        ParallelConfig(partition=(1, 1))
+    with pytest.raises(ConfigError, match="pp 3 doesn't divide the 4 processes; take 2"):
+        ParallelConfig(pp=3).check(4)
+    with pytest.raises(
+        ConfigError, match="replicas 2 doesn't divide the 1 processes of each stage"
+    ):
+        ParallelConfig(pp=2, replicas=2).check(2)
+
+
+def hangs(config: SFTConfig) -> None:
+    """The last stage goes to sleep in a forward pass."""
+    with cut_mesh(replicas=1, pp=3, timeout_seconds=30.0) as mesh:
+        rows = load_rows(config, config.model, step=1)
+        with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
+            sft = load_model(config, rows, opened)
+            if mesh.stages.rank == 2:
+                sft.engine.model.register_forward_pre_hook(lambda *_: time.sleep(1000))
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+
+
+def test_a_stage_that_hangs_is_named_through_those_that_wait_for_each_other(
+    tmp_path: Path,
+) -> None:
+    config = settings(make(tmp_path, "llama"), tmp_path / "out", pp=3)
+
+    job = run_job(hangs, config, world_size=3, timeout_seconds=3)
+
+    assert job.codes == [1] * 3
+    assert re.search(r"rank 2 hangs: rank [01] waited \d+ s for it", job.errors)
+    assert "rank 0 stopped because" in job.errors or "rank 1 stopped because" in job.errors

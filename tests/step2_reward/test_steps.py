@@ -1,0 +1,269 @@
+"""Process rewards: rows in steps, where steps end, their loss, first errors, the score for RL."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from pipeline.config import RowColumns
+from pipeline.data.batches import TokenBatch, collate
+from pipeline.data.examples import Encoded, Example, Message
+from pipeline.data.resolve_format import resolve_format
+from pipeline.data.shapes import read_row
+from pipeline.data.sources import Row
+from pipeline.errors import ConfigError, DataError
+from pipeline.models.embedded import build_tokenizer
+from pipeline.models.forward import LabelOutputs
+from pipeline.models.load import load_classifier
+from pipeline.models.reward_model import load_scorer, score_responses
+from pipeline.models.step_scores import separator_ids, step_ends
+from step2_reward.config import RewardConfig
+from step2_reward.lab.__main__ import main as measure
+from step2_reward.lab.steps import PredictedSteps, first_errors, step_figures
+from step2_reward.label_rows import Labels
+from step2_reward.step_objective import (
+    StepObjective,
+    StepRow,
+    collate_steps,
+    encode_steps,
+    known_separators,
+    within,
+)
+from step2_reward.train import train
+from step3_ppo.reward_model import RewardModel
+from tests.step2_reward.labelled import rows_of, save_base, task, write_jsonl
+
+TOKENIZER = build_tokenizer()
+CHAT = resolve_format(TOKENIZER, "auto")
+CPU = torch.device("cpu")
+PROMPT = (Message("user", "Add 1\nand 1."),)
+
+
+def read(columns: dict[str, Any], *, labels: bool = True) -> Example | None:
+    return read_row(Row(columns, "rows.jsonl line 1"), {}, kept=RowColumns(labels=labels))
+
+
+def test_rows_of_trl_and_rows_with_ratings_are_read_as_steps_and_demonstrate_nothing() -> None:
+    trl = {"prompt": "q", "completions": ["a", " ", "b"], "labels": [True, False, None]}
+    rated = {"prompt": "q", "steps": [{"text": "a", "rating": 0}, {"text": "b", "rating": -1}]}
+    soft = {"prompt": "q", "steps": [{"text": "a", "label": 0.25}]}
+
+    found = [read(columns) for columns in (trl, rated, soft)]
+
+    assert [(each.steps, each.step_labels) for each in found if each] == [
+        (("a", "b"), (1.0, None)),
+        (("a", "b"), (1.0, 0.0)),
+        (("a",), (0.25,)),
+    ]
+    assert not any(each.chosen or each.rejected for each in found if each)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"completions": ["a", "b"], "labels": [True]}, "has 2 steps, and labels 1; give one"),
+        ({"completions": "a", "labels": [True]}, "completions must be a list of steps, got str"),
+        ({"completions": ["a"], "labels": [-100]}, "or null where none is known, got -100"),
+        ({"completions": ["a"], "labels": ["yes"]}, "or null where none is known, got 'yes'"),
+        ({"completions": [3], "labels": [True]}, "a step in completions must be text, got int"),
+        ({"steps": ["a"]}, 'steps must be a list of {"text": ..., "label": ...}, got a'),
+        ({"steps": [{"text": "a", "rating": 2}]}, "rating must be -1, 0 or 1 or null, got 2"),
+    ],
+)
+def test_a_row_whose_steps_cant_be_read_is_named(columns: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError) as error:
+        read({"prompt": "q", **columns})
+
+    assert str(error.value).startswith("rows.jsonl line 1: ")
+    assert sentence in str(error.value)
+
+
+def test_steps_end_at_separators_with_text_before_them_and_where_the_response_does() -> None:
+    tokens = torch.tensor([8, 1, 8, 1, 1, 8, 8, 9, 7, 1, 7, 9, 7, 7, 1])
+    responses = torch.tensor([3, 4, 5, 6, 7, 11, 12, 13])
+    batch = TokenBatch(tokens, (8, 3, 3, 1), responses)
+
+    ends = step_ends(batch, {1})
+
+    # A prompt's separators are none of the response's, nor is one without text before it; what
+    # has no response of its own is one step.
+    assert ends == [[7], [10], [13], [14]]
+    # A single token behind the last separator ends the turn, and no step.
+    assert step_ends(batch, {8}) == [[5], [10], [13], [14]]
+
+
+def test_a_separator_inside_of_a_step_becomes_a_space_so_that_rl_reads_as_many_steps() -> None:
+    example = Example(PROMPT, steps=("1 + 1", "is\n\n2", "So: 2"), step_labels=(1.0, None, 0.0))
+    separators = known_separators(CHAT, "\n")
+
+    row = encode_steps(example, CHAT, RewardConfig(), separators)
+
+    text = TOKENIZER.decode(row.sequence.input_ids)
+    assert "1 + 1\nis 2\nSo: 2" in text
+    assert len(row.ends) == len(row.targets) == 2
+    assert row.ends[-1] == len(row.sequence) - 1
+    assert row.sequence.input_ids[row.ends[0]] in separators
+    # What is cut off takes its steps along.
+    short = within(row, len(row.sequence) - row.ends[0] - 1)
+    assert (short.targets, short.ends) == ((0.0,), (len(short.sequence) - 1,))
+    assert within(row, len(row.sequence) - row.ends[0]).ends[0] == 0
+
+
+def test_all_labelled_steps_weigh_alike_however_rows_are_cut() -> None:
+    rows = [((1, 2, 3), (1.0, 0.0, 1.0)), ((4,), (0.0,)), ((2, 3), (0.25, 1.0))]
+    config = RewardConfig(labels="steps", micro_batch_size=64)
+    objective = StepObjective(Labels("steps", "bce"), config)
+    encoded = [
+        StepRow(Encoded([5] * 6, [False] + [True] * 5), ends, targets) for ends, targets in rows
+    ]
+    logits = torch.randn(3 * 6, 1)
+
+    def total(parts: list[list[int]]) -> tuple[Tensor, float]:
+        loss, right = torch.zeros(()), 0.0
+        for part in parts:
+            batch = collate_steps(encoded, part, weight=3 / 6)
+            tokens = torch.cat([logits[6 * row : 6 * row + 6] for row in part])
+            outputs = LabelOutputs(tokens, None).at(objective.places(batch))
+            one, hits = objective.loss(outputs, batch)
+            loss, right = loss + one / 3, right + hits.item() / 3
+        return loss, right
+
+    flat = torch.tensor(
+        [logits[6 * row + end] for row, (ends, _) in enumerate(rows) for end in ends]
+    )
+    targets = torch.tensor([each for _, of_row in rows for each in of_row])
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(flat, targets)
+    for parts in ([[0, 1, 2]], [[2], [1, 0]], [[1], [0], [2]]):
+        loss, right = total(parts)
+        torch.testing.assert_close(loss, expected)
+        assert right == pytest.approx(((flat > 0) == (targets >= 0.5)).float().mean().item())
+
+
+def test_first_errors_by_hand() -> None:
+    rows = [
+        PredictedSteps((1.0, 0.0, 0.0), (2.0, -1.0, 3.0)),  # found
+        PredictedSteps((1.0, 0.0), (-1.0, -1.0)),  # too early
+        PredictedSteps((0.0,), (0.5,)),  # not seen
+        PredictedSteps((1.0, 1.0), (1.0, 2.0)),  # rightly left alone
+        PredictedSteps((1.0,), (-2.0,)),  # wrongly not
+        PredictedSteps((), ()),  # all its steps were cut off
+    ]
+
+    errors, figures = first_errors(rows), step_figures(rows)
+
+    assert (errors.with_error, errors.found, errors.without_error, errors.kept) == (3, 1, 2, 1)
+    assert errors.accuracy == 2 / 5
+    assert errors.f1 == pytest.approx(2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2))
+    # Right steps: 2, -1, 1, 2, -2; wrong ones: -1, 3, -1, .5.
+    assert figures["accuracy"] == pytest.approx(5 / 9)
+    assert figures["macro_recall"] == pytest.approx((3 / 5 + 2 / 4) / 2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:
+    """A model that knows polite steps from rude ones."""
+    directory = tmp_path_factory.mktemp("steps")
+    base = save_base(directory / "base")
+    data = write_jsonl(directory / "rows.jsonl", rows_of("steps"))
+    config = task(directory, data, base, max_steps=15)
+    train(config)
+    return config
+
+
+def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardConfig) -> None:
+    path = str(trained.output_dir)
+    scorer, chat = load_scorer(path)
+    prompt = (Message("user", "Add 2 and 1."),)
+    response = "Sure! It is 3.\nGo away. It is 3.\nIt is 3."
+    whole = chat.encode(prompt, (Message("assistant", response),))
+    batch = collate([whole, whole.head(len(whole) - 1)])
+    separators = separator_ids(TOKENIZER, "\n")
+    first, second = step_ends(batch, separators)
+    with torch.no_grad():
+        logits = scorer(batch)
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    assert (model.config.label_kind, model.config.step_separator) == ("steps", "\n")
+    assert model.config.step_token_ids == separators
+    with torch.no_grad():
+        plain = model(torch.tensor([whole.input_ids[: first[1] + 1]])).logits[0, 0]
+    torch.testing.assert_close(plain, logits[first[1]], rtol=1e-4, atol=1e-4)
+    assert len(first) == len(second) == 3
+    assert logits[first[1]] < 0 < logits[first[0]]
+
+    for how, expected in {
+        "min": logits[first].min(),
+        "last": logits[first[-1]],
+        "product": logits[first].sigmoid().log().sum(),
+    }.items():
+        model.config.step_score = scorer.model.config.step_score = how  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        judge = RewardModel(load_classifier(trained.model, device=CPU), trained.model)
+        with torch.no_grad():
+            scores = scorer.final_scores(batch)
+        torch.testing.assert_close(scores[0], expected)
+        judge.settings = model.config
+        judge.engine.model.load_state_dict(scorer.state_dict())
+        torch.testing.assert_close(judge.scores(batch)[0], expected)
+    assert score_responses(path, [(prompt, response)]) == pytest.approx([logits[first[1]].item()])
+
+
+def test_the_laboratory_measures_steps_and_first_errors(
+    trained: RewardConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(trained.data.path[0])
+    measure(["--path", str(trained.output_dir), "--data-path", data, "--output-dir", str(tmp_path)])
+
+    figures = json.loads((tmp_path / "lab.json").read_text())
+    lines = list(map(json.loads, (tmp_path / "predictions.jsonl").read_text().splitlines()))
+    assert figures["labels"] == "steps"
+    assert figures["step_accuracy"]["value"] == 1.0
+    assert figures["step_accuracy"]["count"] == sum(len(line["steps"]) for line in lines) == 128
+    assert figures["first_errors"]["with_error"] == figures["first_errors"]["found"] == 32
+    assert figures["first_errors"]["f1"] == 1.0
+    rude = next(line for line in lines if "Go away" in line["steps"][1])
+    assert rude["probabilities"][1] < 0.5 < rude["probabilities"][0]
+    said = capsys.readouterr().out
+    assert "100.0 % of 128 steps are predicted as labelled" in said
+    assert "The first error is found in 100.0 % of 32 responses that have one" in said
+    assert "near chance" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"rows": [True, True]},
+            "labelled steps of the training rows are right; a reward model",
+        ),
+        (
+            {"step_separator": "ки"},
+            "the tokenizer has no token that ends in 'ки'; choose a",
+        ),
+        ({"loss": "mse"}, "reward.loss mse does not learn from steps, which the rows have; choose"),
+    ],
+)
+def test_steps_that_cant_be_learned_are_refused_in_a_sentence(
+    changes: dict[str, Any], sentence: str, trained: RewardConfig, tmp_path: Path
+) -> None:
+    rows = rows_of("steps")
+    for row in rows if "rows" in changes else ():
+        row["labels"] = [True] * len(row["labels"])
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    settings = {name: value for name, value in changes.items() if name != "rows"}
+
+    with pytest.raises((DataError, ConfigError), match=sentence):
+        train(task(tmp_path, data, Path(str(trained.model.path)), **settings))
+
+
+def test_a_model_of_steps_may_start_one_of_pairs(trained: RewardConfig, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows_of("pairs"))
+    config = task(tmp_path, data, trained.output_dir, max_steps=2)
+
+    train(replace(config, output_dir=tmp_path / "out"))
+
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["label_kind"] == "pairs"
