@@ -89,7 +89,8 @@ struct Float32 {
     }
     using Factor = Stored;
     static constexpr int LINES = 1;
-    static Bits line(Bits units, int) { return units; }
+    template <class Units>
+    static Units line(Units units, int) { return units; }
     static Vector add(Vector sum, Bits line, const Factor* x) { return as<Vector>(line) * *x + sum; }
 };
 
@@ -126,12 +127,14 @@ struct BFloat16 {
 #ifdef __AVX512BF16__
     using Factor = Stored;
     static constexpr int LINES = 1;
-    static Bits line(Bits units, int) { return units; }
+    template <class Units>
+    static Units line(Units units, int) { return units; }
     static Vector add(Vector sum, Bits line, const Factor* x) { return add(sum, line, load<uint32_t>(x)); }
 #else
     using Factor = float;
     static constexpr int LINES = 2;
-    static Bits line(Bits units, int second) { return second ? units << 16 : units & 0xffff0000u; }
+    template <class Units>
+    static Units line(Units units, int second) { return second ? units << 16 : units & 0xffff0000u; }
     static Vector add(Vector sum, Bits line, const Factor* x) { return as<Vector>(line) * *x + sum; }
 #endif
 };
