@@ -24,7 +24,7 @@ Task = Callable[[Path, int], Any]
 OF_THE_HOST = {
     "pipeline/data/batches.py: collate",
     "pipeline/models/attention.py: _padded",
-    "step3_ppo/rollout.py: minibatch",
+    "step3_ppo/experience.py: minibatch",
 }
 """What these read are rows and lengths, of the host everywhere."""
 

@@ -85,8 +85,8 @@ FILES: dict[str, str | bytes] = {
 WRONG = r"""
 nonsense | 'nonsense' | options start with --
 --nonsense | --nonsense | --help lists
---step 4 | --step | one of 1, 2, 3
---step 0 | --step | one of 1, 2, 3
+--step 4 | --step | one of 0, 1, 2, 3
+--step 0 | pretrain.data.path | give token files
 --step two | --step | whole number
 --step | --step | at least one value
 --step 2 | step 2 needs the model of step 1 | make it with `python train.py --step 1
@@ -134,7 +134,7 @@ nonsense | 'nonsense' | options start with --
 --config type.yaml | sft.batch_size in type.yaml | whole number
 --config unknown.yaml | sft.bach_size in unknown.yaml | did you mean sft.batch_size
 --config list.yaml | list.yaml | `name: value`
---config step4.yaml | step in step4.yaml | one of 1, 2, 3
+--config step4.yaml | step in step4.yaml | one of 0, 1, 2, 3
 --config latin.yaml | latin.yaml | save the file as UTF-8
 --config | --config | needs a file
 --zero-config none.json | none.json | no such DeepSpeed

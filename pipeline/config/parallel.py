@@ -13,7 +13,7 @@ then wait for a fifth of the time at most."""
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the processes of a step are divided; the same for all models that it trains."""
+    """How the processes of a step share the models that it trains."""
 
     replicas: int = 1
     """Copies of the sharded models (HSDP, hybrid sharding): each is kept by so many-th of the

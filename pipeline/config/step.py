@@ -65,7 +65,7 @@ class StepConfig(ABC):
     """Seed of the data order, of sampling and of new weights."""
 
     max_steps: int | None = None
-    """Optimizer steps (iterations of rollout and update in step 3); null runs `epochs`."""
+    """Optimizer steps (iterations in step 3); null runs `epochs`."""
 
     epochs: float = 1.0
     """Passes over the training rows (num_train_epochs), where `max_steps` is null."""
@@ -80,8 +80,8 @@ class StepConfig(ABC):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     threads: int | None = None
-    """Processor threads of each process; null takes the variable RLHF_THREADS, else one for each
-    core that is the process's share. Another number may round otherwise."""
+    """Processor threads of each process; null takes RLHF_THREADS, else one for each core of its
+    share. Another number may round otherwise."""
 
     timeout_seconds: float = 1800.0
     """A process that keeps the others waiting for so long is named, and the step ends; more

@@ -141,8 +141,8 @@ def _listed(group: Group) -> Iterator[str]:
     if group.key == GROUPS[0].key:
         yield from help_entry(
             "--config FILE ...",
-            "YAML files with these options and sections pretrain:, sft:, reward:, ppo:,"
-            " preference:, methods:; later files win, and the command line wins over files.",
+            "YAML files with these options and the steps' sections, as sft: or ppo:; later files"
+            " win, and the command line wins over files.",
         )
         yield from help_entry("--help [NAME ...]", "This; all; or a name listed below.")
 

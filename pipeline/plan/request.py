@@ -28,8 +28,8 @@ class Request(Deployment, Autotuning):
     step: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
     """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method; without it
     all of these whose models are used: not step 2 where programs give the rewards or the method
-    learns from pairs, nor step 1 for orpo. And 0, continued pre-training on the texts of
-    --pretrain.data.path, before the others (docs/pretraining.md)."""
+    learns from pairs, nor step 1 for orpo. And 0 before them, pre-training on the texts of
+    --pretrain.data.path."""
 
     method: tuple[str, ...] = ()
     """How step 3 learns: ppo, or without a critic grpo, dr_grpo, dapo, gspo, cispo, rloo,
@@ -83,7 +83,7 @@ class Request(Deployment, Autotuning):
     data_path: tuple[str, ...] = ()
     """Local .json, .jsonl, .csv, .tsv (all also .gz) or .parquet files, directories, or Hub names,
     each with an optional @split and :weight. Without it, the embedded task for the embedded model,
-    Dahoas/rm-static for any other. Of step 0 by itself the texts, as --pretrain.data.path."""
+    Dahoas/rm-static for any other. For step 0 alone, its texts."""
 
     eval_path: tuple[str, ...] = ()
     """Rows for evaluation in all steps, as --data-path; prompts alone for step 3 are given with
@@ -107,9 +107,8 @@ class Request(Deployment, Autotuning):
     """Prompt + response, in tokens; without it 512."""
 
     lr: float | None = None
-    """Peak learning rate of the steps that run: --pretrain.model.optim.lr, --sft.model.optim.lr,
-    --reward.model.optim.lr, and in step 3 the actor's, --ppo.actor.optim.lr or
-    --preference.model.optim.lr; the critic keeps its own."""
+    """Peak learning rate of the steps that run: model.optim.lr of each, and in step 3 the actor's,
+    --ppo.actor.optim.lr or --preference.model.optim.lr; the critic keeps its own."""
 
     batch_size: int | None = None
     """Sequences in an optimizer step of the steps that run: --sft.batch_size, --reward.batch_size

@@ -64,7 +64,9 @@ def test_a_step_shows_its_own_settings_first_then_those_of_all_steps_then_sectio
     assert {"kl_coef", "ema_decay", "rewards"} <= set(options(first, second))
     assert options(second, third)[:3] == ["output_dir", "seed", "max_steps"]
     roles = ("actor", "critic", "reference", "reward", "base")
-    assert options(third, len(lines)) == [f"{each}.SETTING" for each in ("gold", "data", *roles)]
+    assert options(third, len(lines)) == [
+        f"{each}.SETTING" for each in ("gold", "data", "parallel", *roles)
+    ]
 
 
 def test_a_section_of_the_short_help_names_what_it_has() -> None:

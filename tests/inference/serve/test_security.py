@@ -164,7 +164,7 @@ def test_headers_without_end_and_connections_without_a_request_are_closed() -> N
     "field",
     [
         {"chat_template": "{{ ''.__class__.__mro__ }}"},
-        {"tools": [{"type": "function"}]},
+        {"functions": [{"name": "add"}]},
         {"guided_regex": "(a+)+b"},
         {"structured_outputs": {"choice": ["a", "b"]}},
         {"reasoning_effort": "high"},
