@@ -260,14 +260,15 @@ class Engine:
         norms = [group.squared_norms().to(device) for group in self.groups]
         packed = torch.cat([*norms, norms[0].new_tensor([not all(found)])])
         self.comm.all_reduce(packed)
-        own = packed[:-1].view(len(norms), -1)
-        values, all_used = self._norms.gathered(own, flag=packed[-1].item() == 0)
-        squares = values.flatten().tolist()
+        # All that the host reads of the device between the first pass and the update.
+        *own, lacking = packed.tolist()
+        squares, all_used = self._norms.gathered(own, flag=lacking == 0)
+        bad = next((at for at, each in enumerate(squares) if not math.isfinite(each)), None)
+        if bad is not None:
+            rows = len(squares) // len(self._norms.units)
+            return math.nan, self._norms.units[bad // rows], all_used
         # fsum rounds once, so that the order of units doesn't count either.
-        finite = all(map(math.isfinite, squares))
-        norm = math.sqrt(math.fsum(squares)) / self.scaler.scale if finite else math.nan
-        bad = (~values.isfinite()).any(dim=1).tolist()
-        return norm, self._norms.units[bad.index(True)] if not finite else "", all_used
+        return math.sqrt(math.fsum(squares)) / self.scaler.scale, "", all_used
 
     def _used(self) -> list[set[str]]:
         """Of each group the parameters that had a gradient, on whatever process."""

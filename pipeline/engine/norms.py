@@ -40,22 +40,22 @@ class NormsOfStages:
         of_stages = stages.gather_objects(list(units))
         self.units = [unit for own in of_stages for unit in own]
         """The unit of each vector, those of the first stage first."""
-        self._first = sum(len(own) for own in of_stages[: stages.rank])
+        self._before = sum(len(own) for own in of_stages[: stages.rank])
+        self._own = len(units)
 
-    def gathered(
-        self, own: Float[Tensor, "vectors rows"], *, flag: bool
-    ) -> tuple[Float[Tensor, "all rows"], bool]:
+    def gathered(self, own: Sequence[float], *, flag: bool) -> tuple[Sequence[float], bool]:
         """Those of this stage's vectors among those of all; whether all stages have the flag.
 
-        Each number is zero but on one stage, so that their sums are exact.
+        As many numbers for each vector, vector after vector. Each is zero but on one stage, so that
+        their sums are exact.
         """
         if self._stages.size == 1:
             return own, flag
-        rows = own.shape[1]
-        values = torch.zeros(len(self.units), rows, dtype=torch.float64)
-        values[self._first : self._first + len(own)] = own.cpu()
-        *summed, lacks = self._stages.sums([*values.flatten().tolist(), not flag])
-        return torch.tensor(summed, dtype=torch.float64).view(-1, rows), lacks == 0
+        rows = len(own) // self._own
+        after = len(self.units) - self._before - self._own
+        values = [*[0.0] * (self._before * rows), *own, *[0.0] * (after * rows)]
+        *summed, lacks = self._stages.sums([*values, float(not flag)])
+        return summed, lacks == 0
 
 
 def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:
