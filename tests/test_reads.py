@@ -54,17 +54,19 @@ def _reward(directory: Path, size: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("train", "task", "within"),
+    ("train", "task", "within", "updates"),
     [
-        pytest.param(train_sft, _sft, "learn_from", id="sft"),
-        pytest.param(train_reward, _reward, "learn", id="reward"),
-        pytest.param(train_preference, _preference("kto"), "learn", id="kto"),
-        pytest.param(train_ppo, _ppo("ppo"), "update_policy", id="ppo"),
-        pytest.param(train_ppo, _ppo("gspo"), "update_policy", id="gspo", marks=pytest.mark.grid),
+        pytest.param(train_sft, _sft, "learn_from", 2, id="sft"),
+        pytest.param(train_reward, _reward, "learn", 2, id="reward"),
+        pytest.param(train_preference, _preference("kto"), "learn", 2, id="kto"),
+        pytest.param(train_ppo, _ppo("ppo"), "update_policy", 4, id="ppo"),
+        pytest.param(
+            train_ppo, _ppo("gspo"), "update_policy", 2, id="gspo", marks=pytest.mark.grid
+        ),
     ],
 )
 def test_more_micro_batches_have_the_host_wait_no_more_often(
-    train: Callable[[Any], object], task: Task, within: str, tmp_path: Path
+    train: Callable[[Any], object], task: Task, within: str, updates: int, tmp_path: Path
 ) -> None:
     counts: list[dict[str, int]] = []
     for size in (8, 2):
@@ -78,3 +80,4 @@ def test_more_micro_batches_have_the_host_wait_no_more_often(
     more = {place for place in many if many[place] > few.get(place, 0)}
     assert "pipeline/data/batches.py: collate" in more  # there were more of them
     assert more - OF_THE_HOST == set()
+    assert few["pipeline/engine/engine.py: _grad_norm"] == updates
