@@ -19,6 +19,8 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from pipeline.data.corpus.corpus import Reading
+
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(RowStepConfig):
@@ -67,7 +69,7 @@ class PretrainConfig(RowStepConfig):
         """
         from step0_pretrain.corpus import check_paths
 
-        check_paths(self)
+        check_paths(self.data, str(self.model.path))
         if self.warm_start is not None and not any(self.warm_start.glob("checkpoints/step_*")):
             raise ConfigError(
                 f"warm_start {self.warm_start} holds no checkpoints; give the directory of a run of"
@@ -82,4 +84,17 @@ class PretrainConfig(RowStepConfig):
         """
         from step0_pretrain.corpus import count_rows
 
-        return count_rows(self, tokenizer)
+        if tokenizer is None:
+            return RowCounts(unread="not known before the tokenizer is there")
+        return count_rows(self.reading(tokenizer), batch_size=self.batch_size, seed=self.seed)
+
+    def reading(self, tokenizer: "PreTrainedTokenizerBase") -> "Reading":
+        """How the token files are read for a model with this tokenizer.
+
+        Raises:
+            DataError: it has no fast form, or no end-of-sequence token.
+        """
+        from step0_pretrain.corpus import reading_of
+
+        model = str(self.model.path)
+        return reading_of(self.data, tokenizer, model=model, output_dir=self.output_dir)

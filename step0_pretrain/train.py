@@ -31,7 +31,7 @@ from pipeline.random_state import seed_generators
 from pipeline.run import AtPeak, Run
 from pipeline.run_step import run_step
 from step0_pretrain.batches import collate, cut
-from step0_pretrain.corpus import Rows, load_rows
+from step0_pretrain.rows import Rows, load_rows
 from step0_pretrain.warm_start import warm_start
 
 logger = logging.getLogger(__name__)

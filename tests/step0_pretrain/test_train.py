@@ -31,7 +31,7 @@ from pipeline.models.embedded import build_tokenizer
 from pipeline.parallel.mesh import cut_mesh
 from step0_pretrain import train as step
 from step0_pretrain.config import PretrainConfig
-from step0_pretrain.corpus import load_rows
+from step0_pretrain.rows import load_rows
 from step0_pretrain.train import train
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
