@@ -226,10 +226,10 @@ def test_the_laboratory_measures_steps_and_first_errors(
     assert figures["first_errors"]["f1"] == 1.0
     rude = next(line for line in lines if "Go away" in line["steps"][1])
     assert rude["probabilities"][1] < 0.5 < rude["probabilities"][0]
-    said = capsys.readouterr().out
-    assert "100.0 % of 128 steps are predicted as labelled" in said
-    assert "The first error is found in 100.0 % of 32 responses that have one" in said
-    assert "near chance" not in said
+    printed = capsys.readouterr().out
+    assert "100.0 % of 128 steps are predicted as labelled" in printed
+    assert "The first error is found in 100.0 % of 32 responses that have one" in printed
+    assert "near chance" not in printed
 
 
 @pytest.mark.parametrize(

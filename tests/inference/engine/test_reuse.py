@@ -84,18 +84,18 @@ def test_a_next_turn_has_the_bits_of_a_conversation_that_is_read_anew(
     """Ids and log-probabilities; of the turns before nothing is read again."""
     model = exact_model(tmp_path, precision)
     batch = opened(model)
-    said: tuple[int, ...] = TEXTS[0]
+    context: tuple[int, ...] = TEXTS[0]
     reused: list[int] = []
     held: list[int] = [0]
     for turn, text in enumerate(TEXTS[1:5]):
-        request = asked(said, key=turn, length=9)
+        request = asked(context, key=turn, length=9)
 
         ticket = answer(batch, request)
 
         assert ticket.response == read_anew(model, request)
         reused.append(ticket.num_reused)
-        held.append(len(said) + 8)  # its last token is read with the next turn
-        said = (*said, *ticket.response.ids, *text[:150])
+        held.append(len(context) + 8)  # its last token is read with the next turn
+        context = (*context, *ticket.response.ids, *text[:150])
 
     assert reused == held[:-1]
 

@@ -163,9 +163,9 @@ def test_a_model_calls_a_tool_and_goes_on_with_its_result(server: Running) -> No
         0: ("So.", [["add", '{"a": 2, "b": 3}']], "tool_calls")
     }
 
-    said = choice.message.model_dump(exclude_none=True)
+    message = choice.message.model_dump(exclude_none=True)
     result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
-    messages = [USER, said, result]
+    messages = [USER, message, result]
     tokenizer: Any = server.state.models["hermes"].tokenizer
     body = {"model": "hermes", "messages": messages, "tools": TOOLS}
     text = tokenizer.decode(post(server, "/tokenize", body).json["tokens"])

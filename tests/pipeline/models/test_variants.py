@@ -144,11 +144,11 @@ def test_dora_by_hand() -> None:
     adapter.lora_B["default"].weight.data = torch.tensor([[1.0]])
     magnitude.data = torch.tensor([10.0])
 
-    said = adapter(torch.tensor([[1.0, 2.0]]))  # (3 + 2, 4) has the length sqrt(41)
-    said.sum().backward()
+    outputs = adapter(torch.tensor([[1.0, 2.0]]))  # (3 + 2, 4) has the length sqrt(41)
+    outputs.sum().backward()
 
     root = 41.0**0.5
-    torch.testing.assert_close(said, torch.tensor([[10 * 13 / root + 7]]))
+    torch.testing.assert_close(outputs, torch.tensor([[10 * 13 / root + 7]]))
     torch.testing.assert_close(magnitude.grad, torch.tensor([13 / root]))
     # The length is a constant: m / |W + s B A| times s A x.
     torch.testing.assert_close(

@@ -49,8 +49,8 @@ def dry_run(cwd: Path, *argv: str) -> str:
     ],
 )
 def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[str, ...]) -> None:
-    said = parse_request(["--sft.eval_every", "2", *argv], THREE_STEPS)
-    for config in step_configs(said, THREE_STEPS).values():
+    parsed = parse_request(["--sft.eval_every", "2", *argv], THREE_STEPS)
+    for config in step_configs(parsed, THREE_STEPS).values():
         words = [word for name, each in as_options(config) for word in (f"--{name}", *each)]
 
         assert parse_step(type(config), words) == config
@@ -80,26 +80,28 @@ def test_a_steps_changed_settings_have_none_of_a_critic_that_it_lacks() -> None:
 
 
 def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:
-    said = dry_run(tmp_path)
+    printed = dry_run(tmp_path)
 
-    assert "  rows       32,000 to train on, 256 held out" in said
-    assert "  steps      500 optimizer steps of 64 rows: 1 pass over the rows" in said
-    assert "  steps      40 iterations of 128 rows: 0.85 passes over the rows" in said
-    assert len(re.findall(r"^  tokens     \d+ a row, \S+ \w+ in all$", said, re.MULTILINE)) == 3
-    assert len(re.findall(r"^  time       about .* \(.* to .*\)$", said, re.MULTILINE)) == 3
-    assert re.search(r"^About .* in all \(.* to .*\)\.\nEstimated from blocks", said, re.MULTILINE)
-    assert max(map(len, said.replace(str(tmp_path), "").splitlines())) <= 100
+    assert "  rows       32,000 to train on, 256 held out" in printed
+    assert "  steps      500 optimizer steps of 64 rows: 1 pass over the rows" in printed
+    assert "  steps      40 iterations of 128 rows: 0.85 passes over the rows" in printed
+    assert len(re.findall(r"^  tokens     \d+ a row, \S+ \w+ in all$", printed, re.MULTILINE)) == 3
+    assert len(re.findall(r"^  time       about .* \(.* to .*\)$", printed, re.MULTILINE)) == 3
+    assert re.search(
+        r"^About .* in all \(.* to .*\)\.\nEstimated from blocks", printed, re.MULTILINE
+    )
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 100
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_commands_of_a_dry_run_work_as_they_are_printed(tmp_path: Path) -> None:
     rows = [{"prompt": f"Is {n} odd?", "response": "Yes." if n % 2 else "No."} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = dry_run(
+    printed = dry_run(
         tmp_path,
         *("--step", "1", "--data-path", "rows.jsonl", "--sft.max_steps", "1", "--output-dir", "o"),
     )
-    commands = said.partition("The same by hand")[2].partition("\n")[2].partition("Memory of")[0]
+    commands = printed.partition("The same by hand")[2].partition("\n")[2].partition("Memory of")[0]
 
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run(

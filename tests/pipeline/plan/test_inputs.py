@@ -11,9 +11,9 @@ from tests.pipeline.stages import THREE_STEPS
 
 
 def check(*argv: str) -> None:
-    said = parse_request(argv, THREE_STEPS)
-    stages = side_by_side(THREE_STEPS, said.request.method)
-    check_inputs(said.request, stages, step_configs(said, stages))
+    parsed = parse_request(argv, THREE_STEPS)
+    stages = side_by_side(THREE_STEPS, parsed.request.method)
+    check_inputs(parsed.request, stages, step_configs(parsed, stages))
 
 
 def complaint(*argv: str) -> str:
@@ -69,8 +69,8 @@ def test_a_step_does_not_begin_with_a_model_from_its_own_directory(
         model(tmp_path / name, "config.yaml", "result.json")
     own = str(tmp_path / place)
 
-    for said in ("--overwrite", "--resume"):
-        sentence = complaint("--step", step, "--output-dir", str(tmp_path), setting, own, said)
+    for option in ("--overwrite", "--resume"):
+        sentence = complaint("--step", step, "--output-dir", str(tmp_path), setting, own, option)
 
         assert f"{own} lies in {tmp_path}/step{step}" in sentence
         assert f"where step {step} writes and may clear what is there before it reads" in sentence

@@ -19,8 +19,8 @@ from tests.pipeline.stages import THREE_STEPS
 
 
 def finished(out: Path, *argv: str) -> set[str]:
-    said = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
-    return finished_steps(said.request, THREE_STEPS, step_configs(said, THREE_STEPS))
+    parsed = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
+    return finished_steps(parsed.request, THREE_STEPS, step_configs(parsed, THREE_STEPS))
 
 
 def complaint(out: Path, *argv: str) -> str:
@@ -31,9 +31,9 @@ def complaint(out: Path, *argv: str) -> str:
 
 def run_step(out: Path, number: int, *argv: str, done: bool = True) -> Path:
     """What a step leaves: settings, a metrics file and, where it is done, a result."""
-    said = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
+    parsed = parse_request(["--output-dir", str(out), *argv], THREE_STEPS)
     name = THREE_STEPS[number - 1].name
-    write_config(step_configs(said, THREE_STEPS)[name], out / name / "config.yaml")
+    write_config(step_configs(parsed, THREE_STEPS)[name], out / name / "config.yaml")
     (out / name / "metrics.jsonl").write_text("{}\n")
     if done:
         (out / name / "result.json").write_text('{"seconds": 2.5}')

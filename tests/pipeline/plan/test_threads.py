@@ -13,9 +13,9 @@ from tests.pipeline.stages import THREE_STEPS
 
 
 def threads(*words: str, out: Path) -> list[int | None]:
-    said = parse_request(["--output-dir", str(out), *words], THREE_STEPS)
-    stages = side_by_side(THREE_STEPS, said.request.method)
-    return [each.threads for each in step_configs(said, stages).values()]
+    parsed = parse_request(["--output-dir", str(out), *words], THREE_STEPS)
+    stages = side_by_side(THREE_STEPS, parsed.request.method)
+    return [each.threads for each in step_configs(parsed, stages).values()]
 
 
 def test_the_option_reaches_all_steps_and_a_steps_own_wins(tmp_path: Path) -> None:
