@@ -58,8 +58,10 @@ def gpu_of(local_rank: int, visible: int) -> int:
     Raises:
         ConfigError: there are fewer GPUs than processes.
     """
-    if visible == 1 or local_rank < visible:
-        return 0 if visible == 1 else local_rank
+    if visible == 1:
+        return 0
+    if local_rank < visible:
+        return local_rank
     raise ConfigError(
         f"this machine's process {local_rank + 1} has no GPU: {visible} are visible; start at most"
         f" {visible} processes a machine, or let CUDA_VISIBLE_DEVICES name more"

@@ -101,7 +101,7 @@ def train_help(stages: Sequence[Stage], words: Sequence[str] = ()) -> str:
     if words and words != ["all"]:
         return "\n\n".join("\n".join(_about(word, stages)) for word in words)
     sections = [stage.section for stage in stages]
-    first = min(stages, key=lambda stage: abs(stage.number - 1))  # step 0 is seldom one
+    first = next((stage for stage in stages if stage.number > 0), stages[0])
     lines = [
         f"usage: {TRAIN} [OPTION ...] [--{{{','.join(sections)}}}.SETTING VALUE ...]",
         "",
