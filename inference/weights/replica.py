@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from inference.tp_group import sum_
 from inference.weights.hash import bits_sum, hash_of_sums
-from inference.weights.sharding import Sharding, ShardSpec
+from inference.weights.sharding import Sharding
 from pipeline.models.attention import round_up
 from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
@@ -29,6 +29,7 @@ from pipeline.models.lora import merged
 from pipeline.models.quantized import QuantizedLinear
 from pipeline.models.stream import meta_model
 from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.shards import ShardSpec
 
 ALIGNMENT = 64
 """Bytes: each tensor of the arena begins at a cache line."""

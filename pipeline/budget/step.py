@@ -20,7 +20,7 @@ from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.moments import moments_of, names, trained_root, whole_root
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
-from pipeline.budget.stages import Part, parts_of
+from pipeline.budget.stages import Part, part_of_layers, parts_of
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
 from pipeline.config import Generation, StepConfig, Workload
@@ -50,9 +50,12 @@ def workload_memory(
 ) -> StepMemory:
     """As `step_memory`, of what a step does rather than of its settings."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
+    parameters = {model.role: model.parameters for model in models if model.module is not None}
+    if workload.parallel.tp > 1:
+        models = [part_of_layers(model, workload.parallel.tp) for model in models]
     counted = tuple(model for model in models if model.module is not None)
     if workload.parallel.pp > 1 and counted == tuple(models):
-        return _worst_stage(models[0], workload, machine)
+        return _worst_stage(models[0], workload, machine, parameters)
     sizes = {model.role: engine_bytes(model, workload, machine) for model in counted}
     step = _Step(workload, machine, counted, sizes)
     phases = step.all_phases()
@@ -63,10 +66,12 @@ def workload_memory(
         if model.module is None
     )
     unknown = (*missing, *dict.fromkeys(step.unknown))
-    return StepMemory(phases, unknown, {model.role: model.parameters for model in counted})
+    return StepMemory(phases, unknown, parameters)
 
 
-def _worst_stage(model: CountedModel, workload: Workload, machine: Machine) -> StepMemory:
+def _worst_stage(
+    model: CountedModel, workload: Workload, machine: Machine, parameters: Mapping[str, int]
+) -> StepMemory:
     """What the stage of a pipeline takes that takes most."""
     found: list[StepMemory] = []
     for part in parts_of(model, workload):
@@ -76,7 +81,7 @@ def _worst_stage(model: CountedModel, workload: Workload, machine: Machine) -> S
             StepMemory(
                 step.all_phases(),
                 tuple(dict.fromkeys(step.unknown)),
-                {model.role: model.parameters},
+                parameters,
                 stage=part.stage.number,
             )
         )

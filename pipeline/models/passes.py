@@ -17,6 +17,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.models.forward import Policy
 from pipeline.models.stages import Passage, Stage, blocks_of, cut_stage
+from pipeline.models.tensor_cut import cut_layers
 from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
@@ -232,8 +233,9 @@ def learning_model(
     """
     stages = mesh.stages
     model = trained_causal_lm(
-        settings, tokenizer, device=local_device(), seed=seed, in_stages=stages.size > 1
+        settings, tokenizer, device=local_device(), seed=seed, in_parts=mesh.parts.size > 1
     )
+    cut_layers(model, mesh.tensor)
     policy, stage = own_policy(model, parallel, stages, kernels=settings.kernels)
     engine = Engine(
         policy,
@@ -241,7 +243,8 @@ def learning_model(
         total_steps=total_steps,
         name=name,
         group=mesh.data,
-        stages=stages,
+        parts=mesh.parts,
+        tensor=mesh.tensor,
     )
     return model, passes_of(engine, stage, parallel, stages)
 

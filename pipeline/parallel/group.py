@@ -89,6 +89,19 @@ class Group:
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
 
+    def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:
+        """What `tensor` is on each process, in rank order; all are as large."""
+        if self.size == 1:
+            return [tensor]
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in self.ranks]
+        if own.is_meta:  # where memory is counted there are no numbers to exchange
+            return parts
+        self._enter_collective("all_gather", what)
+        with HERE.waiting(self.others):
+            dist.all_gather(parts, own, group=self.process_group)
+        return parts
+
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Give every process what `tensor` is on the process of rank `source`, in place."""
         if self.process_group is not None:
