@@ -103,12 +103,6 @@ class ParallelConfig:
             f"{role}.lora.dropout draws masks in the order of the blocks, which the stages of"
             f" parallel.pp {self.pp} don't share; set it 0",
         )
-        variant = "lora" if model.lora is None else model.lora.variant
-        require(
-            variant in ("lora", "rslora"),
-            f"{role}.lora.variant {variant} is not cut into the stages of parallel.pp {self.pp};"
-            " take lora or rslora",
-        )
         require(
             model.lora is None or model.lora.variant in ("lora", "rslora"),
             f"{role}.lora.variant of parallel.pp {self.pp} is lora or rslora: the others look at"
@@ -127,6 +121,6 @@ class ParallelConfig:
         """
         require(
             self.pp == 1,
-            f"parallel.pp {self.pp}: only steps 0 and 1 run as pipelines; {step} needs its models"
+            f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
             " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
         )
