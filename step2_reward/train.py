@@ -24,7 +24,7 @@ from pipeline.models.chat import require_same_chat
 from pipeline.models.forward import LabelOutputs, Scorer, base_model, reads_whole
 from pipeline.models.load import load_tokenizer
 from pipeline.models.passes import passes_of
-from pipeline.models.staged_scorer import asked_scorer
+from pipeline.models.staged_scorer import scorer_of
 from pipeline.models.trained import trained_classifier, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
 from pipeline.parallel.device import local_device
@@ -118,7 +118,7 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
     objective.check(rows.data, rows.chat, config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
     training = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
-    return RewardTraining(training, objective, asked_scorer(passes, model, cutpoints))
+    return RewardTraining(training, objective, scorer_of(passes, model, cutpoints))
 
 
 def learn(reward: RewardTraining, run: Run, *, step: int) -> None:

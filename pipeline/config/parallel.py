@@ -22,7 +22,7 @@ class ParallelConfig:
 
     pp: int = 1
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    so many-th of the processes; 1 has the model whole. Steps 0 and 1 only."""
+    so many-th of the processes; 1 has the model whole. Steps 0, 1 and 2 only."""
 
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations

@@ -43,7 +43,7 @@ class StagedScorer(Scorer):
         return self._part(batch, labels=True).logits
 
 
-def asked_scorer(passes: Passes, model: nn.Module, cutpoints: Cutpoints | None) -> Scorer:
+def scorer_of(passes: Passes, model: nn.Module, cutpoints: Cutpoints | None) -> Scorer:
     """What evaluations ask for scores: the scorer that learns, or one over its stages."""
     if isinstance(passes, StagedPasses):
         return StagedScorer(passes, model, cutpoints)
