@@ -5,7 +5,7 @@ models' own code (`pipeline.budget.activation_profiler`), generation by the shap
 replica.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.budget.activation_profiler import PassBytes
@@ -52,40 +52,37 @@ def workload_memory(
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     parameters = {model.role: model.parameters for model in models if model.module is not None}
     if workload.parallel.tp > 1:
-        models = [part_of_layers(model, workload.parallel.tp) for model in models]
+        size = workload.parallel.tp  # of what learns; what only answers is whole
+        models = [each if each.trained is None else part_of_layers(each, size) for each in models]
     counted = tuple(model for model in models if model.module is not None)
-    if workload.parallel.pp > 1 and counted == tuple(models):
-        return _worst_stage(models[0], workload, machine, parameters)
-    sizes = {model.role: engine_bytes(model, workload, machine) for model in counted}
-    step = _Step(workload, machine, counted, sizes)
-    phases = step.all_phases()
     missing = tuple(
         f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"
         " that can be read"
         for model in models
         if model.module is None
     )
-    unknown = (*missing, *dict.fromkeys(step.unknown))
-    return StepMemory(phases, unknown, parameters)
+    parts: Sequence[Part | None] = (None,)
+    if workload.parallel.pp > 1 and models[0].module is not None:
+        parts = parts_of(models[0], workload)
+    found = [_memory(workload, machine, counted, part) for part in parts]
+    most = max(found, key=lambda memory: memory.peak("device"))
+    return replace(most, unknown=(*missing, *most.unknown), parameters=parameters)
 
 
-def _worst_stage(
-    model: CountedModel, workload: Workload, machine: Machine, parameters: Mapping[str, int]
+def _memory(
+    workload: Workload,
+    machine: Machine,
+    models: tuple[CountedModel, ...],
+    part: Part | None,
 ) -> StepMemory:
-    """What the stage of a pipeline takes that takes most."""
-    found: list[StepMemory] = []
-    for part in parts_of(model, workload):
-        sizes = {model.role: engine_bytes(part.own, workload, machine)}
-        step = _Step(workload, machine, (part.own,), sizes, part=part)
-        found.append(
-            StepMemory(
-                step.all_phases(),
-                tuple(dict.fromkeys(step.unknown)),
-                parameters,
-                stage=part.stage.number,
-            )
-        )
-    return max(found, key=lambda memory: memory.peak("device"))
+    """Of a process; with a `part`, of one that has this stage of the first model."""
+    if part is not None:
+        models = (part.own, *models[1:])
+    sizes = {model.role: engine_bytes(model, workload, machine) for model in models}
+    step = _Step(workload, machine, models, sizes, part=part)
+    phases = step.all_phases()
+    unknown, stage = tuple(dict.fromkeys(step.unknown)), None if part is None else part.stage.number
+    return StepMemory(phases, unknown, {}, stage=stage)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class _Step:
     unknown: list[str] = field(default_factory=list[str])
 
     part: Part | None = None
-    """The stage that is counted, where the model is cut into some."""
+    """The stage that is counted, where the first model is cut into some."""
 
     def all_phases(self) -> tuple[Phase, ...]:
         """With what a process takes for itself."""
@@ -329,7 +326,7 @@ class _Step:
         """What of a model stays through a phase."""
         sizes = self.sizes[model.role]
         yield from held(model, sizes, self.workload, self.machine, kinds=kinds, moved=moved)
-        if self.part is not None:
+        if self.part is not None and model is self.part.own:
             yield from self.part.shared(trains="moments" in kinds)
 
     def learns_from_texts(self, model: CountedModel) -> bool:
@@ -341,7 +338,7 @@ class _Step:
         rows = replace(how.rows, length=longest(model.present, how.rows.length))
         how = replace(how, rows=rows)
         try:
-            if self.part is not None:
+            if self.part is not None and model is self.part.own:
                 return self.part.takes(pass_bytes(self.part.whole.present, how), how)
             return pass_bytes(model.present, how)
         except UnknownPassError as error:
