@@ -35,10 +35,10 @@ class SFTConfig(TaskSettings, RowStepConfig):
         check_tasks(self)
         self.parallel.check_model("model", self.model)
         require(
-            not (self.parallel.is_cut and self.eval_tasks),
+            self.parallel.pp == 1 or not self.eval_tasks,
             "eval_tasks are answered by the whole model, of which a process has a part with"
-            f" {self.parallel.cut}; leave them out, and run python -m evaluation on the exported"
-            " model",
+            f" parallel.pp {self.parallel.pp}; leave them out, and run python -m evaluation on the"
+            " exported model",
         )
         require(
             self.patience is None or self.patience > 0,

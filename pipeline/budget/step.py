@@ -276,7 +276,7 @@ class _Step:
             return
         yield from self.replica()
         syncing = frozenset({"replica"})
-        yield Item("gathered", actor.role, weight_sync_bytes(actor), moments=syncing)
+        yield Item("gathered", actor.role, weight_sync_bytes(actor, generation), moments=syncing)
         yield from self.responses(actor, generation)
 
     def compare(self, base: CountedModel) -> Iterator[Item]:

@@ -27,7 +27,7 @@ class ParallelConfig:
     tp: int = 1
     """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
     each has a part of the heads of attention and of the width of the MLPs; 1 has layers whole.
-    Steps 0, 1 and 2 only."""
+    Not in step 3's RL."""
 
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
@@ -97,12 +97,6 @@ class ParallelConfig:
         return self.pp * self.tp > 1
 
     @property
-    def cut(self) -> str:
-        """The settings that cut the model, in words."""
-        parts = [("pp", self.pp), ("tp", self.tp)]
-        return " and ".join(f"parallel.{name} {value}" for name, value in parts if value > 1)
-
-    @property
     def _of_data(self) -> str:
         """Which processes replicas are made of, in words."""
         return " of each stage" if self.tp == 1 else " with the same part of each layer"
@@ -158,19 +152,28 @@ class ParallelConfig:
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
         )
 
+    def require_one_stage(self, step: str) -> None:
+        """Raise where a step is to cut its models into stages that doesn't.
+
+        Raises:
+            ConfigError: one sentence.
+        """
+        require(
+            self.pp == 1,
+            f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
+            " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
+        )
+
     def require_whole(self, step: str) -> None:
         """Raise where a step is to cut its models that trains them whole.
 
         Raises:
             ConfigError: one sentence.
         """
+        self.require_one_stage(step)
         require(
             self.tp == 1,
-            f"parallel.tp {self.tp}: steps 0, 1 and 2 divide layers among processes; {step} needs"
-            " its models whole, set parallel.tp 1 for it (replicas and zero_stage share them out)",
-        )
-        require(
-            self.pp == 1,
-            f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
-            " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
+            f"parallel.tp {self.tp}: steps 0, 1, 2 and the preference methods divide layers among"
+            f" processes; {step} needs its models whole, set parallel.tp 1 for it (replicas and"
+            " zero_stage share them out)",
         )

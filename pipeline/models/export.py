@@ -4,7 +4,6 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -121,7 +120,7 @@ class _Joining:
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
         # Only the processes of the first copy of the model join its parts.
-        self._group = replace(group, counted=False)
+        self._group = group.apart
         state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
         self._parts = {name: part_of(tensor) for name, tensor in state.items()}
 

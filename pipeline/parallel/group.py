@@ -1,7 +1,7 @@
 """Some processes of a job, and the numbers and objects that they tell each other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -47,6 +47,11 @@ class Group:
     def others(self) -> list[int]:
         """Ranks in the whole job of the others."""
         return [*self.ranks[: self.rank], *self.ranks[self.rank + 1 :]]
+
+    @property
+    def apart(self) -> "Group":
+        """The same processes, which go their own ways: their collectives aren't counted."""
+        return replace(self, counted=False)
 
     @property
     def global_rank(self) -> int:

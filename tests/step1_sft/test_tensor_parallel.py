@@ -216,21 +216,20 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
         step_memory(config, machine=replace(ONE, processes=3, world=3))
 
 
-WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "4 bits": ({}, {"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
-    "dropout": ({}, {"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout would draw other masks"),
-    "dora": ({}, {"lora": LoraConfig(variant="dora")}, "model.lora.variant dora looks at whole"),
-    "compile": ({}, {"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
-    "tasks": ({"eval_tasks": ("embedded",)}, {}, "eval_tasks are answered by the whole model"),
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "4 bits": ({"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
+    "dropout": ({"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout would draw other masks"),
+    "dora": ({"lora": LoraConfig(variant="dora")}, "model.lora.variant dora looks at whole"),
+    "compile": ({"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_settings_that_contradict_divided_layers_are_refused(name: str, tmp_path: Path) -> None:
-    changes, model, sentence = WRONG[name]
+    model, sentence = WRONG[name]
 
     with pytest.raises(ConfigError, match=sentence):
-        settings(tmp_path, tmp_path, tp=2, model=model, **changes)
+        settings(tmp_path, tmp_path, tp=2, model=model)
 
 
 def test_other_steps_and_numbers_of_processes_are_refused() -> None:
