@@ -5,7 +5,6 @@ are added as a binary tree in rank order wherever this file or `shared_memory` a
 their bits depend on nothing but the addends.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.parallel.gather import all_gather, reduce_scatter
 from pipeline.parallel.group import Group
 from pipeline.position import HERE
 
@@ -219,12 +219,12 @@ class GroupCollectives(Collectives):
         self.exchanges = deterministic or dist.get_backend(group.process_group) == "gloo"
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
-        work = _all_gather_single(full, self.piece(full), self.group)
+        work = all_gather(full, self.piece(full), self.group.process_group)
         return _Timed(work, self.group, on_gpu=full.is_cuda)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
         if not self.exchanges:
-            work = _reduce_scatter_single(out, full, self.group)
+            work = reduce_scatter(out, full, self.group.process_group)
             return _Timed(work, self.group, on_gpu=full.is_cuda)
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
@@ -316,22 +316,3 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
         torch.add(level[0], level[1], out=out)
     elif level[0].data_ptr() != out.data_ptr():
         out.copy_(level[0])
-
-
-def _all_gather_single(full: Tensor, shard: Tensor, group: Group) -> Work:
-    # Its name before torch 2.13 was all_gather_into_tensor.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        work = gather(full, shard, group=group.process_group, async_op=True)
-    assert work is not None  # as it is where nobody waits
-    return work
-
-
-def _reduce_scatter_single(shard: Tensor, full: Tensor, group: Group) -> Work:
-    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        work = reduce(shard, full, group=group.process_group, async_op=True)
-    assert work is not None
-    return work
