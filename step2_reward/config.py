@@ -60,7 +60,7 @@ class RewardConfig(LabelSettings, RowStepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parallel.require_whole("step 2")
+        self.parallel.check_model("model", self.model)
         self.check_labels()
         require(
             self.patience is None or self.patience > 0,

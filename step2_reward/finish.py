@@ -1,7 +1,7 @@
 """What step 2 leaves behind: the best weights, the unit of their scores, figures, a report."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from pipeline.models.card import Card
 from pipeline.models.forward import Scorer, base_model
@@ -34,18 +34,18 @@ METHODS = {
 def finish(
     training: Training[RewardConfig, Any, Rows],
     objective: Objective[Any, Any],
+    scorer: Scorer,
     run: Run,
     *,
     before: Mapping[str, float],
 ) -> None:
     """Export the best weights with the moments of their scores, and write the result."""
     best, config, labels = training.best, training.config, objective.labels
-    scorer = cast("Scorer", training.engine.model)
     best.restore()
     after = objective.evaluate(scorer, training.held_out, config)
     name_labels(training, labels)
     training.export()
-    settings, moments = label_settings(training, labels) | objective.settings(), None
+    settings, moments = label_settings(training, labels, scorer) | objective.settings(), None
     base_model(training.model).config.update(settings)  # of which scores may be made
     if labels.gives_scores:
         moments = measure_scores(
@@ -119,7 +119,7 @@ def name_labels(training: Training[RewardConfig, Any, Rows], labels: Labels) -> 
 
 
 def label_settings(
-    training: Training[RewardConfig, Any, Rows], labels: Labels
+    training: Training[RewardConfig, Any, Rows], labels: Labels, scorer: Scorer
 ) -> dict[str, object]:
     """What config.json says of labels: which kind, classes and what they are worth, thresholds."""
     settings: dict[str, object] = {"label_kind": labels.kind}
@@ -129,8 +129,6 @@ def label_settings(
         settings["class_values"] = list(labels.values)
     if labels.kind == "scalar" and labels.loss == "mse":
         settings |= {"label_mean": labels.mean, "label_std": labels.std}
-    cutpoints = cast("Scorer", training.engine.model).cutpoints
-    if cutpoints is not None:
-        with training.engine.gathered():
-            settings["cutpoints"] = cutpoints().tolist()
-    return settings
+    with training.engine.gathered():
+        cutpoints = scorer.thresholds()
+    return settings if cutpoints is None else settings | {"cutpoints": cutpoints.tolist()}

@@ -213,6 +213,8 @@ class OrdinalObjective(LabelObjective):
 class ScalarObjective(LabelObjective):
     """Numbers: squared error of what is shifted and scaled, or binary cross entropy."""
 
+    counts_right = False
+
     def loss(self, outputs: LabelOutputs, batch: LabelledBatch) -> tuple[Tensor, None]:
         """The loss summed over rows, of which none is right or wrong by itself."""
         scores = outputs.logits[batch.places[:, 0]].squeeze(-1)

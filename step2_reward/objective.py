@@ -47,6 +47,9 @@ B = TypeVar("B", bound=Batch)
 class Objective(ABC, Generic[R, B]):
     """One kind of label, for the loop that is the same for all."""
 
+    counts_right = True
+    """Whether rows can be right or wrong one by one."""
+
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         self.labels = labels
         self.config = config

@@ -13,17 +13,18 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from pipeline.cli import run_main
 from pipeline.divergence import check_finite, check_start, keeping_best
-from pipeline.engine.engine import Engine
 from pipeline.errors import ModelError
 from pipeline.models.chat import require_same_chat
 from pipeline.models.forward import LabelOutputs, Scorer, base_model, reads_whole
 from pipeline.models.load import load_tokenizer
+from pipeline.models.passes import passes_of
+from pipeline.models.staged_scorer import scorer_of
 from pipeline.models.trained import trained_classifier, within_context
 from pipeline.offline import Rows, Training, load_rows, set_up
 from pipeline.parallel.device import local_device
@@ -31,11 +32,10 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
-from pipeline.scalars import read_scalars
 from step2_reward.finish import finish
 from step2_reward.label_objectives import objective_of
 from step2_reward.label_rows import resolve
-from step2_reward.objective import Objective
+from step2_reward.objective import Batch, Objective
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,8 @@ class RewardTraining:
     training: Training[RewardConfig, Any, Rows]
     objective: Objective[Any, Any]
 
-    @property
-    def scorer(self) -> Scorer:
-        """The model in its engine."""
-        return cast("Scorer", self.training.engine.model)
+    scorer: Scorer
+    """What is asked for scores: the model in its engine, or all stages of it."""
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the held-out rows."""
@@ -84,7 +82,7 @@ def train(config: RewardConfig) -> Path:
                     best.update(badness(figures, config.best_by), step=step)
                     run.evaluated(step, figures)
                     check_finite(f"of held-out rows after step {step}", figures)
-        finish(training, reward.objective, run, before=before)
+        finish(training, reward.objective, reward.scorer, run, before=before)
     return config.output_dir
 
 
@@ -98,15 +96,18 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         device=local_device(),
         seed=config.seed,
         num_labels=labels.num_labels,
+        in_stages=config.parallel.pp > 1,
     )
     base_model(model).config.update({"label_kind": labels.kind})  # not that of an earlier training
-    scorer = Scorer(model, kernels=config.model.kernels, cutpoints=objective.cutpoints())
-    engine = Engine(
-        scorer,
+    cutpoints = objective.cutpoints()
+    passes = passes_of(
+        model,
         config.model,
+        config.parallel,
+        run.mesh,
+        lambda whole: Scorer(whole, kernels=config.model.kernels, cutpoints=cutpoints),
         total_steps=rows.total_steps,
         name="reward model",
-        group=run.mesh.data,
     )
     config = within_context(config, model)
     if labels.kind == "steps" and reads_whole(base_model(model)):
@@ -116,34 +117,36 @@ def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
         )
     objective.check(rows.data, rows.chat, config)
     held_out = objective.encode(rows.data.eval, rows.chat, config)
-    return RewardTraining(set_up(config, model, engine, rows, held_out, run), objective)
+    training = set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
+    return RewardTraining(training, objective, scorer_of(passes, model, cutpoints))
 
 
 def learn(reward: RewardTraining, run: Run, *, step: int) -> None:
     """Take one optimizer step on the next rows, and log it."""
-    engine, config = reward.training.engine, reward.training.config
-    batch = reward.training.rows
-    rows = reward.objective.encode(batch.next_examples(), batch.chat, config)
-    losses, rights = list[Tensor](), list[Tensor]()
-    for part in reward.objective.cut(rows, config):
+    passes, config, objective = reward.training.passes, reward.training.config, reward.objective
+    engine, batch = passes.engine, reward.training.rows
+    rows = objective.encode(batch.next_examples(), batch.chat, config)
+    rights: list[Tensor] = []
+
+    def loss_of(part: Batch) -> Tensor:
         outputs: LabelOutputs = engine(part.tokens, labels=True)
-        loss, right = reward.objective.loss(outputs.at(reward.objective.places(part)), part)
-        engine.backward(loss / len(rows))
-        losses.append(loss.detach())
-        rights += [] if right is None else [right]
+        loss, right = objective.loss(outputs.at(objective.places(part)), part)
+        rights.extend([] if right is None else [right])
+        return loss
+
+    losses = passes.learn(objective.cut(rows, config), loss_of, divisor=len(rows))
     result = engine.step()
-    loss_sum, num_right = run.mesh.data.sums([sum(read_scalars(losses)), sum(read_scalars(rights))])
+    loss_sum, num_right = run.mesh.data.sums([passes.total(losses), passes.total(rights)])
     run.log(
         step,
-        reward.training.at_peak(
-            sequence for row in rows for sequence in reward.objective.sequences(row)
-        ),
+        reward.training.at_peak(sequence for row in rows for sequence in objective.sequences(row)),
         tokens=sum(row.num_tokens for row in rows),
         loss=loss_sum / len(rows),
-        **({"accuracy": num_right / len(rows)} if rights else {}),
+        **({"accuracy": num_right / len(rows)} if objective.counts_right else {}),
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
+        **passes.metrics(),
     )
 
 

@@ -82,7 +82,7 @@ class Table:
     mismatched: Float[Tensor, " P"]
     """Of the mismatched responses of each row that a step takes, in their order; of kto alone."""
 
-    mismatched_held_out: Float[Tensor, " M"]
+    mismatched_held_out: Float[Tensor, " Q"]
 
 
 class Reference:

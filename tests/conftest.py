@@ -2,9 +2,10 @@
 
 import os
 import signal
-from pathlib import Path
 
 from jaxtyping import install_import_hook
+
+from tests.sources import PACKAGES, ROOT
 
 # The models of the tests are so small that threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,18 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # test starts and interrupts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PACKAGES = (
-    *("evaluation", "inference", "pipeline", "rewards"),
-    *("step1_sft", "step2_reward", "step3_ppo"),
-)
-
 
 def annotated_modules() -> list[str]:
     """Modules that say the shapes of their tensors."""
-    root = Path(__file__).parent.parent
-    files = (file for package in PACKAGES for file in (root / package).rglob("*.py"))
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     return [
-        ".".join(file.relative_to(root).with_suffix("").parts)
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for file in files
         if "from jaxtyping import" in file.read_text(encoding="utf-8")
     ]

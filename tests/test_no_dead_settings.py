@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 
 import evaluation.config
 import evaluation.settings
@@ -24,12 +23,8 @@ import step2_reward.lab.config
 import step2_reward.label_config
 import step3_ppo.config
 import step3_preference.config
+from tests.sources import PACKAGES, ROOT
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    *("evaluation", "inference", "pipeline", "rewards"),
-    *("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference"),
-)
 CONFIG_MODULES = (
     evaluation.config,
     evaluation.settings,

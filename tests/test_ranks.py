@@ -2,15 +2,10 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
-    *("evaluation", "rlhf_pipeline"),
-)
+from tests.sources import PACKAGES, ROOT
 
 ALLOWED = ("pipeline/parallel/", "pipeline/launch/")
 """The mesh itself, and the launcher, which makes the environment that the mesh is made of."""

@@ -4,12 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
-    *("step0_pretrain", "step3_preference"),
-    *("evaluation", "rlhf_pipeline"),
-)
+from tests.sources import PACKAGES, ROOT
+
 LOOP_LINES, FUNCTION_LINES, FILE_LINES, DOC_COLUMNS = 40, 60, 400, 100
 
 

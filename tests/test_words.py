@@ -5,12 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    *("pipeline", "inference", "rewards", "step1_sft", "step2_reward", "step3_ppo"),
-    *("step0_pretrain", "step3_preference"),
-    *("benchmarks", "evaluation"),
-)
+from tests.sources import PACKAGES, ROOT
 
 FIELD_WORDS = {
     "said": "outputs, given, message",
@@ -72,7 +67,7 @@ def test_no_name_has_a_word_of_a_private_language() -> None:
     found = sorted(
         {
             f"{file.relative_to(ROOT)}: {name}; say {FIELD_WORDS[word]}"
-            for package in PACKAGES
+            for package in (*PACKAGES, "benchmarks")
             for file in (ROOT / package).rglob("*.py")
             for name in names(file)
             for word in words(name) & FIELD_WORDS.keys() - OF_A_PACKAGE.get(package, set())

@@ -29,6 +29,7 @@ from inference.engine.exchange import SharedTickets
 from inference.engine.padded import PaddedRows
 from inference.engine.reported import reported
 from inference.engine.requests import Ended, Event, Reason, Reported, Request, Ticket, Token
+from inference.engine.row_adapters import RowAdapters
 from inference.engine.sampling import Sampler
 from inference.engine.slots import PREFILL, Slots
 from inference.engine.waiting import Waiting
@@ -64,6 +65,7 @@ class OpenBatch:
         chunk: most tokens of prompts between two decoding steps.
         reuses: whether a prompt takes over the keys and values of the sequences in slots, ended
             ones too, as far as it begins like one of them in the same `scope`.
+        adapters: those that the model's layers have; each request names its own.
     """
 
     def __init__(
@@ -74,9 +76,11 @@ class OpenBatch:
         capacity: int,
         chunk: int = PREFILL,
         reuses: bool = False,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self._model = model
         self._num_slots = num_slots
+        self._adapters = adapters
         plain = base_model(model)
         # Where angles depend on the length of a pass, pieces differ from the whole.
         fixed = has_fixed_positions(plain)
@@ -101,6 +105,7 @@ class OpenBatch:
                 capacity=self.capacity,
                 chunk=self._chunk,
                 reuses=self._reuses,
+                adapters=self._adapters,
             )
         _log_padded(str(base_model(self._model).config.model_type))
         return PaddedRows(self._model, batch_size=self._num_slots)
@@ -129,6 +134,9 @@ class OpenBatch:
                 f" fit the {self.capacity} tokens of a slot; shorten the prompt or lower"
                 " max_new_tokens"
             )
+        num_adapters = 0 if self._adapters is None else self._adapters.count
+        if not 0 <= request.adapter <= num_adapters:
+            raise DataError(f"there is no adapter {request.adapter}; there are {num_adapters}")
         if self._closed:
             raise RuntimeError("the batch is closed")
         ticket = Ticket(replace(request, prompt=prompt))

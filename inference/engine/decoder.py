@@ -67,7 +67,7 @@ class Decoder:
         if capture is None and replays and device.type == "cuda":
             capture = CudaCapture(device)
         self._capture = capture
-        self._kept: dict[tuple[int, int], ReplayedRows] = {}
+        self._kept: dict[tuple[int, int, bool], ReplayedRows] = {}
 
     def __call__(
         self, columns: Sequence[Column], layout: NextToken, *, spare: int
@@ -75,15 +75,15 @@ class Decoder:
         """The logits after each token.
 
         Args:
-            columns: of each sequence the token, its position and its place in the cache.
+            columns: of each sequence the token, its position, its place in the cache, its adapter.
             layout: what each of them sees.
             spare: a place in the cache that nobody reads.
         """
         count = len(columns)
         # Padding is a token at the beginning of its own, which nobody reads.
-        padding = (columns[-1][0], 0, spare)
+        padding = (columns[-1][0], 0, spare, 0)
         if self._replays:
-            rows = self._rows(count, max(layout.lengths))
+            rows = self._rows(count, max(layout.lengths), has_adapters(columns))
             try:
                 return rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
             except ReplayError as reason:
@@ -94,26 +94,26 @@ class Decoder:
         inputs = torch.tensor(padded).T.contiguous()
         return self._modules(inputs.to(self._device), layout)[:count]
 
-    def _rows(self, count: int, longest: int) -> ReplayedRows:
+    def _rows(self, count: int, longest: int, adapted: bool) -> ReplayedRows:  # noqa: FBT001
         """The passes for so many sequences, the longest of so many tokens."""
         num_rows = self._num_rows(count)
         longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
-        rows = self._kept.get((num_rows, longest))
+        rows = self._kept.get((num_rows, longest, adapted))
         if rows is None:
-            rows = self._wider(num_rows, longest)
+            rows = self._wider(num_rows, (longest, adapted))
         if rows is None:
-            rows = self._kept[num_rows, longest] = self._new_rows(num_rows, longest)
+            rows = self._kept[num_rows, longest, adapted] = self._new_rows(num_rows, longest)
         return rows
 
-    def _wider(self, num_rows: int, longest: int) -> ReplayedRows | None:
+    def _wider(self, num_rows: int, kind: tuple[int, bool]) -> ReplayedRows | None:
         """Passes of not too many more rows that are verified already, the fewest."""
         if self._device.type == "cpu" and not self._few_rows_are_equal():
             return None  # all rows are multiplied
         found = [
             rows
-            for (wide, length), rows in self._kept.items()
+            for (wide, *other), rows in self._kept.items()
             if num_rows < wide <= WIDER * num_rows
-            and length == longest
+            and (*other,) == kind
             and rows.stage is Stage.REPLAY
         ]
         return min(found, key=lambda rows: rows.num_rows, default=None)
@@ -145,6 +145,11 @@ class Decoder:
     def _few_rows_are_equal(self) -> bool:
         """Whether a kernel rounds products of one row like those of many."""
         return kernel_mode() != "off" and is_built(self._dtype)
+
+
+def has_adapters(columns: Sequence[Column]) -> bool:
+    """Whether a row has an adapter: passes in which none has are the base's own."""
+    return any(column[3] for column in columns)
 
 
 @cache

@@ -77,9 +77,9 @@ class GraphedRows(ReplayedRows):
     ) -> None:
         super().__init__(num_rows)
         self._modules = modules
-        # Of each row token, position, place in the cache and length of the sequence.
-        self._staged: Int[Tensor, "4 N"] = torch.zeros(
-            4, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
+        # Of each row token, position, place in the cache, adapter and length of the sequence.
+        self._staged: Int[Tensor, "5 N"] = torch.zeros(
+            5, num_rows, dtype=torch.long, pin_memory=device.type == "cuda"
         )
         self._numbers = self._staged.to(device, copy=True)
         self._layout = LiveKeys(num_rows, longest, device)
@@ -89,13 +89,13 @@ class GraphedRows(ReplayedRows):
     def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
         # Whoever asked for the pass before has its tokens: the copy from this memory is over.
-        self._staged[:3] = torch.tensor(columns).T
-        self._staged[3] = torch.tensor([*layout.lengths, *padding])
+        self._staged[:4] = torch.tensor(columns).T
+        self._staged[4] = torch.tensor([*layout.lengths, *padding])
         self._numbers.copy_(self._staged, non_blocking=True)
 
     def _by_modules(self) -> Float[Tensor, "N V"]:
-        self._layout.ends.copy_(self._numbers[3])
-        return self._modules(self._numbers[:3], self._layout)
+        self._layout.ends.copy_(self._numbers[4])
+        return self._modules(self._numbers[:4], self._layout)
 
     def _record(self) -> Float[Tensor, "N V"]:
         self._graph = self._capture(self._by_modules, self._numbers)

@@ -28,8 +28,8 @@ class Slot:
     stored: int = 0
     """Of how many of the tokens."""
 
-    scope: Hashable = None
-    """Requests of this scope alone may use them."""
+    sharers: Hashable = None
+    """Who may use them (`Request.sharers`)."""
 
     used: int = 0
     """When it was last somebody's, by a counter."""
@@ -50,11 +50,11 @@ class Slot:
     def give(self, ticket: Ticket, *, stored: int) -> None:
         """Its first `stored` tokens are those of the ticket's prompt."""
         self.ticket, self.tokens = ticket, ticket.prompt
-        self.stored, self.scope = stored, ticket.request.scope
+        self.stored, self.sharers = stored, ticket.request.sharers
 
-    def common(self, scope: Hashable, tokens: Int[np.ndarray, " P"]) -> int:
+    def common(self, sharers: Hashable, tokens: Int[np.ndarray, " P"]) -> int:
         """With how many of its tokens a sequence begins."""
-        if scope != self.scope:
+        if sharers != self.sharers:
             return 0
         return common_prefix(self.tokens[: self.stored], tokens)
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from inference.engine.cache import NextToken
 from pipeline.models.attention import Layout
 
-Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
-"""A forward pass of the modules over tokens, their positions and their places in the cache."""
+Pass = Callable[[Int[Tensor, "4 N"], Layout], Float[Tensor, "N V"]]
+"""A forward pass of the modules over tokens, their positions, their places in the cache and their
+adapters."""
 
-Column = tuple[int, int, int]
-"""A token, its position and its place in the cache."""
+Column = tuple[int, int, int, int]
+"""A token, its position, its place in the cache, and the number of its adapter, 0 for none."""
 
 
 class ReplayError(Exception):

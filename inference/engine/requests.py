@@ -76,7 +76,15 @@ class Request:
     """What its tokens are chosen among; a guide is of one response, and remembers it."""
 
     scope: Hashable = None
-    """Keys and values are shared by requests of the same scope alone."""
+    """Keys and values are shared by requests of the same scope and adapter alone."""
+
+    adapter: int = 0
+    """Number of the adapter that it runs through, 0 for none."""
+
+    @property
+    def sharers(self) -> Hashable:
+        """What those have in common who may share keys and values."""
+        return self.scope, self.adapter
 
 
 def as_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
@@ -114,7 +122,7 @@ class Ticket:
     @property
     def identity(self) -> Hashable:
         """What it has in common with tickets whose prompts are read once."""
-        return self.request.scope, self.request.prompt
+        return self.request.sharers, self.request.prompt
 
     @property
     def tokens(self) -> list[int]:

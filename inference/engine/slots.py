@@ -13,10 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from inference.engine.cache import NextToken, SlotCache
-from inference.engine.decoder import Decoder
+from inference.engine.decoder import Decoder, has_adapters
 from inference.engine.held import LEAST, Slot, as_array, common_prefix
 from inference.engine.pieces import Piece, Pieces, share_out
 from inference.engine.requests import Ticket
+from inference.engine.row_adapters import RowAdapters
 from inference.engine.waiting import Waiting
 from inference.tp_group import tp_group_of
 from pipeline.kernels.choice import kernel_mode
@@ -31,15 +32,24 @@ PREFILL = 2048
 class Modules:
     """A model that stores into a cache of slots."""
 
-    def __init__(self, model: nn.Module, cache: SlotCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: SlotCache,
+        device: torch.device,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
+        self.adapters = adapters
+        self.has_adapters = False
+        """Whether a row of the next pass has one."""
         # transformers hands a 4-D mask through untouched; the layouts need none.
         self._no_mask = torch.ones(1, 1, 1, 1, device=device)
 
     def __call__(
         self,
-        inputs: Int[Tensor, "3 N"],
+        inputs: Int[Tensor, "4 N"],
         layout: Layout,
         *,
         reads_slots: bool = True,
@@ -48,12 +58,14 @@ class Modules:
         """The logits after the tokens `keep`, or after all, of one forward pass.
 
         Args:
-            inputs: tokens, their positions and their places in the cache.
+            inputs: tokens, their positions, their places in the cache and their adapters.
             layout: what each of them sees.
             reads_slots: see `SlotCache.begin`.
             keep: indices of tokens; 0 is all of them.
         """
         self.cache.begin(inputs[2], reads_slots=reads_slots)
+        if self.adapters is not None:
+            self.adapters.begin(inputs[3] if self.has_adapters else None)
         output = self.model(
             input_ids=inputs[:1],
             position_ids=inputs[1:2],
@@ -97,10 +109,18 @@ class Slots:
         chunk: most tokens of a pass that reads prompts.
         reuses: whether a prompt that begins as a sequence in a slot is read from where they part;
             else equal prompts alone are read once.
+        adapters: those that the model's layers have.
     """
 
     def __init__(
-        self, model: nn.Module, *, num_slots: int, capacity: int, chunk: int, reuses: bool
+        self,
+        model: nn.Module,
+        *,
+        num_slots: int,
+        capacity: int,
+        chunk: int,
+        reuses: bool,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
         self.slots = [Slot() for _ in range(num_slots)]
@@ -113,7 +133,7 @@ class Slots:
         self._fewest = fewest_rows(plain.dtype) if self.device.type == "cpu" else 1
         """Rows of a pass, as those of training have many, and are rounded so."""
         # No part of this refers back to it: what a pass keeps goes when the slots do.
-        self._modules = Modules(model, self.cache, self.device)
+        self._modules = Modules(model, self.cache, self.device, adapters)
         self._decode = Decoder(
             self._modules,
             dtype=plain.dtype,
@@ -193,7 +213,7 @@ class Slots:
         shared = [
             common_prefix(each.prompt, ticket.prompt[:-1])
             for each in others
-            if each.request.scope == ticket.request.scope and each.identity != ticket.identity
+            if each.request.sharers == ticket.request.sharers and each.identity != ticket.identity
         ]
         return bool(shared) and max(shared) >= self._longest(ticket)[1] + LEAST
 
@@ -203,7 +223,7 @@ class Slots:
         if not (self._reuses or is_known):
             return None, 0
         prompt = ticket.prompt if is_known else ticket.prompt[:-1]
-        counts = [slot.common(ticket.request.scope, prompt) for slot in self.slots]
+        counts = [slot.common(ticket.request.sharers, prompt) for slot in self.slots]
         # Of equals a free one is there to be taken.
         best = max(
             zip(counts, self.slots, strict=True), key=lambda each: (each[0], not each[1].ticket)
@@ -290,6 +310,9 @@ class Slots:
         positions = [piece.first + place for piece in pieces for place in range(piece.length)]
         starts = [piece.slot * self.cache.width for piece in pieces for _ in range(piece.length)]
         places = [start + position for start, position in zip(starts, positions, strict=True)]
+        adapters = [
+            reading.tickets[0].request.adapter for reading, count in parts for _ in range(count)
+        ]
         padding = round_up(len(tokens), self._fewest) - len(tokens)
         continues = any(piece.first for piece in pieces)
         lengths = [piece.length for piece in pieces]
@@ -308,9 +331,11 @@ class Slots:
                 tokens + [tokens[-1]] * padding,
                 positions + [0] * padding,
                 places + [self._spare] * padding,
+                adapters + [0] * padding,
             ],
             device=self.device,
         )
+        self._modules.has_adapters = any(adapters)
         logits = self._modules(inputs, layout, reads_slots=continues, keep=last)
         return logits[: len(lengths)]
 
@@ -321,9 +346,10 @@ class Slots:
         running = self.running
         lengths = [len(each.request.prompt) + len(each.response.ids) for each in running]
         columns = [
-            (each.newest, length - 1, slot * self.cache.width + length - 1)
+            (each.newest, length - 1, slot * self.cache.width + length - 1, each.request.adapter)
             for slot, (each, length) in enumerate(zip(running, lengths, strict=True))
         ]
+        self._modules.has_adapters = has_adapters(columns)
         return running, self._decode(columns, NextToken(lengths, self.device), spare=self._spare)
 
     def _close_gaps(self) -> None:

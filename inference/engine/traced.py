@@ -74,7 +74,7 @@ class TracedRows(ReplayedRows):
     def __init__(self, modules: Pass, num_rows: int) -> None:
         super().__init__(num_rows)
         self._modules = modules
-        self._inputs: Int[Tensor, "3 N"] = torch.zeros(3, num_rows, dtype=torch.long)
+        self._inputs: Int[Tensor, "4 N"] = torch.zeros(4, num_rows, dtype=torch.long)
         self._layout = CurrentLayout()
         self._calls: list[Call] = []
         self._result: Float[Tensor, "N V"] | None = None

@@ -1,11 +1,13 @@
 """Files of LoRA adapters in peft's form, looked at before anything is loaded."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import StoredTensor, read_header
@@ -14,6 +16,7 @@ from pipeline.models.export import ADAPTER_DIR
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+PLAIN = re.compile(r"\.lora_[AB]\.weight$")
 
 
 def adapter_directory(path: str) -> Path:
@@ -80,6 +83,22 @@ def check_adapter(adapter: Path, name: str, base: nn.Module, path: str) -> int:
                 " the model that it was trained on as --path"
             )
     return (adapter / WEIGHTS).stat().st_size
+
+
+def changes_rows(adapter: Path, base: nn.Module) -> bool:
+    """Whether an adapter is plain LoRA of linear layers, which rows of one batch have or have not.
+
+    Others, as DoRA's, change how the layer's own product counts, or bring weights of their own.
+
+    Args:
+        adapter: one that fits the model.
+        base: the model, which need have no weights.
+    """
+    owners = {PLAIN.sub("", name.removeprefix(PREFIX)) for name in read_header(adapter / WEIGHTS)}
+    layers = dict(base.named_modules())
+    return not _settings(adapter).get("alora_invocation_tokens") and all(
+        isinstance(layers.get(owner), nn.Linear | Conv1D) for owner in owners
+    )
 
 
 def _misfit(name: str, tensor: StoredTensor, base: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """A queue in which clients take turns: one's hundred requests don't stand before another's one."""
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,6 +16,10 @@ class FairQueue(Generic[T]):
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        for items in self._items.values():
+            yield from items
 
     def add(self, client: Hashable, item: T) -> None:
         """Come last of this client's."""

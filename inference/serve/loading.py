@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from inference.serve.adapter_files import trained_on
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
+from inference.serve.lanes import open_lanes
 from inference.serve.memory import plan_memory
 from inference.serve.metrics import Metrics
 from inference.serve.models import ModelPath
 from inference.serve.reward import load_reward
-from inference.serve.served import load_served
+from inference.serve.served import load_model, serve_model
 from inference.serve.state import State
 from pipeline.cli import remark
 from pipeline.models.ready import check_ready
@@ -34,11 +37,16 @@ def load(
     if reward is not None:
         state.reward = load_reward(reward)
         remark(f"reward: {reward}")
+    models: dict[str, PreTrainedModel] = {}
     for place in places:
         remark(f"{place.name}: {_what(place)}, {rooms[place.name].words}")
-        base = state.models[place.base].model if place.base else None
-        state.models[place.name] = load_served(place, rooms[place.name], config, base)
-        state.metrics.serves(place.name, rooms[place.name].slots)
+        base = models[place.base] if place.base else None
+        models[place.name] = load_model(place, config, base)
+    seats = open_lanes(places, models, rooms, config)
+    for place in places:
+        served = serve_model(place, models[place.name], seats[place.name])
+        state.models[place.name] = served
+        state.metrics.serves(place.name, served.lane.num_slots)
     return state
 
 

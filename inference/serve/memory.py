@@ -1,7 +1,7 @@
 """What the models take, before any is loaded: weights, and slots of keys and values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import psutil
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inference.engine.slots import PREFILL
-from inference.serve.adapter_files import check_adapter
+from inference.serve.adapter_files import changes_rows, check_adapter
 from inference.serve.config import ServeConfig
 from inference.serve.models import ModelPath
 from pipeline.budget.fit import in_words
@@ -37,10 +37,14 @@ class Room:
     slots: int
     context: int
     cache_bytes: int
+    slots_of: str | None = None
+    """The model in whose slots it generates; None has slots of its own."""
 
     @property
     def words(self) -> str:
         """A line for the start."""
+        if self.slots_of is not None:
+            return f"{in_words(self.weight_bytes)[0]} of weights, in the slots of {self.slots_of}"
         weights, cache = in_words(self.weight_bytes), in_words(self.cache_bytes)
         return (
             f"{weights[0]} of weights, {self.slots} slots of {self.context:,} tokens"
@@ -71,11 +75,21 @@ def plan_memory(
             f" {there} are free; serve fewer of them, or set --precision bf16"
         )
     budget = (free - total) // 2 if config.cache_gib is None else int(config.cache_gib * GIB)
-    each = budget // max(1, len(models))
-    return {
+    guests = {
+        place.name: place.base
+        for place in places
+        if place.adapter is not None and changes_rows(place.adapter, models[place.name])
+    }
+    each = budget // max(1, len(models) - len(guests))
+    rooms = {
         name: _room(name, cast("PreTrainedModel", model), weights[name], each, config)
         for name, model in models.items()
+        if name not in guests
     }
+    for name, base in guests.items():
+        assert base is not None
+        rooms[name] = replace(rooms[base], weight_bytes=weights[name], cache_bytes=0, slots_of=base)
+    return rooms
 
 
 def _room(

@@ -45,7 +45,7 @@ def _model(state: State, served: ServedModel) -> dict[str, Any]:
         "owned_by": "rlhf",
         "parent": served.base,
         "context": served.context,
-        "slots": served.num_slots,
+        "slots": served.lane.num_slots,
         "weights_hash": served.weights_hash,
         "chat_format": served.chat.name,
     }

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.engine.batch import OpenBatch
 from inference.serve.adapter_files import tokenizer_directory
 from inference.serve.adapters import with_adapter
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
 from inference.serve.guides import Guides
-from inference.serve.memory import Room
+from inference.serve.lanes import Lane, Seat
 from inference.serve.models import ModelPath
 from inference.serve.token_bytes import TokenBytes
 from inference.weights.hash import weights_hash
@@ -27,10 +26,6 @@ from pipeline.models.load import lacks_tokens, load_causal_lm, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-CHUNK = {"cpu": 256, "cuda": 512}
-"""Tokens of a pass over prompts where the settings don't say: more make it hardly faster, and hold
-up those who are answered."""
-
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -41,12 +36,10 @@ class ServedModel:
     base: str | None
     """Of an adapter, the name of the model that it changes."""
     model: PreTrainedModel
+    """What it says of given tokens; it generates in its lane."""
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    batch: OpenBatch
-    num_slots: int
-    context: int
-    """Most tokens of prompt and response."""
+    seat: Seat
     weights_hash: str
     bytes_of: TokenBytes
     guides: Guides
@@ -112,6 +105,16 @@ class ServedModel:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     @property
+    def lane(self) -> Lane:
+        """The batch that it generates in."""
+        return self.seat.lane
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and response."""
+        return self.lane.context
+
+    @property
     def vocabulary(self) -> int:
         """Tokens that the model knows."""
         return vocabulary_of(self.model)
@@ -122,23 +125,31 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     return model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportOptionalMemberAccess, reportAttributeAccessIssue, reportIndexIssue]
 
 
-def load_served(
-    place: ModelPath, room: Room, config: ServeConfig, base: PreTrainedModel | None
-) -> ServedModel:
-    """Load a model with the batch that it generates in; an adapter over its `base`.
+def load_model(
+    place: ModelPath, config: ServeConfig, base: PreTrainedModel | None
+) -> PreTrainedModel:
+    """Load a model; an adapter over its `base`.
 
     Raises:
         ModelError: there is none, or a part of it is missing or damaged.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if place.adapter is not None and base is not None:
+        return with_adapter(base, place.adapter)
     settings = FrozenModelConfig(path=place.path, precision=config.precision)
-    tokenizer = _tokenizer(place, settings)
-    if place.adapter is None or base is None:
-        model = load_causal_lm(settings, device=device, seed=place.seed)
-    else:
-        model = with_adapter(base, place.adapter)
+    model = load_causal_lm(settings, device=device, seed=place.seed)
+    return model.requires_grad_(requires_grad=False)
+
+
+def serve_model(place: ModelPath, model: PreTrainedModel, seat: Seat) -> ServedModel:
+    """All that belongs to a model that is loaded.
+
+    Raises:
+        ModelError: its tokenizer is missing or damaged, or has tokens that the model lacks.
+    """
+    tokenizer = _tokenizer(place, FrozenModelConfig(path=place.path))
+    if place.adapter is not None:
         _require_rows(place, tokenizer, model)
-    model.requires_grad_(requires_grad=False)
     chat, bytes_of = resolve_format(tokenizer, "auto"), TokenBytes(tokenizer)
     return ServedModel(
         name=place.name,
@@ -147,15 +158,7 @@ def load_served(
         model=model,
         tokenizer=tokenizer,
         chat=chat,
-        batch=OpenBatch(
-            model,
-            num_slots=room.slots,
-            capacity=room.context,
-            chunk=config.prefill_chunk or CHUNK[device.type],
-            reuses=config.prefix_reuse != "off",
-        ),
-        num_slots=room.slots,
-        context=room.context,
+        seat=seat,
         weights_hash=f"{weights_hash(model):013x}",
         bytes_of=bytes_of,
         guides=Guides(

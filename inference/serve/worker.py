@@ -17,6 +17,7 @@ from typing import TypeVar
 from inference.engine.requests import Ended, Request, Ticket, Token
 from inference.serve.fair_queue import FairQueue
 from inference.serve.generation import Job, Piece, Wanted
+from inference.serve.lanes import Lane
 from inference.serve.metrics import Metrics
 from inference.serve.row import Row
 from inference.serve.served import ServedModel
@@ -67,7 +68,8 @@ class Worker:
         self._cancelled: deque[Job] = deque()
         self._calls: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self._closed = False
-        self._queues: dict[str, FairQueue[Prompt]] = {name: FairQueue() for name in models}
+        self._lanes = {served.lane.name: served.lane for served in models.values()}
+        self._queues: dict[str, FairQueue[Prompt]] = {name: FairQueue() for name in self._lanes}
         self._rows: dict[Ticket, Row] = {}
         self._jobs: dict[Job, Progress] = {}
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
@@ -133,36 +135,48 @@ class Worker:
         for job in submitted:
             self._jobs[job] = Progress(left=job.num_rows)
             for number, wanted in enumerate(job.wanted):
-                self._queues[wanted.model].add(job.client, (job, number))
+                self._queue_of(wanted).add(job.client, (job, number))
         for job in cancelled:
             self._end(job)
         pieces: list[tuple[Job, Piece]] = []
-        for name, served in self._models.items():
-            self._admit(name, served, pieces)
-            if served.batch.busy:
-                self._step(served, pieces)
-        self._metrics.running(self._rows_of(), {n: len(q) for n, q in self._queues.items()})
+        for lane in self._lanes.values():
+            self._admit(lane, pieces)
+            if lane.batch.busy:
+                self._step(lane, pieces)
+        self._metrics.running(*self._counts())
         if pieces:
             self._on_loop(self._deliver, pieces)
 
-    def _rows_of(self) -> dict[str, int]:
-        counts = dict.fromkeys(self._models, 0)
-        for row in self._rows.values():
-            counts[row.wanted.model] += 1
-        return counts
+    def _lane_of(self, wanted: Wanted) -> Lane:
+        return self._models[wanted.model].lane
 
-    def _admit(self, name: str, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
+    def _queue_of(self, wanted: Wanted) -> FairQueue[Prompt]:
+        return self._queues[self._lane_of(wanted).name]
+
+    def _counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Responses in a batch, and prompts that wait, by model."""
+        running, waiting = dict.fromkeys(self._models, 0), dict.fromkeys(self._models, 0)
+        for row in self._rows.values():
+            running[row.wanted.model] += 1
+        for queue in self._queues.values():
+            for job, number in queue:
+                waiting[job.wanted[number].model] += 1
+        return running, waiting
+
+    def _admit(self, lane: Lane, pieces: list[tuple[Job, Piece]]) -> None:
         """Give free slots to the prompts that wait."""
-        queue = self._queues[name]
-        running = sum(row.wanted.model == name for row in self._rows.values()) if queue else 0
-        while len(queue) and running < served.num_slots:
+        queue = self._queues[lane.name]
+        of_lane = (self._lane_of(row.wanted) is lane for row in self._rows.values())
+        running = sum(of_lane) if queue else 0
+        while len(queue) and running < lane.num_slots:
             job, number = queue.take()
             job.started = True
             wanted = job.wanted[number]
+            served = self._models[wanted.model]
             first = sum(len(each.keys) for each in job.wanted[:number])
             for row, key in enumerate(wanted.keys, start=first):
                 try:
-                    ticket = served.batch.submit(_request(wanted, key))
+                    ticket = lane.batch.submit(_request(wanted, key, served.seat.adapter))
                 except DataError as error:
                     pieces.append((job, Piece(row, error=str(error))))
                     continue
@@ -176,19 +190,19 @@ class Worker:
         if progress is None:
             return
         for number, wanted in enumerate(job.wanted):
-            self._queues[wanted.model].remove(job.client, (job, number))
+            self._queue_of(wanted).remove(job.client, (job, number))
         for ticket in progress.tickets:
-            self._models[self._rows[ticket].wanted.model].batch.cancel(ticket)
+            self._lane_of(self._rows[ticket].wanted).batch.cancel(ticket)
 
-    def _step(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
+    def _step(self, lane: Lane, pieces: list[tuple[Job, Piece]]) -> None:
         now = time.perf_counter()
-        for event in served.batch.step():
+        for event in lane.batch.step():
             row = self._rows[event.ticket]
             if isinstance(event, Token):
                 piece = self._token(row, event)
                 self._metrics.token(row, event.ticket, now)
                 if row.stopped or (piece is not None and piece.error is not None):
-                    served.batch.cancel(event.ticket)
+                    lane.batch.cancel(event.ticket)
             else:
                 piece = self._ended(row, event)
             if piece is not None and row.job in self._jobs:  # else nobody reads it any more
@@ -228,7 +242,7 @@ class Worker:
             self._closed = True
 
 
-def _request(wanted: Wanted, key: int) -> Request:
+def _request(wanted: Wanted, key: int, adapter: int) -> Request:
     return Request(
         wanted.prompt,
         wanted.sampler,
@@ -237,6 +251,7 @@ def _request(wanted: Wanted, key: int) -> Request:
         num_top=wanted.num_top,
         guide=None if wanted.guide is None else wanted.guide.guide(),
         scope=wanted.scope,
+        adapter=adapter,
     )
 
 

@@ -5,7 +5,7 @@ models' own code (`pipeline.budget.activation_profiler`), generation by the shap
 replica.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.budget.activation_profiler import PassBytes
@@ -51,36 +51,37 @@ def workload_memory(
     """As `step_memory`, of what a step does rather than of its settings."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     counted = tuple(model for model in models if model.module is not None)
-    if workload.parallel.pp > 1 and counted == tuple(models):
-        return _worst_stage(models[0], workload, machine)
-    sizes = {model.role: engine_bytes(model, workload, machine) for model in counted}
-    step = _Step(workload, machine, counted, sizes)
-    phases = step.all_phases()
     missing = tuple(
         f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"
         " that can be read"
         for model in models
         if model.module is None
     )
-    unknown = (*missing, *dict.fromkeys(step.unknown))
-    return StepMemory(phases, unknown, {model.role: model.parameters for model in counted})
-
-
-def _worst_stage(model: CountedModel, workload: Workload, machine: Machine) -> StepMemory:
-    """What the stage of a pipeline takes that takes most."""
-    found: list[StepMemory] = []
-    for part in parts_of(model, workload):
-        sizes = {model.role: engine_bytes(part.own, workload, machine)}
-        step = _Step(workload, machine, (part.own,), sizes, part=part)
-        found.append(
-            StepMemory(
-                step.all_phases(),
-                tuple(dict.fromkeys(step.unknown)),
-                {model.role: model.parameters},
-                stage=part.stage.number,
-            )
-        )
+    parts: Sequence[Part | None] = (None,)
+    if workload.parallel.pp > 1 and models[0].module is not None:
+        parts = parts_of(models[0], workload)
+    found = [_memory(workload, machine, counted, part, missing) for part in parts]
     return max(found, key=lambda memory: memory.peak("device"))
+
+
+def _memory(
+    workload: Workload,
+    machine: Machine,
+    models: tuple[CountedModel, ...],
+    part: Part | None,
+    missing: tuple[str, ...],
+) -> StepMemory:
+    """Of a process; with a `part`, of one that has this stage of the first model."""
+    parameters = {model.role: model.parameters for model in models}
+    if part is not None:
+        models = (part.own, *models[1:])
+    sizes = {model.role: engine_bytes(model, workload, machine) for model in models}
+    step = _Step(workload, machine, models, sizes, part=part)
+    phases = step.all_phases()
+    unknown = (*missing, *dict.fromkeys(step.unknown))
+    return StepMemory(
+        phases, unknown, parameters, stage=None if part is None else part.stage.number
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class _Step:
     unknown: list[str] = field(default_factory=list[str])
 
     part: Part | None = None
-    """The stage that is counted, where the model is cut into some."""
+    """The stage that is counted, where the first model is cut into some."""
 
     def all_phases(self) -> tuple[Phase, ...]:
         """With what a process takes for itself."""
@@ -324,7 +325,7 @@ class _Step:
         """What of a model stays through a phase."""
         sizes = self.sizes[model.role]
         yield from held(model, sizes, self.workload, self.machine, kinds=kinds, moved=moved)
-        if self.part is not None:
+        if self.part is not None and model is self.part.own:
             yield from self.part.shared(trains="moments" in kinds)
 
     def learns_from_texts(self, model: CountedModel) -> bool:
@@ -336,7 +337,7 @@ class _Step:
         rows = replace(how.rows, length=longest(model.present, how.rows.length))
         how = replace(how, rows=rows)
         try:
-            if self.part is not None:
+            if self.part is not None and model is self.part.own:
                 return self.part.takes(pass_bytes(self.part.whole.present, how), how)
             return pass_bytes(model.present, how)
         except UnknownPassError as error:

@@ -22,7 +22,7 @@ class ParallelConfig:
 
     pp: int = 1
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    so many-th of the processes; 1 has the model whole. Steps 0 and 1 only."""
+    so many-th of the processes; 1 has the model whole. Steps 0, 1 and 2 only."""
 
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
@@ -103,12 +103,6 @@ class ParallelConfig:
             f"{role}.lora.dropout draws masks in the order of the blocks, which the stages of"
             f" parallel.pp {self.pp} don't share; set it 0",
         )
-        variant = "lora" if model.lora is None else model.lora.variant
-        require(
-            variant in ("lora", "rslora"),
-            f"{role}.lora.variant {variant} is not cut into the stages of parallel.pp {self.pp};"
-            " take lora or rslora",
-        )
         require(
             model.lora is None or model.lora.variant in ("lora", "rslora"),
             f"{role}.lora.variant of parallel.pp {self.pp} is lora or rslora: the others look at"
@@ -127,6 +121,6 @@ class ParallelConfig:
         """
         require(
             self.pp == 1,
-            f"parallel.pp {self.pp}: only steps 0 and 1 run as pipelines; {step} needs its models"
+            f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
             " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
         )

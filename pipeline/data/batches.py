@@ -31,6 +31,11 @@ class TokenBatch:
     token of a sequence is predicted from nothing and never among them."""
 
     @property
+    def tokens(self) -> "TokenBatch":
+        """Itself, as batches of pairs and of labelled rows have theirs."""
+        return self
+
+    @property
     def num_targets(self) -> int:
         """Tokens the loss counts."""
         return len(self.targets)

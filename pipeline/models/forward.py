@@ -210,8 +210,12 @@ class Scorer(nn.Module):
         require_context(classifier, batch)
         logits = self._logits(classifier, batch)
         if labels:
-            return LabelOutputs(logits, None if self.cutpoints is None else self.cutpoints())
+            return LabelOutputs(logits, self.thresholds())
         return expected_value(logits, classifier)
+
+    def thresholds(self) -> Float[Tensor, " cuts"] | None:
+        """The cutpoints as they are now, where the score has some."""
+        return None if self.cutpoints is None else self.cutpoints()
 
     def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
         """Score of each sequence: at its last token, or of the steps of its response."""

@@ -7,6 +7,7 @@ stage.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,19 @@ from pipeline.scalars import read_scalars
 AHEAD = 4
 """Micro-batches that a stage may be ahead of the next one, where none goes back."""
 
-LossOf = Callable[[TokenBatch], Tensor]
-"""The loss of a micro-batch, summed; it runs the engine over it."""
+
+class MicroBatch(Protocol):
+    """Rows that are run together."""
+
+    @property
+    def tokens(self) -> TokenBatch:
+        """Their sequences."""
+        ...
+
+
+B = TypeVar("B", bound=MicroBatch)
+LossOf = Callable[[B], Tensor]
+"""The loss of a micro-batch, summed; it runs the engine over its tokens."""
 
 
 class Passes:
@@ -46,9 +58,7 @@ class Passes:
         """The sum of the losses of a list, read from the device."""
         return sum(read_scalars(losses))
 
-    def learn(
-        self, batches: Iterable[TokenBatch], loss_of: LossOf, *, divisor: float
-    ) -> list[Tensor]:
+    def learn(self, batches: Iterable[B], loss_of: LossOf[B], *, divisor: float) -> list[Tensor]:
         """Add the gradients of all losses, each divided; the losses, for `total`."""
         losses: list[Tensor] = []
         for batch in batches:
@@ -57,7 +67,7 @@ class Passes:
             losses.append(loss.detach())
         return losses
 
-    def ask(self, batches: Iterable[TokenBatch], loss_of: LossOf) -> list[Tensor]:
+    def ask(self, batches: Iterable[B], loss_of: LossOf[B]) -> list[Tensor]:
         """The losses without gradients, in evaluation mode, for `total`."""
         return [loss_of(batch) for batch in batches]
 
@@ -92,9 +102,7 @@ class StagedPasses(Passes):
         self._followed = -1
         """How often the weights had changed when the last stage's copy was brought up to date."""
 
-    def learn(
-        self, batches: Iterable[TokenBatch], loss_of: LossOf, *, divisor: float
-    ) -> list[Tensor]:
+    def learn(self, batches: Iterable[B], loss_of: LossOf[B], *, divisor: float) -> list[Tensor]:
         """As one process does, in the order of the schedule; only the last stage has losses."""
         began, self._transfers.waited = time.perf_counter(), 0.0
         self._follow()
@@ -108,19 +116,21 @@ class StagedPasses(Passes):
         losses: list[Tensor] = []
         for each in order:
             if each.kind == "forward":
-                losses += self._forward(each, batches[each.micro_batch], loss_of)
+                batch = batches[each.micro_batch]
+                losses += self._forward(each, batch.tokens, lambda batch=batch: loss_of(batch))
             else:
                 self._back(each.micro_batch, divisor)
         self._transfers.settle()
         self._took = time.perf_counter() - began
         return losses
 
-    def ask(self, batches: Iterable[TokenBatch], loss_of: LossOf) -> list[Tensor]:
+    def ask(self, batches: Iterable[B], loss_of: LossOf[B]) -> list[Tensor]:
         """As one process does; only the last stage has losses."""
         self._follow()
         losses: list[Tensor] = []
         for number, batch in enumerate(batches):
-            losses += self._forward(Instruction("forward", number), batch, loss_of)
+            at = Instruction("forward", number)
+            losses += self._forward(at, batch.tokens, lambda batch=batch: loss_of(batch))
             self._waiting.clear()
             self._transfers.settle(but=AHEAD)
         self._transfers.settle()
@@ -135,8 +145,24 @@ class StagedPasses(Passes):
         waited, took = self._stages.sums([self._transfers.waited, self._took])
         return {"bubble": waited / max(took, 1e-9)}
 
-    def _forward(self, at: Instruction, batch: TokenBatch, loss_of: LossOf) -> list[Tensor]:
-        """Take a micro-batch on; on the last stage its loss."""
+    def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
+        """What `found` computes on the last stage from a batch, on every stage; in `out`."""
+        self._follow()
+        for output in self._forward(Instruction("forward", 0), batch, found):
+            out.copy_(output)
+        self._waiting.clear()
+        self._transfers.settle()
+        return self.shared(out)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The last stage's tensor, on every stage."""
+        self._stages.broadcast(tensor, source=self._stages.size - 1)
+        return tensor
+
+    def _forward(
+        self, at: Instruction, batch: TokenBatch, found: Callable[[], Tensor]
+    ) -> list[Tensor]:
+        """Take a micro-batch on; on the last stage, where it ends, what is found there."""
         stage, number = self._stage, at.micro_batch
         received: Tensor | None = None
         if stage.inlet is not None:
@@ -146,7 +172,7 @@ class StagedPasses(Passes):
             self._transfers.receive(received, stage.number - 1, "hidden states", number)
             stage.inlet.received = received.requires_grad_(torch.is_grad_enabled())
         if stage.is_last:
-            loss = loss_of(batch)
+            loss = found()
             self._waiting[number] = _Waiting(loss, received, None)
             return [loss.detach()]
         hidden: Tensor = self.engine(batch)
@@ -197,21 +223,32 @@ class StagedPasses(Passes):
             self._transfers.receive(stage.borrowed.detach(), 0, "tied weights", updates)
 
 
-def own_policy(
-    model: nn.Module, parallel: ParallelConfig, stages: Group, *, kernels: Kernels
-) -> tuple[Policy | Passage, Stage]:
-    """This process's stage of a language model, which is left without what others have.
+def own_part(
+    model: nn.Module,
+    parallel: ParallelConfig,
+    stages: Group,
+    whole: Callable[[nn.Module], nn.Module],
+    *,
+    kernels: Kernels,
+) -> tuple[nn.Module, Stage]:
+    """This process's stage of a model, which is left without what others have.
+
+    Args:
+        model: the Hugging Face model.
+        parallel: how it is cut.
+        stages: the processes that have the stages.
+        whole: makes of a model that ends with its head what the engine runs.
+        kernels: of a stage without the head.
 
     Raises:
         ConfigError: the model can't be cut as the settings say.
         ModelError: models of its family can't be cut.
     """
-    stage = Stage()
-    if stages.size > 1:
-        blocks = blocks_of(model, stages.size, parallel.partition)
-        stage = cut_stage(model, number=stages.rank, blocks=blocks)
-    part = Policy if stage.is_last else Passage
-    return part(model, kernels=kernels), stage
+    if stages.size == 1:
+        return whole(model), Stage()
+    blocks = blocks_of(model, stages.size, parallel.partition)
+    stage = cut_stage(model, number=stages.rank, blocks=blocks)
+    return whole(model) if stage.is_last else Passage(model, kernels=kernels), stage
 
 
 def learning_model(
@@ -234,20 +271,40 @@ def learning_model(
     model = trained_causal_lm(
         settings, tokenizer, device=local_device(), seed=seed, in_stages=stages.size > 1
     )
-    policy, stage = own_policy(model, parallel, stages, kernels=settings.kernels)
-    engine = Engine(
-        policy,
+    passes = passes_of(
+        model,
         settings,
+        parallel,
+        mesh,
+        lambda whole: Policy(whole, kernels=settings.kernels),
         total_steps=total_steps,
         name=name,
-        group=mesh.data,
-        stages=stages,
     )
-    return model, passes_of(engine, stage, parallel, stages)
+    return model, passes
 
 
-def passes_of(engine: Engine, stage: Stage, parallel: ParallelConfig, stages: Group) -> Passes:
-    """The passes of a model in an engine, whole or a stage."""
+def passes_of(
+    model: nn.Module,
+    settings: TrainedModelConfig,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    whole: Callable[[nn.Module], nn.Module],
+    *,
+    total_steps: int,
+    name: str,
+) -> Passes:
+    """The passes of a model that learns, whole or this process's stage of it, in an engine.
+
+    `whole` is that of `own_part`.
+
+    Raises:
+        ConfigError, ModelError: as `own_part`.
+    """
+    stages = mesh.stages
+    part, stage = own_part(model, parallel, stages, whole, kernels=settings.kernels)
+    engine = Engine(
+        part, settings, total_steps=total_steps, name=name, group=mesh.data, stages=stages
+    )
     if stages.size == 1:
         return Passes(engine)
     return StagedPasses(engine, stage, stages, parallel.schedule)

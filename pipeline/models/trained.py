@@ -59,15 +59,15 @@ def trained_classifier(
     device: torch.device,
     seed: int,
     num_labels: int = 1,
+    in_stages: bool = False,
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3, and where they are quantized, its weights stay in their files until the engine
-    reads its pieces of them.
+    At ZeRO stage 3, where they are quantized, and where the model is to be cut into stages, its
+    weights stay in their files until the engine reads its pieces of them.
     """
-    model = load_classifier(
-        config, device=device, seed=seed, defer=_defers(config), num_labels=num_labels
-    )
+    defer = in_stages or _defers(config)
+    model = load_classifier(config, device=device, seed=seed, defer=defer, num_labels=num_labels)
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
         return prepared(model, config)

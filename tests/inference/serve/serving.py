@@ -69,7 +69,7 @@ class Running:
         worker = self.server._worker
         assert worker is not None
         left = [worker._jobs, worker._rows, self.state.broker._jobs, *worker._queues.values()]
-        busy = any(each.batch.busy for each in self.state.models.values())
+        busy = any(each.lane.batch.busy for each in self.state.models.values())
         return not busy and not any(len(each) for each in left)
 
 

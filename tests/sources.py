@@ -1,0 +1,14 @@
+"""The packages of the project, found rather than listed: a new one is held to every rule."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PACKAGES = tuple(
+    sorted(
+        file.parent.name
+        for file in ROOT.glob("*/__init__.py")
+        if file.parent.name not in {"tests", "benchmarks"}
+    )
+)
+"""What a user installs."""

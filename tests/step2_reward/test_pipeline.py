@@ -1,0 +1,105 @@
+"""Step 2 through the stages of a pipeline ends as on one process, to the bit."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.budget.machine import Machine
+from pipeline.budget.step import step_memory
+from pipeline.config import (
+    DataConfig,
+    FrozenModelConfig,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainedModelConfig,
+)
+from pipeline.parallel.mesh import cut_mesh
+from step2_reward.config import RewardConfig
+from step2_reward.train import train
+from tests.distributed import run_ranks
+from tests.step2_reward.labelled import rows_of, save_base, write_jsonl
+
+
+def settings(start: Path, out: Path, kind: str, *, pp: int, model: Any = None) -> RewardConfig:
+    optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, max_grad_norm=0.5)
+    return RewardConfig(
+        output_dir=out,
+        model=TrainedModelConfig(path=str(start / "base"), optim=optim, **(model or {})),
+        actor=FrozenModelConfig(path=str(start / "base") if kind == "pairs" else None),
+        data=DataConfig(
+            path=(str(start / "rows.jsonl"),),
+            max_length=48,
+            split=(0, 1, 0),
+            eval_fraction=0.25,
+        ),
+        parallel=ParallelConfig(pp=pp, micro_batches=3),
+        max_steps=3,
+        batch_size=8,
+        micro_batch_size=8,
+        normalization_prompts=4,
+        max_new_tokens=4,
+        save_every=1,
+    )
+
+
+def run(config: RewardConfig) -> None:
+    with cut_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
+        train(config)
+
+
+def ended(out: Path) -> dict[str, Any]:
+    """Everything that the step left and that says nothing of time."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = {"step", "loss", "accuracy", "grad_norm", "skipped"}
+    return {
+        "weights": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
+        "metrics": [
+            {name: line[name] for name in line if name in names or name.startswith("eval_")}
+            for line in lines
+        ],
+        "eval": json.loads((out / "result.json").read_text())["eval"],
+        "config": json.loads((out / "config.json").read_text()),
+        "predictions": (out / "predictions.jsonl").read_text(),
+    }
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pairs": ("pairs", {}),
+    "thresholds, bf16": ("ordinal", {"precision": "bf16", "zero_stage": 1}),
+    "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}),
+    "ratings, checkpointing": ("scalar", {"gradient_checkpointing": True}),
+    "steps": ("steps", {}),
+    "lists, fp16": ("rankings", {"precision": "fp16"}),
+}
+SOME = ("pairs", "thresholds, bf16", "classes, adapters")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+)
+def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
+    kind, model = CASES[case]
+    save_base(tmp_path / "base")
+    write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
+    staged = settings(tmp_path, tmp_path / "staged", kind, pp=2, model=model)
+    run(alone)
+
+    run_ranks(run, staged)
+
+    assert ended(staged.output_dir) == ended(alone.output_dir)
+    (staged.output_dir / "result.json").unlink()
+    shutil.rmtree(staged.output_dir / "checkpoints" / "step_00000003")
+    run(replace(staged, parallel=alone.parallel, resume=True))
+    assert ended(staged.output_dir) == ended(alone.output_dir)
+    memory = step_memory(staged, machine=Machine(2, 2, None, 2**34, "it"))
+    assert memory.stage is not None
+    assert memory.peak("device") < step_memory(
+        replace(staged, parallel=ParallelConfig()), machine=Machine(1, 1, None, 2**34, "it")
+    ).peak("device")
