@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.comm import Collectives, Work
+from pipeline.engine.comm import Collectives, Finished, Work
 from pipeline.engine.disk_weights import DiskPiece, WeightDisk
 from pipeline.engine.layout import padded_size
 from pipeline.engine.stored import StoredParameter, copy_elements
@@ -219,10 +219,15 @@ class FlatParams:
 
     def publish(self) -> None:
         """Have every process see changed pieces wherever the weights are whole now."""
+        self.start_publishing().wait()
+
+    def start_publishing(self) -> Work:
+        """Begin to; changed weights may be used once the work has been waited for."""
         if not self.placement.shard_params and self.placement.shard_optimizer:
-            self.comm.all_gather(self.full, self.shard, self.unit).wait()
-        elif self.placement.shard_params and self.gathered:
+            return self.comm.all_gather(self.full, self.shard, self.unit)
+        if self.placement.shard_params and self.gathered:
             # Into the memory that the parameters show.
             shard = self.shard if self.disk is None else self.disk.read()
             self._work = self.comm.all_gather(self.full, shard, self.unit)
             self._finish_gather()
+        return Finished()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.buffers import BufferPool
+from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradients import FlatGradients
 from pipeline.engine.layout import num_chunks
@@ -18,7 +19,7 @@ from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import build_optimizer, steps_in_one_pass
 from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same
 from pipeline.errors import KernelError
-from pipeline.kernels.adamw.definition import COPIES, AdamW, Weights
+from pipeline.kernels.adamw.definition import COPIES, AdamW, Shard, Weights
 from pipeline.kernels.adamw.dispatch import adamw_, prepare
 
 NOWHERE = slice(0, 0)
@@ -130,38 +131,77 @@ class TrainedParams:
         self,
         *,
         multiplier: float,
-        lr: float,
+        lr_share: float,
         momentum: float | None = None,
         used: Collection[str] | None = None,
     ) -> None:
         """Update the masters with the summed gradient times `multiplier`, then the weights.
 
-        `momentum` replaces the optimizer's beta1 where a schedule cycles it. `used` are the
-        parameters that had a gradient on any process, all without it; the others stay as they are,
-        moments included.
+        The rate is `lr_share` of this vector's. `momentum` replaces the optimizer's beta1 where a
+        schedule cycles it. `used` are the parameters that had a gradient on any process, all
+        without it; the others stay as they are, moments included.
         """
         used = self.flat.params.keys() if used is None else used
         if not used:
             self.gradients.clear()
             return
         self.comm.synchronize()  # before weights change that are being copied to the GPU
-        (settings,) = self.optimizer.param_groups
-        settings["lr"] = lr
-        if momentum is not None and "betas" in settings:
-            settings["betas"] = (momentum, settings["betas"][1])
-        sharded = self.flat.placement.shard_optimizer
+        self._set_numbers(lr_share, momentum)
+        gathers = not self.flat.placement.shard_optimizer and self.comm.size > 1
         self.gradients.settle()
         gradient = self.gradients.sum.finish()
         if multiplier != 1.0 and not self.one_pass:
             gradient.mul_(multiplier)
-        if not sharded:
+        if gathers:
             gradient = self._gathered(gradient)
         moved = gradient.to(self.flat.placement.optimizer_device)
         rounded = self._update(moved, multiplier, used)
-        if not sharded:
+        if gathers:
             self.gradients.pool.give_back(gradient)
         self.gradients.clear()
         self.publish(rounded)
+
+    def begin_joined_step(
+        self, *, lr_share: float, momentum: float | None, used: Collection[str] | None
+    ) -> Shard | None:
+        """This vector's part of a step of many by one kernel; `end_joined_step` comes after that.
+
+        None where it must be stepped by itself, which is so on all processes: the optimizer is
+        another, a parameter is left as it is, or gradient and weights are not whole where they are.
+        """
+        placement, masters = self.flat.placement, self.masters
+        here = placement.device == placement.gradient_device == placement.optimizer_device
+        whole = placement.shard_optimizer or self.comm.size == 1
+        if not (self.one_pass and here and whole) or placement.optimizer_on_disk:
+            return None
+        if used is not None or self.numbers_of or placement.params_on_disk:
+            return None
+        if self.flat.placement.shard_params and placement.param_device != placement.device:
+            return None
+        self._set_numbers(lr_share, momentum)
+        self.gradients.settle()
+        gradient = self.gradients.sum.finish()
+        rounded = masters.room_for_weights()
+        settings = self.flat.settings
+        vectors = self._next_vectors(gradient, rounded)
+        return Shard(
+            weights=vectors,
+            gradient=gradient,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+        )
+
+    def end_joined_step(self, shard: Shard) -> Work:
+        """Begin to have the weights follow, on all processes."""
+        self.gradients.clear()
+        self.masters.write_weights(shard.weights.copy)
+        return self.flat.start_publishing()
+
+    def _set_numbers(self, lr_share: float, momentum: float | None) -> None:
+        (settings,) = self.optimizer.param_groups
+        settings["lr"] = self.flat.settings.lr * lr_share
+        if momentum is not None and "betas" in settings:
+            settings["betas"] = (momentum, settings["betas"][1])
 
     def _update(self, gradient: Tensor, multiplier: float, used: Collection[str]) -> Tensor | None:
         """Update what has a gradient, the parameters with numbers of their own by themselves.
@@ -227,6 +267,14 @@ class TrainedParams:
             self.optimizer.step()
             self.masters.param.grad = None
             return None
+        rounded = self.masters.room_for_weights()
+        vectors = self._next_vectors(gradient, rounded)
+        step = int(self.state["step"].item())
+        self._step_in_one_pass(vectors, gradient, multiplier, step=step)
+        return rounded
+
+    def _next_vectors(self, gradient: Tensor, rounded: Tensor | None) -> Weights:
+        """What a kernel steps, for the next step, whose number the optimizer's state has then."""
         state, masters = self.state, self.masters
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
@@ -234,13 +282,10 @@ class TrainedParams:
         if state["step"].is_cuda:  # as PyTorch's fused class has loaded it
             state["step"] = state["step"].cpu()
         state["step"] += 1
-        rounded = masters.room_for_weights()
         stepped = masters.fp32() if masters.low_bits is None else masters.weights
-        vectors = Weights(
+        return Weights(
             stepped, state["exp_avg"], state["exp_avg_sq"], copy=rounded, low_bits=masters.low_bits
         )
-        self._step_in_one_pass(vectors, gradient, multiplier, step=int(state["step"].item()))
-        return rounded
 
     def _step_alone(self, each: SetAside, multiplier: float) -> None:
         """Update a parameter that lies aside, as `_step_together` would."""

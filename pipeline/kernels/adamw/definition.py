@@ -56,6 +56,18 @@ class Weights:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A flat vector to update, with its gradient and what of the optimizer is its own."""
+
+    weights: Weights
+    gradient: Float[Tensor, " n"]
+    lr: float
+    """Times the rate of the step."""
+
+    weight_decay: float
+
+
 def check(weights: Weights, gradient: Tensor) -> None:
     """Raise unless the vectors can be stepped.
 
