@@ -292,38 +292,38 @@ class Engine:
         multiplier = clip / self.scaler.scale
         beta1 = momentum(self.steps, optim=self.optim)
         used = [None for _ in self.groups] if all_used else self._used()
-        joined: list[tuple[TrainedParams, Shard]] = []
+        joined: list[tuple[TrainedParams, list[Shard]]] = []
         for group, names in zip(self.visit(), used, strict=True):
-            shard = group.begin_joined_step(lr_share=lr_share, momentum=beta1, used=names)
-            if shard is not None:
-                joined.append((group, shard))
+            shards = group.begin_joined_step(lr_share=lr_share, momentum=beta1, used=names)
+            if shards is not None:
+                joined.append((group, shards))
             else:
                 group.step(multiplier=multiplier, lr_share=lr_share, momentum=beta1, used=names)
         self._step_joined(joined, multiplier, lr_share)
 
     def _step_joined(
-        self, joined: Sequence[tuple[TrainedParams, Shard]], multiplier: float, lr_share: float
+        self, joined: Sequence[tuple[TrainedParams, list[Shard]]], multiplier: float, rate: float
     ) -> None:
         """One step of vectors that a kernel takes together, on a GPU in one launch.
 
         Those that have been stepped as often, which mostly are all, are one call.
         """
         self.comm.synchronize()  # before weights change that are being copied to the GPU
-        by_number: dict[int, list[tuple[TrainedParams, Shard]]] = {}
-        for group, shard in joined:
-            by_number.setdefault(int(group.state["step"].item()), []).append((group, shard))
-        for number, each in by_number.items():
-            (settings,) = each[0][0].optimizer.param_groups
+        by_number: dict[int, list[Shard]] = {}
+        for group, shards in joined:
+            by_number.setdefault(int(group.state["step"].item()), []).extend(shards)
+        for number, shards in by_number.items():
+            (settings,) = joined[0][0].optimizer.param_groups
             step = AdamW(
-                lr=lr_share,
+                lr=rate,
                 betas=settings["betas"],
                 eps=settings["eps"],
                 weight_decay=0.0,
                 step=number,
                 multiplier=multiplier,
             )
-            self._launches.step([shard for _, shard in each], step, kernels=each[0][0].kernels)
-        works = [group.end_joined_step(shard) for group, shard in joined]
+            self._launches.step(shards, step, kernels=joined[0][0].kernels)
+        works = [group.end_joined_step() for group, _ in joined]
         for work in works:
             work.wait()
 

@@ -39,7 +39,8 @@ class TrainedParams:
         # On a GPU a kernel may not be there, which on a CPU PyTorch stands in for.
         self.masters = Masters(flat, "whole" if kind == "split" and not self.one_pass else kind)
         self.gradients = FlatGradients(flat, pool)
-        settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
+        *_, decay = next(flat.decays(0, 1))  # where parts of it have rates of their own, the first
+        settings = {"lr": flat.settings.lr, "weight_decay": decay}
         self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
         self.numbers_of: dict[str, Numbers | None] = {}
         """What the optimizer keeps for parameters that were not updated as often as the others;
@@ -90,8 +91,7 @@ class TrainedParams:
         With `own` only those that this process writes to a checkpoint: processes that keep the same
         share it out among them.
         """
-        flat = self.flat
-        first = flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
+        flat, first = self.flat, self._first
         low, high = first, first + self.masters.numel
         if own:
             low, high = flat.written
@@ -163,7 +163,7 @@ class TrainedParams:
 
     def begin_joined_step(
         self, *, lr_share: float, momentum: float | None, used: Collection[str] | None
-    ) -> Shard | None:
+    ) -> list[Shard] | None:
         """This vector's part of a step of many by one kernel; `end_joined_step` comes after that.
 
         None where it must be stepped by itself, which is so on all processes: the optimizer is
@@ -181,21 +181,34 @@ class TrainedParams:
         self._set_numbers(lr_share, momentum)
         self.gradients.settle()
         gradient = self.gradients.sum.finish()
-        rounded = masters.room_for_weights()
-        settings = self.flat.settings
-        vectors = self._next_vectors(gradient, rounded)
-        return Shard(
-            weights=vectors,
-            gradient=gradient,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-        )
+        vectors = self._next_vectors(gradient, masters.room_for_weights())
+        return [
+            Shard(
+                weights=vectors.part(place),
+                gradient=gradient[place],
+                lr=self.flat.settings.lr,
+                weight_decay=rate,
+            )
+            for place, rate in self._decays()
+        ]
 
-    def end_joined_step(self, shard: Shard) -> Work:
+    def end_joined_step(self) -> Work:
         """Begin to have the weights follow, on all processes."""
         self.gradients.clear()
-        self.masters.write_weights(shard.weights.copy)
+        self.masters.write_weights(self.masters.room_for_weights())
         return self.flat.start_publishing()
+
+    def _decays(self) -> list[tuple[slice, float]]:
+        """The parts of these masters that weight decay treats alike, and its rate there."""
+        first = self._first
+        parts = self.flat.decays(first, first + self.masters.numel)
+        return [(slice(start - first, stop - first), rate) for start, stop, rate in parts]
+
+    @property
+    def _first(self) -> int:
+        """Where these masters begin in the whole vector."""
+        flat = self.flat
+        return flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
 
     def _set_numbers(self, lr_share: float, momentum: float | None) -> None:
         (settings,) = self.optimizer.param_groups
@@ -262,7 +275,7 @@ class TrainedParams:
 
     def _step_together(self, gradient: Tensor, multiplier: float) -> Tensor | None:
         """Update the vector as a whole; what `_update` returns."""
-        if not self.one_pass:
+        if not (self.one_pass or self.flat.decays_in_part):
             self.masters.param.grad = gradient
             self.optimizer.step()
             self.masters.param.grad = None
@@ -270,7 +283,10 @@ class TrainedParams:
         rounded = self.masters.room_for_weights()
         vectors = self._next_vectors(gradient, rounded)
         step = int(self.state["step"].item())
-        self._step_in_one_pass(vectors, gradient, multiplier, step=step)
+        for place, rate in self._decays():
+            self._step_in_one_pass(
+                vectors.part(place), gradient[place], multiplier, step=step, weight_decay=rate
+            )
         return rounded
 
     def _next_vectors(self, gradient: Tensor, rounded: Tensor | None) -> Weights:
@@ -290,12 +306,14 @@ class TrainedParams:
     def _step_alone(self, each: SetAside, multiplier: float) -> None:
         """Update a parameter that lies aside, as `_step_together` would."""
         assert each.gradient is not None
+        offset = self.flat.offsets[each.name]
+        *_, rate = next(self.flat.decays(offset, offset + 1))
         if self.one_pass:
             step = 1 if each.numbers is None else int(each.numbers["step"].item()) + 1
             for kind in ("exp_avg", "exp_avg_sq"):
                 each.moments.setdefault(kind, torch.zeros_like(each.master))
             vectors = Weights(each.master, each.moments["exp_avg"], each.moments["exp_avg_sq"])
-            self._step_in_one_pass(vectors, each.gradient, multiplier, step=step)
+            self._step_in_one_pass(vectors, each.gradient, multiplier, step=step, weight_decay=rate)
             each.numbers = {"step": torch.tensor(float(step))}
             return
         (settings,) = self.optimizer.param_groups
@@ -303,6 +321,7 @@ class TrainedParams:
         optimizer = build_optimizer([{**settings, "params": [param]}], self.optim)
         (own,) = optimizer.param_groups
         own.update({name: value for name, value in settings.items() if name != "params"})
+        own["weight_decay"] = rate
         if each.numbers is not None:
             state = {0: {**each.moments, **each.numbers}}
             groups = optimizer.state_dict()["param_groups"]
@@ -315,7 +334,13 @@ class TrainedParams:
         each.numbers = {name: value for name, value in state.items() if not value.ndim}
 
     def _step_in_one_pass(
-        self, vectors: Weights, gradient: Tensor, multiplier: float, *, step: int
+        self,
+        vectors: Weights,
+        gradient: Tensor,
+        multiplier: float,
+        *,
+        step: int,
+        weight_decay: float,
     ) -> None:
         """What the optimizer would do, the factor and the rounding of the weights included."""
         (settings,) = self.optimizer.param_groups
@@ -326,9 +351,9 @@ class TrainedParams:
                 lr=settings["lr"],
                 betas=settings["betas"],
                 eps=settings["eps"],
-                weight_decay=settings["weight_decay"],
+                weight_decay=weight_decay,
                 step=step,
-                multiplier=multiplier,
+                multiplier=multiplier if self.one_pass else 1.0,  # which the gradient has
             ),
             kernels=self.kernels,
         )

@@ -55,6 +55,10 @@ class Weights:
         """Those there are, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
+    def part(self, place: slice) -> "Weights":
+        """Some of the elements."""
+        return Weights(**{name: value[place] for name, value in self.tensors().items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
