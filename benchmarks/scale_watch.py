@@ -199,15 +199,23 @@ class Job:
 
     def _looks(self, process: Process) -> Callable[[], float]:
         """A failure that was posted is looked for every tick; here as often as at the others."""
+        has_looked_for_failures = False
 
         def look() -> float:
+            nonlocal has_looked_for_failures
             connection, lookout = process.connection, process.lookout
             connection.delay = 0.0
-            if not process.is_lost:
+            if process.is_lost:
+                return lookout.pace
+            if not has_looked_for_failures:
                 lookout.heartbeats.failure()
-                found = lookout.look()
-                if found is not None and lookout.heartbeats.claim():
-                    self.found, self.found_at = found, self.now + connection.delay
+                has_looked_for_failures = True
+                if connection.delay:  # what comes after a slow answer is asked after it
+                    return connection.delay
+            has_looked_for_failures = False
+            found = lookout.look()
+            if found is not None and lookout.heartbeats.claim():
+                self.found, self.found_at = found, self.now + connection.delay
             return lookout.pace + connection.delay
 
         return look

@@ -139,7 +139,7 @@ class Lookout:
             return None
         since = self._turn_since  # of what was there before
         if found != self._turn:
-            self._turn, self._turn_since = found, now
+            self._turn, self._turn_since = found, self._clock()
         holder = int(found[1 : found.index(",")])
         if NOBODY_WANTED not in found and own in json.loads(found)[2]:
             self._publish_history()
