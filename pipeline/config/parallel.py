@@ -148,6 +148,11 @@ class ParallelConfig:
             f" parallel.pp {self.pp} don't share; set it 0",
         )
         require(
+            model.lora is None or model.lora.variant in ("lora", "rslora"),
+            f"{role}.lora.variant of parallel.pp {self.pp} is lora or rslora: the others look at"
+            " weights of which a stage has not all",
+        )
+        require(
             "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
         )

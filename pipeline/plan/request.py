@@ -167,7 +167,7 @@ class Request(Deployment, Autotuning):
     """Replace what an earlier run left in the output directory; other files stay."""
 
     save_every: int | str | None = None
-    """Steps between checkpoints, or a time as 15m; without it every 15 minutes."""
+    """Steps between checkpoints, or a time as 2h; without it 15m."""
 
     def __post_init__(self) -> None:
         Deployment.__post_init__(self)
