@@ -1,8 +1,6 @@
 """Token files: `python -m pipeline.data.store pack 'corpus/*.jsonl' --tokenizer DIR --out X`."""
 
-import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -52,7 +50,9 @@ def pack(words: Sequence[str]) -> None:
     if config.rows == "dialogues":
         vocabulary, chat = _chat_of(config)
     else:
-        vocabulary, chat = _vocabulary_apart(config.tokenizer), None
+        from pipeline.models.vocabulary import load_vocabulary_apart
+
+        vocabulary, chat = load_vocabulary_apart(config.tokenizer), None
     with RunLock(config.target.with_name(config.target.name + ".lock")):
         packed = write(sources, vocabulary, config, chat)
     layout, bad = packed.layout, packed.bad_rows
@@ -171,6 +171,7 @@ def convert(words: Sequence[str]) -> None:
             layout = file.layout
         else:
             from pipeline.data.store.convert import to_tokens
+            from pipeline.models.vocabulary import load_vocabulary
 
             layout = to_tokens(source, load_vocabulary(config.tokenizer), out)
     names_written = " and ".join(map(str, written))
@@ -225,31 +226,8 @@ def _check_new(paths: Sequence[Path]) -> None:
         raise ConfigError(f"{there[0]} is there already; name another file, or remove it")
 
 
-def load_vocabulary(path: str) -> "Vocabulary":
-    """What makes tokens of the tokenizer at `path`.
-
-    Raises:
-        UserError: there is none, or none that can be used.
-    """
-    from pipeline.config import FrozenModelConfig
-    from pipeline.data.store.vocabulary import vocabulary_of
-    from pipeline.models.load import load_tokenizer
-
-    return vocabulary_of(load_tokenizer(FrozenModelConfig(path=path)), path)
-
-
-def _vocabulary_apart(path: str) -> "Vocabulary":
-    """The same in a process of its own, whose libraries take more memory than a pack does."""
-    # By the name of the module, which a process finds that was not begun by it.
-    from pipeline.data.store.__main__ import load_vocabulary as load
-
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn) as apart:
-        return apart.submit(load, path).result()
-
-
 def _chat_of(config: PackConfig) -> "tuple[Vocabulary, ChatFormat]":
-    """The same with the chat format of dialogues, whose tokens are among them."""
+    """The tokenizer with the chat format of dialogues, whose tokens are among its own."""
     from pipeline.config import FrozenModelConfig
     from pipeline.data.store.vocabulary import vocabulary_of
     from pipeline.models.chat import load_chat
