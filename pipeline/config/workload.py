@@ -173,13 +173,13 @@ class Workload:
 
     @property
     def shards(self) -> int:
-        """Processes that share out the states of a model, or of a stage of it."""
+        """Processes that share out the states of a model, or of a part of it."""
         return max(1, self.data_processes // self.parallel.replicas)
 
     @property
     def data_processes(self) -> int:
-        """Processes, or pipelines of them, that have shares of a batch."""
-        return max(1, self.world // self.parallel.pp)
+        """Processes, or groups of those that have the parts of a model, with shares of a batch."""
+        return max(1, self.world // (self.parallel.pp * self.parallel.tp))
 
     @property
     def share(self) -> int:

@@ -15,6 +15,7 @@ from pipeline.engine.comm import Collectives, Work
 from pipeline.engine.disk_weights import DiskPiece, WeightDisk
 from pipeline.engine.layout import padded_size
 from pipeline.engine.stored import StoredParameter, copy_elements
+from pipeline.engine.tensor_parts import Role
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class ParamSettings:
     trained: bool
     lr: float
     weight_decay: float
+    role: Role = "whole"
+    """Among the processes that compute layers together."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.checkpoint.header import DTYPE_NAMES, Entry, read_header
-from pipeline.engine.checkpoint.layout import parse_label
+from pipeline.engine.checkpoint.layout import Columns, parse_label
 from pipeline.engine.checkpoint.manifest import Manifest, StoredFile
 from pipeline.engine.checkpoint.verify import Checked, verify_fragments
 from pipeline.errors import CheckpointError
@@ -17,6 +17,9 @@ from pipeline.files.tensor_io import bytes_of, read_at
 
 CHUNK_BYTES = 16 * 2**20
 """Of host memory, where elements can't be read straight to where they shall go."""
+
+ELEMENTS_AT_ONCE = 2**21
+"""Of a fragment of columns, between file and their places."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class _Stored:
     crc32: int
     start: int
     stop: int
+
+    columns: Columns | None
+    """Of the tensor, whose elements they are; None counts all of it."""
 
 
 class Checkpoint:
@@ -63,7 +69,10 @@ class Checkpoint:
                 key = fragment.entry.label.rpartition("|")[0]
                 fragments.setdefault(key, []).append(fragment)
         for key, pieces in fragments.items():
-            _check_cover(path, key, pieces)
+            if any(each.columns is not None for each in pieces):
+                _check_columns(path, key, pieces)
+            else:
+                _check_cover(path, key, pieces)
         base = None
         if manifest.base is not None:
             base = cls.open(path.parent / manifest.base)
@@ -102,7 +111,7 @@ class Checkpoint:
 
     def numel(self, key: str) -> int:
         """Elements of one tensor."""
-        return max(piece.stop for piece in self._pieces(key))
+        return max(_end(piece) for piece in self._pieces(key))
 
     def dtype(self, key: str) -> torch.dtype:
         """The number format that one tensor is stored in."""
@@ -121,6 +130,9 @@ class Checkpoint:
             )
         out = out.detach()
         for piece in self._pieces(key):
+            if piece.columns is not None:
+                _read_columns(piece, piece.columns, start, out)
+                continue
             begin, end = max(start, piece.start), min(stop, piece.stop)
             if begin < end:
                 _read(piece, begin - piece.start, out[begin - start : end - start])
@@ -171,11 +183,37 @@ def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
     fragments: list[_Stored] = []
     for entry in entries:
         parsed = parse_label(entry.label)
-        if parsed is None or parsed[2] - parsed[1] != entry.numel:
+        if parsed is None or parsed.stop - parsed.start != entry.numel:
             raise CheckpointError(f"{file} has {entry.label!r}, which is no name of a fragment")
         crc32 = stored.fragments[entry.label].crc32
-        fragments.append(_Stored(file, entry, crc32, start=parsed[1], stop=parsed[2]))
+        fragments.append(_Stored(file, entry, crc32, parsed.start, parsed.stop, parsed.columns))
     return fragments
+
+
+def _end(piece: _Stored) -> int:
+    """Where the tensor of a fragment that is its last one ends."""
+    if piece.columns is None:
+        return piece.stop
+    return -(-piece.stop // piece.columns.run) * piece.columns.stride
+
+
+def _check_columns(path: Path, key: str, pieces: list[_Stored]) -> None:
+    """Whether columns stand side by side, and the fragments of each cover as many whole rows."""
+    by_columns: dict[Columns | None, list[_Stored]] = {}
+    for piece in pieces:
+        by_columns.setdefault(piece.columns, []).append(piece)
+    ends: set[int] = set()
+    column = 0
+    for columns in sorted(by_columns, key=lambda each: each or Columns(0, 0, 0)):
+        _check_cover(path, f"{key} {columns or 'as a whole'}", by_columns[columns])
+        if columns is None or columns.offset != column:
+            raise CheckpointError(f"{key} in {path}: its columns don't stand side by side")
+        column += columns.run
+        last = max(piece.stop for piece in by_columns[columns])
+        ends.add(_end(by_columns[columns][-1]) if last % columns.run == 0 else -1)
+    strides = {piece.columns.stride for piece in pieces if piece.columns is not None}
+    if len(ends) > 1 or -1 in ends or strides != {column}:
+        raise CheckpointError(f"{key} in {path}: its columns are not of the same rows")
 
 
 def _check_cover(path: Path, key: str, pieces: list[_Stored]) -> None:
@@ -195,6 +233,25 @@ def _check_cover(path: Path, key: str, pieces: list[_Stored]) -> None:
     end = max(piece.stop for piece in pieces)
     if position != end:
         raise CheckpointError(f"{key} in {path}: elements {position} to {end} are missing")
+
+
+def _read_columns(piece: _Stored, columns: Columns, start: int, out: Tensor) -> None:
+    """Write what a fragment of columns has of the elements from `start` on to their places."""
+    offset, run, stride = columns
+
+    def before(element: int) -> int:
+        """Elements of the columns before one of the tensor."""
+        return element // stride * run + min(max(element % stride - offset, 0), run)
+
+    first = max(piece.start, before(start))
+    last = min(piece.stop, before(start + out.numel()))
+    for low in range(first, last, ELEMENTS_AT_ONCE):
+        high = min(low + ELEMENTS_AT_ONCE, last)
+        values = torch.empty(high - low, dtype=out.dtype)
+        _read(piece, low - piece.start, values)
+        number = torch.arange(low, high)
+        places = number // run * stride + offset + number % run - start
+        out[places.to(out.device)] = values.to(out.device)
 
 
 def _read(piece: _Stored, offset: int, out: Tensor) -> None:

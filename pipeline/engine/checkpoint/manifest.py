@@ -10,10 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.checkpoint.layout import MANIFEST, file_name, is_base_name
+from pipeline.engine.checkpoint.layout import MANIFEST, file_name, is_base_name, parse_label
 from pipeline.errors import CheckpointError
 
 FORMAT = 1
+WITH_COLUMNS = 2
+"""The format where fragments may be columns of a tensor; written where some are."""
 
 MAX_BYTES = 2**30
 
@@ -104,12 +106,18 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file's content; its last field is the CRC-32 of the others."""
         content = {
-            "format": FORMAT,
+            "format": WITH_COLUMNS if self._has_columns else FORMAT,
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "files": {name: file.to_json() for name, file in self.files.items()},
         }
         content["crc32"] = _hex(zlib.crc32(_canonical(content)))
         return json.dumps(content, indent=1).encode()
+
+    @property
+    def _has_columns(self) -> bool:
+        labels = (label for file in self.files.values() for label in file.fragments)
+        parsed = (parse_label(label) for label in labels)
+        return any(each is not None and each.columns is not None for each in parsed)
 
     def same_content(self, other: "Manifest") -> bool:
         """Whether both hold the same tensors and the same state, whoever wrote them and when."""
@@ -127,10 +135,10 @@ class Manifest:
         """
         path = directory / MANIFEST
         content = _parse(path)
-        if content.get("format") != FORMAT:
+        if content.get("format") not in (FORMAT, WITH_COLUMNS):
             raise CheckpointError(
                 f"{path} has format {content.get('format')!r}; this version of the program reads"
-                f" format {FORMAT}"
+                f" formats {FORMAT} and {WITH_COLUMNS}"
             )
         checksum = content.pop("crc32", None)
         if checksum != _hex(zlib.crc32(_canonical(content))):

@@ -57,6 +57,6 @@ def test_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
     checkpoint, (sentence,) = newest(root)
 
     assert checkpoint is None
-    assert "has format 999; this version of the program reads format 1" in sentence
+    assert "has format 999; this version of the program reads formats 1 and 2" in sentence
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* has format 999"):
         EngineCheckpoints(golden_engine()).load(root)
