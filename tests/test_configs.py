@@ -8,6 +8,9 @@ import pytest
 import yaml
 
 from pipeline.cli import parse_step
+from pipeline.models.known import KNOWN
+from pipeline.plan.request import parse_request
+from pipeline.plan.resolve import step_configs
 from pipeline.settings.plain import flatten, plain
 from step0_pretrain.config import PretrainConfig
 from step1_sft.config import SFTConfig
@@ -27,6 +30,8 @@ CLASSES = {
 }
 MODULES = {f"{stage.module}": stage.config_class for stage in STAGES}
 OWN = ("arithmetic-grpo", "embedded", "embedded-grpo", "guessing-grpo", "stories")
+WHOLE = sorted((ROOT / "configs" / "parallel").glob("*.yaml"))
+"""Files for train.py, of models that are trained in parts."""
 PRESETS = sorted(p for section in CLASSES for p in (ROOT / "configs" / section).glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "scripts").glob("step*/*/*/run_*.sh"))
 
@@ -37,7 +42,7 @@ def name(path: Path) -> str:
 
 def test_no_preset_lies_where_nobody_reads_it() -> None:
     assert sorted((ROOT / "configs").rglob("*.*")) == sorted(
-        [*PRESETS, *(ROOT / "configs" / f"{each}.yaml" for each in OWN)]
+        [*PRESETS, *WHOLE, *(ROOT / "configs" / f"{each}.yaml" for each in OWN)]
     )
 
 
@@ -53,6 +58,19 @@ def test_every_preset_parses_and_states_only_what_differs(preset: Path) -> None:
     assert text.startswith("# ")
     assert len(text.splitlines()) <= 20
     assert not {each for each, value in stated.items() if defaults.get(each) == value}
+
+
+@pytest.mark.parametrize("preset", WHOLE, ids=name)
+def test_a_model_in_parts_is_cut_as_its_preset_says(preset: Path) -> None:
+    stated = yaml.safe_load(preset.read_text())
+    command_line = parse_request(["--config", str(preset), "--step", "1"], STAGES)
+
+    config = step_configs(command_line, STAGES, world=32)["step1_sft"]
+
+    assert config.parallel.is_cut
+    assert plain(config.parallel).items() >= stated["sft"]["parallel"].items()
+    assert KNOWN[stated["actor_model"]]  # so that it can be planned without a download
+    config.parallel.check(32)
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,11 @@ def _qwen2(hidden: int, inner: int, layers: int, heads: int, **changes: object) 
     return {"model_type": "qwen2", **sizes, **changes}
 
 
+def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """Radford et al. 2019, table 2."""
+    return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads}
+
+
 _LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
 _SMALL = {"vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
 
@@ -72,6 +77,10 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, num_key_value_heads=4),
     "Qwen/Qwen2.5-14B": _qwen2(5120, 13824, 48, 40, num_key_value_heads=8),
     "Qwen/Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, num_key_value_heads=8),
+    "openai-community/gpt2": _gpt2(768, 12, 12),
+    "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
+    "openai-community/gpt2-large": _gpt2(1280, 36, 20),
+    "openai-community/gpt2-xl": _gpt2(1600, 48, 25),
     "bigscience/bloom-1b1": {
         "model_type": "bloom",
         "hidden_size": 1536,

@@ -116,8 +116,8 @@ MODEL_KEYS = {
             " it and take zero_optimization.stage 3",
             "moe": "asks for experts split among GPUs, which is not available; remove it and take"
             " zero_optimization.stage 3",
-            "pipeline": "asks for layers split into stages, which is not available; remove it and"
-            " take zero_optimization.stage 3",
+            "pipeline": "asks for layers split into stages; remove it and set parallel.pp of the"
+            " steps",
             "sparse_attention": "is not available; remove it and choose a model with sliding-window"
             " attention",
             "elasticity": "would choose the batch size by the number of GPUs; remove it and set"
