@@ -8,6 +8,7 @@ whole everywhere.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -24,7 +25,7 @@ from pipeline.engine.part_elements import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
 from pipeline.models.forward import base_model
-from pipeline.models.sharding import STYLES, layer_of, match
+from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.tensor_roles import partial_parameters
 from pipeline.models.tensor_shards import TensorShards
 from pipeline.parallel.group import Group
@@ -35,6 +36,8 @@ from pipeline.parallel.tensor import (
     split_over_group,
     sum_over_group,
 )
+
+logger = logging.getLogger(__name__)
 
 SETTING = "parallel.tp"
 
@@ -57,6 +60,21 @@ def cut_layers(model: nn.Module, group: Group) -> None:
     shards = _shards_of(plain, group)
     partial = partial_parameters(plain, group, divide)
     _divide(plain, shards, partial)
+
+
+def cut_where_possible(model: PreTrainedModel, group: Group) -> None:
+    """`cut_layers` of a model that only answers; one that can't be divided stays whole.
+
+    It may be of another family than what learns, such as an encoder without a plan.
+    """
+    if can_shard(model, group.size):
+        cut_layers(model, group)
+    else:
+        logger.info(
+            "%s models have no layers to divide among %d processes: each has this one whole",
+            model.config.model_type,
+            group.size,
+        )
 
 
 def divide(model: PreTrainedModel, group: Group) -> None:

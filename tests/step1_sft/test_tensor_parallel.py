@@ -203,7 +203,8 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
                 "weights": sum(flat.full.nbytes for flat in flats),
                 "moments": sum(each.nbytes for g in sft.engine.groups for each in g.moments()),
             }
-        model = part_of_layers(models_of(config.workload(2), {}, has_gpu=False)[0], 2)
+        workload = config.workload(2)
+        model = part_of_layers(models_of(workload, {}, has_gpu=False)[0], workload)
         sizes = predict(model.present, config.model, world=1)
     return held, {kind: sizes[kind] for kind in held}
 
@@ -243,10 +244,8 @@ def test_settings_that_contradict_divided_layers_are_refused(name: str, tmp_path
 
 
 def test_other_steps_and_numbers_of_processes_are_refused() -> None:
-    parallel = ParallelConfig(tp=2)
-
-    with pytest.raises(ConfigError, match="step 3 needs its models whole"):
-        PPOConfig(parallel=parallel)
+    with pytest.raises(ConfigError, match=r"ppo\.environment plays with each process by itself"):
+        PPOConfig(parallel=ParallelConfig(tp=2), environment="guessing")
     with pytest.raises(ConfigError, match="tp 3 doesn't divide the 4 processes; take 2"):
         ParallelConfig(tp=3).check(4)
     with pytest.raises(ConfigError, match="tp 4 doesn't divide the 2 processes of each stage"):
