@@ -236,9 +236,9 @@ class OpenBatch:
         self._decoded = len(rows.running)
         if rows.reads and (self._closed or not self._decoded):
             return self._read(self._chunk)
-        prompts = rows.num_reading
-        if rows.reads and not prompts:
+        if rows.has_ready:
             return self._read(0)
+        prompts = rows.num_reading
         chunk = self._pace.chunk(self._decoded, prompts) if prompts else 0
         if chunk and not rows.fits_step(chunk):
             if not self._has_read:

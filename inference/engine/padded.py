@@ -51,6 +51,11 @@ class PaddedRows:
         return bool(self._next)
 
     @property
+    def has_ready(self) -> bool:
+        """Never: each prompt is read."""
+        return False
+
+    @property
     def num_reading(self) -> int:
         """Prompts of which tokens are still to be read."""
         return len(self._next)

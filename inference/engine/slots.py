@@ -119,6 +119,11 @@ class Slots:
         return bool(self._readings or self._ready)
 
     @property
+    def has_ready(self) -> bool:
+        """Whether prompts were there whole, whose first tokens are to be chosen."""
+        return bool(self._ready)
+
+    @property
     def num_reading(self) -> int:
         """Prompts of which tokens are still to be read; equal ones count once."""
         return len(self._readings)

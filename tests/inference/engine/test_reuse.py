@@ -276,6 +276,29 @@ def test_a_token_comes_with_each_chunk_of_a_long_prompt(
     assert runs.response == read_anew(model, runs.request)
 
 
+@pytest.mark.parametrize("reuses", [False, True])
+def test_a_prompt_that_is_there_is_answered_while_another_one_is_read(
+    model: PreTrainedModel, reuses: bool
+) -> None:
+    batch = opened(model, slots=3, reuses=reuses)
+    runs = batch.submit(asked(TEXTS[0], length=60))
+    batch.step()
+    short = asked(TEXTS[2], length=3)
+    first = batch.submit(short)
+    long = batch.submit(asked(TEXTS[1]))
+    again = batch.submit(replace(short, key=1))  # waits for the slot of the first one
+    steps = 0
+    while not again.response.ids and steps < 60:
+        batch.step()
+        steps += 1
+
+    assert again.response.ids
+    assert not long.response.ids
+    finish(batch)
+    for ticket in (runs, first, long, again):
+        assert ticket.response == read_anew(model, ticket.request)
+
+
 def test_prompts_within_a_budget_of_time_have_the_same_bits(model: PreTrainedModel) -> None:
     batch = OpenBatch(model, num_slots=4, capacity=CAPACITY, chunk=96, gap=1.5)
     tickets = [batch.submit(asked(TEXTS[0], length=60))]
