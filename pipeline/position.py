@@ -24,6 +24,8 @@ class Collective(NamedTuple):
     kind: str
     unit: str = ""
     num_bytes: int = 0
+    fingerprint: int = 0
+    """Of all collectives so far, this one included, in their order."""
 
     def __str__(self) -> str:
         name = f"{self.kind} of {self.unit}" if self.unit else self.kind
@@ -41,7 +43,7 @@ class Position:
     def __init__(self) -> None:
         self.number = 0
         self.fingerprint = 0
-        """Of all collectives so far, in their order: equal on processes that do the same."""
+        """Of the latest collective: equal on processes that do the same."""
         self.recent: deque[Collective] = deque(maxlen=RECENT)
         self.listeners: list[Callable[[Collective], None]] = []
         """Hear of each collective at once, before the process comes to it."""
@@ -58,7 +60,7 @@ class Position:
         """Say which collective is next."""
         self.number += 1
         self.fingerprint = zlib.crc32(f"{kind} {unit} {num_bytes}".encode(), self.fingerprint)
-        collective = Collective(self.number, kind, unit, num_bytes)
+        collective = Collective(self.number, kind, unit, num_bytes, self.fingerprint)
         self.recent.append(collective)
         for listener in self.listeners:
             listener(collective)
@@ -79,7 +81,7 @@ class Position:
         `at` says for what, where it is no collective that this process has entered.
         """
         start = time.perf_counter()
-        self.waits_for, self.waits_at = tuple(ranks), at
+        self.waits_for, self.waits_at = tuple(ranks), at  # no copy of what is a tuple
         try:
             yield
         finally:

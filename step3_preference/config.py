@@ -167,7 +167,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             generation=Generation(
                 role="model",
                 phase="after training",
-                count=-(-self.data.max_eval_rows // world),
+                count=-(-self.data.max_eval_rows // max(1, world // self.parallel.tp)),
                 batch_size=self.generation_batch_size,
                 prompt_length=self.max_prompt_length,
                 new_tokens=self.max_new_tokens,

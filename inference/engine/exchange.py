@@ -5,7 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from inference.engine.requests import Event, Finished, OnToken, StopWhen, Ticket, Token
+from inference.engine.requests import (
+    Choice,
+    Event,
+    Finished,
+    OnToken,
+    Request,
+    StopWhen,
+    Ticket,
+    Token,
+    chosen_elsewhere,
+)
 from pipeline.parallel.group import Group
 
 
@@ -15,20 +25,22 @@ class GroupDisagreesError(RuntimeError):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Prompts of all peers, in rank order, and which of them are this process's own."""
+    """Prompts of all peers, in rank order, and which of them are this process's own.
+
+    One that several have under the same key, as processes have that train each layer together, is
+    answered once for all of them.
+    """
 
     tp_group: Group
 
     prompts: list[tuple[tuple[int, ...], int]]
     """Token ids and key of each."""
 
-    places: list[int]
-    """Index of each among the prompts of its own process."""
+    firsts: list[int]
+    """Index of each among the prompts of the first process that has it."""
 
-    first: int
-    """Of this process's prompts."""
-
-    count: int
+    places: list[list[int]]
+    """Indices of each among this process's own; empty where it has it not."""
 
     @classmethod
     def of(
@@ -37,17 +49,21 @@ class Exchange:
         """Exchange prompts, of any number and lengths; the group calls it in step."""
         own = [(tuple(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
         everyones = tp_group.gather_objects(own)
-        return cls(
-            tp_group=tp_group,
-            prompts=[prompt for theirs in everyones for prompt in theirs],
-            places=[place for theirs in everyones for place in range(len(theirs))],
-            first=sum(len(theirs) for theirs in everyones[: tp_group.rank]),
-            count=len(own),
-        )
-
-    def is_own(self, index: int) -> bool:
-        """Whether a prompt is this process's."""
-        return self.first <= index < self.first + self.count
+        numbers: dict[tuple[tuple[int, ...], int, int], int] = {}
+        firsts: list[int] = []
+        places: list[list[int]] = []
+        for rank, theirs in enumerate(everyones):
+            times = Counter[tuple[tuple[int, ...], int]]()
+            for place, prompt in enumerate(theirs):
+                times[prompt] += 1
+                number = numbers.setdefault((*prompt, times[prompt]), len(firsts))
+                if number == len(firsts):
+                    firsts.append(place)
+                    places.append([])
+                if rank == tp_group.rank:
+                    places[number].append(place)
+        unique = [(ids, key) for ids, key, _ in numbers]
+        return cls(tp_group, unique, firsts, places)
 
     def smallest(self, number: int) -> int:
         """The smallest number of all peers."""
@@ -59,8 +75,8 @@ class Exchange:
             return on_token
 
         def own(index: int, token: int) -> None:
-            if self.is_own(index):
-                on_token(self.places[index], token)
+            for place in self.places[index]:
+                on_token(place, token)
 
         return own
 
@@ -68,7 +84,7 @@ class Exchange:
         """Called with the indices of each prompt's own process; must return the same on all."""
         if stop_when is None or self.tp_group.size == 1:
             return stop_when
-        return lambda index, ids: stop_when(self.places[index], ids)
+        return lambda index, ids: stop_when(self.firsts[index], ids)
 
     def own(self, finished: Iterator[Finished]) -> Iterator[Finished]:
         """This process's responses as they end; the others' are generated on the way.
@@ -82,8 +98,8 @@ class Exchange:
         chosen = 0
         for each in finished:
             chosen = zlib.crc32(repr((each.index, each.response.ids)).encode(), chosen)
-            if self.is_own(each.index):
-                yield replace(each, index=self.places[each.index])
+            for place in self.places[each.index]:
+                yield replace(each, index=place)
         require_equal(self.tp_group.gather_objects(chosen))
 
 
@@ -110,7 +126,7 @@ class SharedTickets:
         for ticket in submitted:
             self._add(own, ticket)
         names = [self._names[ticket] for ticket in cancelled if ticket in self._names]
-        requests = [ticket.request for ticket in submitted]
+        requests = [without_guide(ticket.request) for ticket in submitted]
         everyones = self._tp_group.gather_objects((requests, names, self._chosen))
         require_equal([chosen for _, _, chosen in everyones])
         tickets: list[Ticket] = []
@@ -121,6 +137,22 @@ class SharedTickets:
                 tickets += [self._add(rank, Ticket(request)) for request in theirs]
         gone = [name for _, theirs, _ in everyones for name in theirs]
         return tickets, [self._tickets[name] for name in gone]
+
+    def settle(self, tickets: Sequence[Ticket], choices: Sequence[Choice]) -> list[Choice]:
+        """The choices of all, of guided rows those of the process that has the guide."""
+        guided = [row for row, ticket in enumerate(tickets) if ticket.request.guide is not None]
+        settled = list(choices)
+        if not guided:
+            return settled
+        own: dict[int, tuple[int, float] | str] = {}
+        for row in guided:
+            choice = choices[row]
+            if tickets[row].request.guide is not chosen_elsewhere:
+                own[row] = str(choice) if isinstance(choice, Exception) else choice
+        for theirs in self._tp_group.gather_objects(own):
+            for row, choice in theirs.items():
+                settled[row] = RuntimeError(choice) if isinstance(choice, str) else choice
+        return settled
 
     def _add(self, rank: int, ticket: Ticket) -> Ticket:
         name = rank, self._counts[rank]
@@ -141,6 +173,13 @@ class SharedTickets:
             elif event.ticket in self._names:
                 del self._tickets[self._names.pop(event.ticket)]
         return mine
+
+
+def without_guide(request: Request) -> Request:
+    """The request as another process has it: a guide stays where it is."""
+    if request.guide is None:
+        return request
+    return replace(request, guide=chosen_elsewhere)
 
 
 def require_equal(chosen: Sequence[int]) -> None:

@@ -52,8 +52,7 @@ def workload_memory(
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
     parameters = {model.role: model.parameters for model in models if model.module is not None}
     if workload.parallel.tp > 1:
-        size = workload.parallel.tp  # of what learns; what only answers is whole
-        models = [each if each.trained is None else part_of_layers(each, size) for each in models]
+        models = [part_of_layers(model, workload) for model in models]
     counted = tuple(model for model in models if model.module is not None)
     missing = tuple(
         f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"

@@ -27,7 +27,7 @@ class ParallelConfig:
     tp: int = 1
     """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
     each has a part of the heads of attention and of the width of the MLPs; 1 has layers whole.
-    Not in step 3's RL."""
+   """
 
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
@@ -167,18 +167,4 @@ class ParallelConfig:
             self.pp == 1,
             f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
             " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
-        )
-
-    def require_whole(self, step: str) -> None:
-        """Raise where a step is to cut its models that trains them whole.
-
-        Raises:
-            ConfigError: one sentence.
-        """
-        self.require_one_stage(step)
-        require(
-            self.tp == 1,
-            f"parallel.tp {self.tp}: steps 0, 1, 2 and the preference methods divide layers among"
-            f" processes; {step} needs its models whole, set parallel.tp 1 for it (replicas and"
-            " zero_stage share them out)",
         )

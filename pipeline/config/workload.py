@@ -27,6 +27,10 @@ class ModelUse:
     sharded_like: TrainedModelConfig | None = None
     """Of a frozen model: the trained one whose sharding it shares at stage 3."""
 
+    divided: bool = False
+    """Of a frozen model: whether processes that compute each layer together do so with it too,
+    where its layers can be divided."""
+
     phase_only: bool = False
     """Whether it is loaded for one phase alone: to generate after training, or to be compared."""
 

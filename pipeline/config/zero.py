@@ -66,6 +66,11 @@ class ZeroConfig:
     micro-batches in a fixed tree, so that the number of processes, a power of two, changes no bit.
     Steps 1 and 2 then cut micro-batches of at most `micro_batch_size` for any number."""
 
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How gradients travel between processes to be summed: bf16 halves the bytes and rounds each;
+    gloo, and NCCL with reduction deterministic, then add in fp32, NCCL otherwise in bf16. Within
+    the memory of one machine nothing is rounded."""
+
     prefetch_units: int = 1
     """Units whose weights are gathered ahead of their use, at stage 3; 0 gathers on demand."""
 

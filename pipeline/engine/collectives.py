@@ -36,7 +36,14 @@ def make_collectives(
     if device.type == "cpu" and zero.shared_memory and on_one_machine(group):
         return SharedMemoryCollectives(name, group)
     deterministic = zero.reduction == "deterministic"
-    return GroupCollectives(device, name, group, deterministic=deterministic, pin_memory=pin_memory)
+    return GroupCollectives(
+        device,
+        name,
+        group,
+        deterministic=deterministic,
+        pin_memory=pin_memory,
+        narrow=torch.bfloat16 if zero.reduce_dtype == "bf16" else None,
+    )
 
 
 def _unique(name: str, group: Group) -> str:

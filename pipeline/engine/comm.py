@@ -5,7 +5,6 @@ are added as a binary tree in rank order wherever this file or `shared_memory` a
 their bits depend on nothing but the addends.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.parallel.gather import all_gather, reduce_scatter
 from pipeline.parallel.group import Group
 from pipeline.position import HERE
 
@@ -137,7 +137,9 @@ class Collectives:
         `has_been_read`; `out` may be its own piece, and is fp32 where `full` is below it.
         """
         in_fp32 = full.numel() * torch.float32.itemsize  # some may have it in the weights' type
-        self.log.add("reduce_scatter", unit, full.nbytes, common_bytes=in_fp32)
+        itemsize = (full.dtype if self.narrow is None else self.narrow).itemsize
+        moved = full.numel() * itemsize
+        self.log.add("reduce_scatter", unit, moved, common_bytes=in_fp32)
         return self._reduce_scatter(full, out, unit)
 
     def all_reduce(self, values: Tensor) -> None:
@@ -162,9 +164,13 @@ class Collectives:
         if self._copies is not None:
             self._copies.synchronize()
 
+    narrow: torch.dtype | None = None
+    """In which `reduce_scatter` sends vectors, where that is below fp32."""
+
     adds_in_fp32 = False
-    """Whether `reduce_scatter` takes vectors below fp32 and adds them in fp32, whatever the others
-    have. Such a vector lies at the start of one that `empty` made, as long and of fp32."""
+    """Whether `reduce_scatter` takes vectors below fp32, whatever the others have, and rounds no
+    more than the settings say. Such a vector lies at the start of one that `empty` made, as long
+    and of fp32."""
 
     defers = False
     """Whether a process reads the others' vectors only when it waits for its reduction."""
@@ -212,20 +218,26 @@ class GroupCollectives(Collectives):
         *,
         deterministic: bool,
         pin_memory: bool = True,
+        narrow: torch.dtype | None = None,
     ) -> None:
         super().__init__(device, name, group, pin_memory=pin_memory)
         self.asynchronous = True
+        self.narrow, self.adds_in_fp32 = narrow, narrow is not None
         # gloo's own reduce-scatter is a fraction as fast as an exchange and a local sum.
         self.exchanges = deterministic or dist.get_backend(group.process_group) == "gloo"
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
-        work = _all_gather_single(full, self.piece(full), self.group)
+        work = all_gather(full, self.piece(full), self.group.process_group)
         return _Timed(work, self.group, on_gpu=full.is_cuda)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, unit: str) -> Work:  # noqa: ARG002
+        if self.narrow is not None:
+            full = full.to(self.narrow)
         if not self.exchanges:
-            work = _reduce_scatter_single(out, full, self.group)
-            return _Timed(work, self.group, on_gpu=full.is_cuda)
+            target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
+            work = reduce_scatter(target, full, self.group.process_group)
+            timed = _Timed(work, self.group, on_gpu=full.is_cuda)
+            return timed if target is out else _Widened(timed, target, out)
         received = torch.empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group.process_group, async_op=True)
         assert work is not None
@@ -263,6 +275,22 @@ class _Timed:
         self.work.wait()
         end.record()
         HERE.add_stall(begin, end)
+
+
+@dataclass
+class _Widened:
+    """A reduction below fp32, whose result is wanted in fp32."""
+
+    work: Work
+    narrow: Tensor
+    out: Tensor
+    done: bool = field(default=False, init=False)
+
+    def wait(self) -> None:
+        if not self.done:
+            self.work.wait()
+            self.out.copy_(self.narrow)
+            self.done = True
 
 
 @dataclass(frozen=True)
@@ -316,22 +344,3 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
         torch.add(level[0], level[1], out=out)
     elif level[0].data_ptr() != out.data_ptr():
         out.copy_(level[0])
-
-
-def _all_gather_single(full: Tensor, shard: Tensor, group: Group) -> Work:
-    # Its name before torch 2.13 was all_gather_into_tensor.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        work = gather(full, shard, group=group.process_group, async_op=True)
-    assert work is not None  # as it is where nobody waits
-    return work
-
-
-def _reduce_scatter_single(shard: Tensor, full: Tensor, group: Group) -> Work:
-    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        work = reduce(shard, full, group=group.process_group, async_op=True)
-    assert work is not None
-    return work

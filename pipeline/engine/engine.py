@@ -23,6 +23,8 @@ from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
 from pipeline.errors import ConfigError, DivergedError
 from pipeline.faults import fault_point
+from pipeline.kernels.adamw.definition import AdamW, Shard
+from pipeline.kernels.adamw.dispatch import Launches
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.mesh import current_mesh
@@ -103,6 +105,7 @@ class Engine:
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
         self.parts, self.tensor = parts, tensor
         self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])
+        self._launches = Launches()
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
@@ -292,9 +295,40 @@ class Engine:
         multiplier = clip / self.scaler.scale
         beta1 = momentum(self.steps, optim=self.optim)
         used = [None for _ in self.groups] if all_used else self._used()
+        joined: list[tuple[TrainedParams, list[Shard]]] = []
         for group, names in zip(self.visit(), used, strict=True):
-            lr = group.flat.settings.lr * lr_share
-            group.step(multiplier=multiplier, lr=lr, momentum=beta1, used=names)
+            shards = group.begin_joined_step(lr_share=lr_share, momentum=beta1, used=names)
+            if shards is not None:
+                joined.append((group, shards))
+            else:
+                group.step(multiplier=multiplier, lr_share=lr_share, momentum=beta1, used=names)
+        self._step_joined(joined, multiplier, lr_share)
+
+    def _step_joined(
+        self, joined: Sequence[tuple[TrainedParams, list[Shard]]], multiplier: float, rate: float
+    ) -> None:
+        """One step of vectors that a kernel takes together, on a GPU in one launch.
+
+        Those that have been stepped as often, which mostly are all, are one call.
+        """
+        self.comm.synchronize()  # before weights change that are being copied to the GPU
+        by_number: dict[int, list[Shard]] = {}
+        for group, shards in joined:
+            by_number.setdefault(int(group.state["step"].item()), []).extend(shards)
+        for number, shards in by_number.items():
+            (settings,) = joined[0][0].optimizer.param_groups
+            step = AdamW(
+                lr=rate,
+                betas=settings["betas"],
+                eps=settings["eps"],
+                weight_decay=0.0,
+                step=number,
+                multiplier=multiplier,
+            )
+            self._launches.step(shards, step, kernels=joined[0][0].kernels)
+        works = [group.end_joined_step() for group, _ in joined]
+        for work in works:
+            work.wait()
 
     def _stop_if_hopeless(self, *, finite: bool, worst: str) -> None:
         if finite or self.scaler.searching:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.comm import Collectives, Work
+from pipeline.engine.comm import Collectives, Finished, Work
 from pipeline.engine.disk_weights import DiskPiece, WeightDisk
-from pipeline.engine.layout import padded_size
+from pipeline.engine.layout import lay_out, padded_size
 from pipeline.engine.stored import StoredParameter, copy_elements
 from pipeline.engine.tensor_parts import Role
 
@@ -25,7 +25,10 @@ class ParamSettings:
     dtype: torch.dtype
     trained: bool
     lr: float
+
     weight_decay: float
+    """Of parameters of more than one dimension; the others are spared."""
+
     role: Role = "whole"
     """Among the processes that compute layers together."""
 
@@ -83,13 +86,11 @@ class FlatParams:
         disk: WeightDisk | None = None,
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
-        self.params = dict(params)
-        self.offsets: dict[str, int] = {}
-        self.used = 0
-        for name, param in self.params.items():
-            self.offsets[name] = self.used
-            self.used += param.numel()
-        self.numel = padded_size(self.used, comm.size)
+        layout = lay_out(params, decays=settings.weight_decay > 0)
+        self.params = {name: params[name] for name in layout.offsets}
+        self.offsets = layout.offsets
+        self.numel = padded_size(layout.used, comm.size)
+        self.spared_from = self.numel if layout.spared_from is None else layout.spared_from
         self.shard_numel = self.numel // comm.size
         device = placement.device
         self.disk: DiskPiece | None = None
@@ -152,6 +153,18 @@ class FlatParams:
             start, stop = max(offset, low), min(offset + param.numel(), high)
             if start < stop:
                 yield name, start, stop
+
+    def decays(self, low: int, high: int) -> Iterator[tuple[int, int, float]]:
+        """The parts between two places of the vector that weight decay treats alike: its rate."""
+        middle = min(max(low, self.spared_from), high)
+        for start, stop, rate in ((low, middle, self.settings.weight_decay), (middle, high, 0.0)):
+            if start < stop:
+                yield start, stop, rate
+
+    @property
+    def decays_in_part(self) -> bool:
+        """Whether weight decay spares some of the parameters, and not all."""
+        return 0 < self.spared_from < self.numel
 
     @property
     def written(self) -> tuple[int, int]:
@@ -222,10 +235,15 @@ class FlatParams:
 
     def publish(self) -> None:
         """Have every process see changed pieces wherever the weights are whole now."""
+        self.start_publishing().wait()
+
+    def start_publishing(self) -> Work:
+        """Begin to; changed weights may be used once the work has been waited for."""
         if not self.placement.shard_params and self.placement.shard_optimizer:
-            self.comm.all_gather(self.full, self.shard, self.unit).wait()
-        elif self.placement.shard_params and self.gathered:
+            return self.comm.all_gather(self.full, self.shard, self.unit)
+        if self.placement.shard_params and self.gathered:
             # Into the memory that the parameters show.
             shard = self.shard if self.disk is None else self.disk.read()
             self._work = self.comm.all_gather(self.full, shard, self.unit)
             self._finish_gather()
+        return Finished()

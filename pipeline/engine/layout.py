@@ -1,6 +1,10 @@
 """How long flat vectors are, so that cutting them among processes changes no bit."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
 
 ALIGNMENT = 16
 """Cuts of a flat vector at multiples of so many fp32 elements change no bit of an update.
@@ -24,3 +28,35 @@ def padded_size(numel: int, world_size: int) -> int:
     """The next size that can be cut into stretches that the optimizer updates alike."""
     unit = num_chunks(world_size) * ALIGNMENT
     return -(-numel // unit) * unit
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters lie in a vector: those that decay, then those that weight decay spares."""
+
+    offsets: Mapping[str, int]
+    spared_from: int | None
+    """From here on nothing decays; None where all parameters do."""
+
+    used: int
+    """Elements up to the end of the last parameter."""
+
+
+def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> Layout:
+    """One parameter after the other, in their order where none, or all, are spared.
+
+    Weight decay spares one-dimensional parameters: biases and norms. They begin where a vector may
+    be cut, so that an update of both parts has the bits of one of either.
+    """
+    spared = {name for name, param in params.items() if param.ndim < 2}
+    ordered = sorted(params, key=lambda name: name in spared) if decays else list(params)
+    offsets: dict[str, int] = {}
+    used = 0
+    spared_from: int | None = None if decays else 0
+    for name in ordered:
+        if decays and spared_from is None and name in spared:
+            used = -(-used // ALIGNMENT) * ALIGNMENT
+            spared_from = used
+        offsets[name] = used
+        used += params[name].numel()
+    return Layout(offsets, spared_from, used)

@@ -34,9 +34,17 @@ def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> tor
     return optimizer_class(own, **(arguments | optim.params))
 
 
+def steps_in_parts(optim: OptimConfig) -> bool:
+    """Whether parts of a vector may have weight decays of their own.
+
+    It is AdamW's, which the engine steps by itself; other classes have one for a whole tensor.
+    """
+    return optim.name == "AdamW" and not optim.params
+
+
 def steps_in_one_pass(optim: OptimConfig, device: torch.device) -> bool:
     """Whether `pipeline.kernels.adamw` has a kernel that does what this optimizer would do there.
 
     On a CPU to the same bits; on a GPU to the bits of the CPU.
     """
-    return optim.name == "AdamW" and not optim.params and device.type in ("cpu", "cuda")
+    return steps_in_parts(optim) and device.type in ("cpu", "cuda")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.config import OptimConfig, TrainedModelConfig
 from pipeline.engine.disk_weights import BUFFERS
 from pipeline.engine.flat import ParamSettings, Placement
-from pipeline.engine.layout import padded_size
+from pipeline.engine.layout import lay_out, padded_size
 from pipeline.engine.masters import BYTES as MASTER_BYTES
 from pipeline.engine.masters import kind_of_masters
 from pipeline.engine.optim import build_optimizer
@@ -188,7 +188,7 @@ def _vectors(
     return [
         Vector(
             settings,
-            padded_size(sum(param.numel() for param in params.values()), world),
+            padded_size(lay_out(params, decays=settings.weight_decay > 0).used, world),
             tied=any(places[id(param)] > 1 for param in params.values()),
         )
         for (_, settings), params in vectors_of(unit, config).items()
@@ -217,7 +217,8 @@ def _gradient_buffers(
     meets = world > 1 and not through_group
     # At stage 3 processes meet before each block, to gather its weights.
     apart = meets and not placement.shard_params
-    num_bytes = sum(each.used for each in _buffers_of_pass(trained, narrow=meets, apart=apart))
+    narrow = meets or (through_group and config.zero.reduce_dtype == "bf16")
+    num_bytes = sum(each.used for each in _buffers_of_pass(trained, narrow=narrow, apart=apart))
     # gloo, and NCCL where the order of addition is fixed, receive pieces beside those they send.
     on_cpu = placement.device.type == "cpu"
     exchanges = through_group and (on_cpu or placement.deterministic)

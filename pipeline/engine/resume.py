@@ -2,13 +2,10 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from pipeline.engine.checkpoint.base import Traces, traces
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
@@ -105,7 +102,8 @@ def newest_on_all(
         CheckpointError: there are checkpoints, and none can be used.
     """
     passed_over: list[str] = []
-    for path in world.gather_objects(among(root))[0]:
+    found = among(root) if world.rank == 0 else []
+    for path in world.gather_objects(found)[0]:
         checkpoint, problem = _opened(path, world)
         problems = [each for each in world.gather_objects(problem) if each]
         if checkpoint is not None and not problems:
@@ -130,21 +128,14 @@ def random_fragments(world: Group) -> list[Fragment]:
 
 def load_random_state(checkpoint: Checkpoint, world: Group) -> None:
     """This rank's generators; where there are more processes now, the new ones keep theirs."""
-    prefix = f"random/{world.rank}/"
-    found: Mapping[str, Tensor] = {
-        key.removeprefix(prefix): torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key))
-        for key in sorted(checkpoint.keys())
-        if key.startswith(prefix)
-    }
-    for name, tensor in found.items():
-        checkpoint.read(prefix + name, 0, tensor)
+    found = checkpoint.written_alone(f"random/{world.rank}/")
     if found:
         set_random_state(found)
 
 
 def _opened(path: Path, world: Group) -> tuple[Checkpoint | None, str]:
     try:
-        checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path, rank=world.rank)
         checkpoint.verify(share=world.rank, shares=world.size)
     except CheckpointError as error:
         return None, str(error)

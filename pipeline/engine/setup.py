@@ -10,6 +10,7 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
 from pipeline.engine.disk_weights import WeightDisk
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
+from pipeline.engine.optim import steps_in_parts
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
 from pipeline.engine.tensor_parts import role_of
@@ -121,7 +122,9 @@ def store_on_disk(
 def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
     """What decides in which vector of its unit a parameter lies.
 
-    Weight decay spares one-dimensional parameters: biases and norms.
+    Weight decay spares one-dimensional parameters: biases and norms. Those lie in the vector of the
+    others, at its end, so that each unit is gathered and reduced at once, unless the optimizer has
+    one weight decay for a whole tensor.
     """
     if not param.requires_grad:
         return ParamSettings(
@@ -132,10 +135,11 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         lr = config.lora_lr
     elif {"score", "classifier"} & {*name.split(".")}:
         lr = config.head_lr
+    together = steps_in_parts(config.optim)
     return ParamSettings(
         param.dtype,
         trained=True,
         lr=config.optim.lr if lr is None else lr,
-        weight_decay=config.optim.weight_decay if param.ndim > 1 else 0.0,
+        weight_decay=config.optim.weight_decay if together or param.ndim > 1 else 0.0,
         role=role_of(param),
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.buffers import BufferPool
+from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
 from pipeline.engine.gradients import FlatGradients
 from pipeline.engine.layout import num_chunks
@@ -19,7 +20,7 @@ from pipeline.engine.optim import build_optimizer, steps_in_one_pass
 from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same
 from pipeline.engine.tensor_parts import Stretch, completed, counted
 from pipeline.errors import KernelError
-from pipeline.kernels.adamw.definition import COPIES, AdamW, Weights
+from pipeline.kernels.adamw.definition import COPIES, AdamW, Shard, Weights
 from pipeline.kernels.adamw.dispatch import adamw_, prepare
 from pipeline.parallel.group import ALONE, Group
 
@@ -48,7 +49,8 @@ class TrainedParams:
         # On a GPU a kernel may not be there, which on a CPU PyTorch stands in for.
         self.masters = Masters(flat, "whole" if kind == "split" and not self.one_pass else kind)
         self.gradients = FlatGradients(flat, pool)
-        settings = {"lr": flat.settings.lr, "weight_decay": flat.settings.weight_decay}
+        *_, decay = next(flat.decays(0, 1))  # where parts of it have rates of their own, the first
+        settings = {"lr": flat.settings.lr, "weight_decay": decay}
         self.optimizer = build_optimizer([{"params": [self.masters.param], **settings}], optim)
         self.numbers_of: dict[str, Numbers | None] = {}
         """What the optimizer keeps for parameters that were not updated as often as the others;
@@ -99,8 +101,7 @@ class TrainedParams:
         With `own` only those that this process writes to a checkpoint: processes that keep the same
         share it out among them.
         """
-        flat = self.flat
-        first = flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
+        flat, first = self.flat, self._first
         low, high = first, first + self.masters.numel
         if own:
             low, high = flat.written
@@ -156,37 +157,88 @@ class TrainedParams:
         self,
         *,
         multiplier: float,
-        lr: float,
+        lr_share: float,
         momentum: float | None = None,
         used: Collection[str] | None = None,
     ) -> None:
         """Update the masters with the summed gradient times `multiplier`, then the weights.
 
-        `momentum` replaces the optimizer's beta1 where a schedule cycles it. `used` are the
-        parameters that had a gradient on any process, all without it; the others stay as they are,
-        moments included.
+        The rate is `lr_share` of this vector's. `momentum` replaces the optimizer's beta1 where a
+        schedule cycles it. `used` are the parameters that had a gradient on any process, all
+        without it; the others stay as they are, moments included.
         """
         used = self.flat.params.keys() if used is None else used
         if not used:
             self.gradients.clear()
             return
         self.comm.synchronize()  # before weights change that are being copied to the GPU
-        (settings,) = self.optimizer.param_groups
-        settings["lr"] = lr
-        if momentum is not None and "betas" in settings:
-            settings["betas"] = (momentum, settings["betas"][1])
-        sharded = self.flat.placement.shard_optimizer
+        self._set_numbers(lr_share, momentum)
+        gathers = not self.flat.placement.shard_optimizer and self.comm.size > 1
         gradient = self._gradient()
         if multiplier != 1.0 and not self.one_pass:
             gradient.mul_(multiplier)
-        if not sharded:
+        if gathers:
             gradient = self._gathered(gradient)
         moved = gradient.to(self.flat.placement.optimizer_device)
         rounded = self._update(moved, multiplier, used)
-        if not sharded:
+        if gathers:
             self.gradients.pool.give_back(gradient)
         self.gradients.clear()
         self.publish(rounded)
+
+    def begin_joined_step(
+        self, *, lr_share: float, momentum: float | None, used: Collection[str] | None
+    ) -> list[Shard] | None:
+        """This vector's part of a step of many by one kernel; `end_joined_step` comes after that.
+
+        None where it must be stepped by itself, which is so on all processes: the optimizer is
+        another, a parameter is left as it is, or gradient and weights are not whole where they are.
+        """
+        placement, masters = self.flat.placement, self.masters
+        here = placement.device == placement.gradient_device == placement.optimizer_device
+        whole = placement.shard_optimizer or self.comm.size == 1
+        if not (self.one_pass and here and whole) or placement.optimizer_on_disk:
+            return None
+        if used is not None or self.numbers_of or placement.params_on_disk:
+            return None
+        if self.flat.placement.shard_params and placement.param_device != placement.device:
+            return None
+        self._set_numbers(lr_share, momentum)
+        gradient = self._gradient()
+        vectors = self._next_vectors(gradient, masters.room_for_weights())
+        return [
+            Shard(
+                weights=vectors.part(place),
+                gradient=gradient[place],
+                lr=self.flat.settings.lr,
+                weight_decay=rate,
+            )
+            for place, rate in self._decays()
+        ]
+
+    def end_joined_step(self) -> Work:
+        """Begin to have the weights follow, on all processes."""
+        self.gradients.clear()
+        self.masters.write_weights(self.masters.room_for_weights())
+        return self.flat.start_publishing()
+
+    def _decays(self) -> list[tuple[slice, float]]:
+        """The parts of these masters that weight decay treats alike, and its rate there."""
+        first = self._first
+        parts = self.flat.decays(first, first + self.masters.numel)
+        return [(slice(start - first, stop - first), rate) for start, stop, rate in parts]
+
+    @property
+    def _first(self) -> int:
+        """Where these masters begin in the whole vector."""
+        flat = self.flat
+        return flat.comm.rank * flat.shard_numel if flat.placement.shard_optimizer else 0
+
+    def _set_numbers(self, lr_share: float, momentum: float | None) -> None:
+        (settings,) = self.optimizer.param_groups
+        settings["lr"] = self.flat.settings.lr * lr_share
+        if momentum is not None and "betas" in settings:
+            settings["betas"] = (momentum, settings["betas"][1])
 
     def _update(self, gradient: Tensor, multiplier: float, used: Collection[str]) -> Tensor | None:
         """Update what has a gradient, the parameters with numbers of their own by themselves.
@@ -247,11 +299,22 @@ class TrainedParams:
 
     def _step_together(self, gradient: Tensor, multiplier: float) -> Tensor | None:
         """Update the vector as a whole; what `_update` returns."""
-        if not self.one_pass:
+        if not (self.one_pass or self.flat.decays_in_part):
             self.masters.param.grad = gradient
             self.optimizer.step()
             self.masters.param.grad = None
             return None
+        rounded = self.masters.room_for_weights()
+        vectors = self._next_vectors(gradient, rounded)
+        step = int(self.state["step"].item())
+        for place, rate in self._decays():
+            self._step_in_one_pass(
+                vectors.part(place), gradient[place], multiplier, step=step, weight_decay=rate
+            )
+        return rounded
+
+    def _next_vectors(self, gradient: Tensor, rounded: Tensor | None) -> Weights:
+        """What a kernel steps, for the next step, whose number the optimizer's state has then."""
         state, masters = self.state, self.masters
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
@@ -259,23 +322,22 @@ class TrainedParams:
         if state["step"].is_cuda:  # as PyTorch's fused class has loaded it
             state["step"] = state["step"].cpu()
         state["step"] += 1
-        rounded = masters.room_for_weights()
         stepped = masters.fp32() if masters.low_bits is None else masters.weights
-        vectors = Weights(
+        return Weights(
             stepped, state["exp_avg"], state["exp_avg_sq"], copy=rounded, low_bits=masters.low_bits
         )
-        self._step_in_one_pass(vectors, gradient, multiplier, step=int(state["step"].item()))
-        return rounded
 
     def _step_alone(self, each: SetAside, multiplier: float) -> None:
         """Update a parameter that lies aside, as `_step_together` would."""
         assert each.gradient is not None
+        offset = self.flat.offsets[each.name]
+        *_, rate = next(self.flat.decays(offset, offset + 1))
         if self.one_pass:
             step = 1 if each.numbers is None else int(each.numbers["step"].item()) + 1
             for kind in ("exp_avg", "exp_avg_sq"):
                 each.moments.setdefault(kind, torch.zeros_like(each.master))
             vectors = Weights(each.master, each.moments["exp_avg"], each.moments["exp_avg_sq"])
-            self._step_in_one_pass(vectors, each.gradient, multiplier, step=step)
+            self._step_in_one_pass(vectors, each.gradient, multiplier, step=step, weight_decay=rate)
             each.numbers = {"step": torch.tensor(float(step))}
             return
         (settings,) = self.optimizer.param_groups
@@ -283,6 +345,7 @@ class TrainedParams:
         optimizer = build_optimizer([{**settings, "params": [param]}], self.optim)
         (own,) = optimizer.param_groups
         own.update({name: value for name, value in settings.items() if name != "params"})
+        own["weight_decay"] = rate
         if each.numbers is not None:
             state = {0: {**each.moments, **each.numbers}}
             groups = optimizer.state_dict()["param_groups"]
@@ -295,7 +358,13 @@ class TrainedParams:
         each.numbers = {name: value for name, value in state.items() if not value.ndim}
 
     def _step_in_one_pass(
-        self, vectors: Weights, gradient: Tensor, multiplier: float, *, step: int
+        self,
+        vectors: Weights,
+        gradient: Tensor,
+        multiplier: float,
+        *,
+        step: int,
+        weight_decay: float,
     ) -> None:
         """What the optimizer would do, the factor and the rounding of the weights included."""
         (settings,) = self.optimizer.param_groups
@@ -306,9 +375,9 @@ class TrainedParams:
                 lr=settings["lr"],
                 betas=settings["betas"],
                 eps=settings["eps"],
-                weight_decay=settings["weight_decay"],
+                weight_decay=weight_decay,
                 step=step,
-                multiplier=multiplier,
+                multiplier=multiplier if self.one_pass else 1.0,  # which the gradient has
             ),
             kernels=self.kernels,
         )

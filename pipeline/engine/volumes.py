@@ -67,16 +67,18 @@ def step_volumes(
         micro_batches: of one process in an optimizer step.
 
     Returns:
-        Gradients are reduced for each micro-batch, in fp32 through a process group, in the weights'
-        own type through the memory of one machine. Stage 0 then gathers the summed gradients in
-        fp32, stages 1 and 2 the updated weights; stage 3 gathers weights for each micro-batch, the
-        root's once and those of each block twice, frozen ones too. Copies sum a process's pieces of
-        the gradients, in fp32, for each micro-batch.
+        Gradients are reduced for each micro-batch, through a process group in fp32 or as
+        `zero.reduce_dtype` says, through the memory of one machine in the weights' own type. Stage
+        0 then gathers the summed gradients in fp32, stages 1 and 2 the updated weights; stage 3
+        gathers weights for each micro-batch, the root's once and those of each block twice, frozen
+        ones too. Copies sum a process's pieces of the gradients, in fp32, for each micro-batch.
     """
     units = unit_vectors(model, config, world=world)
     narrow = world > 1 and not through_a_group(config, device, world)
     trained = [vector for unit in units for vector in unit if vector.settings.trained]
     reduced = sum(gradient_bytes(vector, narrow=narrow) for vector in trained)
+    if through_a_group(config, device, world) and config.zero.reduce_dtype == "bf16":
+        reduced = 2 * sum(vector.numel for vector in trained)
     match config.zero_stage:
         case 0:
             gathered = 4 * sum(vector.numel for vector in trained)

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float64
 from torch import Tensor
 
 from pipeline.parallel.device import local_device
+from pipeline.parallel.gather import all_gather
 from pipeline.position import HERE, SAME_ORDER, DesyncError
 
 T = TypeVar("T")
@@ -43,10 +46,10 @@ class Group:
         """Number of processes."""
         return len(self.ranks)
 
-    @property
-    def others(self) -> list[int]:
+    @cached_property
+    def others(self) -> tuple[int, ...]:
         """Ranks in the whole job of the others."""
-        return [*self.ranks[: self.rank], *self.ranks[self.rank + 1 :]]
+        return self.ranks[: self.rank] + self.ranks[self.rank + 1 :]
 
     @property
     def apart(self) -> "Group":
@@ -106,6 +109,17 @@ class Group:
         with HERE.waiting(self.others):
             dist.all_gather(parts, own, group=self.process_group)
         return parts
+
+    def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
+        """As many numbers of each process, in rank order, on the host of every process."""
+        own = torch.tensor([values], dtype=torch.float64, device=local_device())
+        if self.process_group is None:
+            return own
+        rows = own.new_empty(self.size, len(values))
+        self._enter_collective("all_gather", "a few numbers", rows.nbytes)
+        with HERE.waiting(self.others):
+            all_gather(rows.view(-1), own.view(-1), self.process_group).wait()
+        return rows.cpu()
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Give every process what `tensor` is on the process of rank `source`, in place."""

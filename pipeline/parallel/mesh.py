@@ -20,6 +20,9 @@ from pipeline.parallel.group import ALONE, DataGroup, Group
 
 SECOND_WORD_SECONDS = 30
 
+PROCESSES_A_SECOND = 64
+"""Whose connections are made in a second, on the safe side."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -186,19 +189,25 @@ def _rows(ranks: Sequence[int], size: int) -> list[Sequence[int]]:
 def subgroup(
     rows: Iterable[Sequence[int]], *, timeout_seconds: float, counted: bool = True
 ) -> Group:
-    """This process's group, of a job that is cut into groups of these ranks; all call it."""
-    own = ALONE
-    for ranks in rows:
-        group = dist.new_group(list(ranks), timeout=patience(timeout_seconds))
-        if dist.get_rank() in ranks:
-            assert not isinstance(group, int)  # as where this process is no member
-            own = Group(ranks.index(dist.get_rank()), tuple(ranks), group, counted)
-    return own
+    """This process's group, of a job that is cut into groups of these ranks; all call it.
 
-
-def patience(timeout_seconds: float) -> timedelta:
-    """For which torch waits in a collective.
-
-    The watchdog has the first word, which names the process; this is for what it can't see.
+    Each process is in one row, and makes that group alone: what it takes doesn't grow with their
+    number. With NCCL the world's communicator is split once, for all rows.
     """
-    return timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS)
+    own = next(tuple(ranks) for ranks in rows if dist.get_rank() in ranks)
+    group = dist.new_group(
+        list(own),
+        timeout=patience(timeout_seconds, len(own)),
+        use_local_synchronization=True,
+    )
+    assert isinstance(group, dist.ProcessGroup)  # as where this process is a member
+    return Group(own.index(dist.get_rank()), own, group, counted)
+
+
+def patience(timeout_seconds: float, processes: int) -> timedelta:
+    """For which torch waits in a collective of so many processes.
+
+    The watchdog has the first word, which names the process; this is for what it can't see. The
+    more processes there are, the longer it takes until all have met, and until it has spoken.
+    """
+    return timedelta(seconds=timeout_seconds + SECOND_WORD_SECONDS + processes / PROCESSES_A_SECOND)

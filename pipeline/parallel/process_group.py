@@ -36,7 +36,8 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     backend = "gloo" if gpu is None else "nccl"
     with ended_by_ctrl_c():
         # NCCL would otherwise guess the GPU, and find out only at the first collective.
-        dist.init_process_group(backend, timeout=patience(timeout_seconds), device_id=gpu)
+        timeout = patience(timeout_seconds, launched.world_size())
+        dist.init_process_group(backend, timeout=timeout, device_id=gpu)
     world = current_mesh().world
     try:
         with watchdog(timeout_seconds) if world.size > 1 else nullcontext():

@@ -1,13 +1,18 @@
 """Which process of a job is to blame, as far as another one can tell."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from itertools import islice
 
 import psutil
 
-from pipeline.parallel.group import Group
-from pipeline.parallel.mesh import current_mesh
-from pipeline.position import HERE, SAME_ORDER
+from pipeline.parallel.mesh import Mesh, current_mesh
+from pipeline.position import HERE, SAME_ORDER, Position
 from pipeline.watchdog.heartbeats import Failure, Heartbeats, Sighting
+
+FEW = 8
+"""Processes that are compared collective by collective at a time."""
 
 
 @dataclass(frozen=True)
@@ -20,26 +25,44 @@ class Identity:
 
 
 class Attribution:
-    """The other processes of the job. All processes construct it together."""
+    """The other processes of the job, of which all are `known`, by rank."""
 
-    def __init__(self, heartbeats: Heartbeats, own: Identity, world: Group) -> None:
-        self.heartbeats = heartbeats
-        self.known = world.gather_objects(own)
-        self.rank = world.rank
+    def __init__(
+        self,
+        heartbeats: Heartbeats,
+        known: Sequence[Identity],
+        *,
+        position: Position = HERE,
+        mesh: Callable[[], Mesh] = current_mesh,
+    ) -> None:
+        self.heartbeats, self.known = heartbeats, known
+        self.rank = heartbeats.rank
+        self._position, self._mesh = position, mesh
+        host = known[self.rank].host
         self._here = {
             other: process
-            for other, each in enumerate(self.known)
-            if other != self.rank and (process := _local(each, own.host)) is not None
+            for other, each in enumerate(known)
+            if other != self.rank and each.host == host and (process := _local(each)) is not None
         }
         self._silent: dict[int, tuple[int, float]] = {}
+        """The last heartbeat of each, and since when it is that."""
 
     def others(self) -> list[int]:
         """The other ranks."""
         return [other for other in range(len(self.known)) if other != self.rank]
 
+    def alike(self) -> tuple[int, ...]:
+        """The others that do the same as this process; another stage does something else."""
+        return self._mesh().data.others
+
+    def elsewise(self) -> tuple[int, ...]:
+        """Processes of other stages that this one waits for."""
+        stages = self._mesh().stages
+        return self._position.waits_for if stages.size > 1 else ()
+
     def living(self) -> int:
         """How many of the others live, or may live on other machines."""
-        return sum(other not in self._here or _lives(self._here[other]) for other in self.others())
+        return len(self.known) - 1 - sum(not _lives(process) for process in self._here.values())
 
     def unreaped(self) -> bool:
         """Whether a process has ended that whoever started it hasn't noticed yet."""
@@ -53,27 +76,39 @@ class Attribution:
         for other, process in self._here.items():
             if _lives(process) or self.heartbeats.failure() is not None:
                 continue
-            seen = self.heartbeats.sighting(other)
+            seen = self.heartbeats.sightings([other]).get(other)
             if seen is None or not seen.left:
                 return self._without_a_word(other)
         return None
 
-    def left(self) -> Failure | None:
+    def left(self, seen: Mapping[int, Sighting]) -> Failure | None:
         """A process that went its way while this one needed it."""
-        for other in self.others():
-            seen = self.heartbeats.sighting(other)
-            if seen is not None and seen.left:
-                what = f"rank {other} left while rank {self.rank} waited for it at {HERE.last}"
+        for other, each in seen.items():
+            if each.left:
+                what = (
+                    f"rank {other} left while rank {self.rank} waited for it at"
+                    f" {self._position.last}"
+                )
                 return Failure(other, what, 1)
         return None
 
-    def elsewhere(self) -> Failure | None:
-        """A process that came to another collective than this one did."""
-        own = {each.number: str(each) for each in HERE.history()}
-        for other in self.others():
-            if other not in current_mesh().data.ranks:  # another stage does something else
-                continue
-            theirs = self.heartbeats.history(other)
+    def out_of_step(self, seen: Mapping[int, Sighting]) -> list[int]:
+        """Those of `seen` that have come to other collectives than this process, a few at most."""
+        own = {each.number: each.fingerprint for each in self._position.history()}
+        strange = (
+            other
+            for other, each in seen.items()
+            if own.get(each.number, each.fingerprint) != each.fingerprint
+        )
+        return list(islice(strange, FEW))
+
+    def elsewhere(self, among: Sequence[int]) -> Failure | None:
+        """One of these processes that came to another collective than this one did.
+
+        Their histories are as they have published them.
+        """
+        own = {each.number: str(each) for each in self._position.history()}
+        for other, theirs in self.heartbeats.histories(among).items():
             for number in sorted(own.keys() & theirs.keys()):
                 if own[number] != theirs[number]:
                     what = (
@@ -83,38 +118,49 @@ class Attribution:
                     return Failure(other, what, 1, stacks=True)
         return None
 
-    def late(self, seconds: float) -> Failure | None:
-        """The process that is furthest behind this one, which has waited for so long.
+    def furthest(self, seen: Mapping[int, Sighting]) -> int:
+        """Of this process and `seen` the one that came to most, which knows what others lack."""
+        own = (self._position.number, bool(self._position.waits_for), -self.rank)
+        places = [(each.number, bool(each.waits_for), -other) for other, each in seen.items()]
+        furthest = max(places, default=own)
+        return self.rank if furthest[:2] <= own[:2] else -furthest[2]
 
-        Between the stages of a pipeline, which do different things, it is the one that others wait
-        for, and that waits for nobody.
+    def late(self, seen: Mapping[int, Sighting], waited: float, patience: float) -> Failure | None:
+        """The process that is furthest behind, where one waits for it for longer than `patience`.
+
+        `waited` is for how long this process has. Between the stages of a pipeline, which do
+        different things, it is the one that others wait for, and that waits for nobody.
         """
-        if current_mesh().stages.size > 1:
-            return self._at_the_end(seconds)
-        behind = [(seen.number, other, seen) for other, seen in self._seen() if not seen.left]
-        number, other, seen = min(behind, default=(HERE.number, -1, None))
-        if seen is None or number >= HERE.number:
+        if self._mesh().stages.size > 1:
+            return self._at_the_end(waited) if waited >= patience else None
+        behind = [(each.number, other) for other, each in seen.items() if not each.left]
+        number, other = min(behind, default=(self._position.number, -1))
+        if number >= self._position.number:
             return None
-        missed = next((each for each in HERE.history() if each.number > number), HERE.last)
+        waits = [(each.seconds, -rank) for rank, each in seen.items() if each.number > number]
+        seconds, rank = max([(waited, -self.rank), *waits])
+        if seconds < patience:
+            return None
+        history = self._position.history()
+        missed = next((each for each in history if each.number > number), self._position.last)
         what = (
             f"rank {other} did not come to {missed} (collective {missed.number}), where rank"
-            f" {self.rank} waited {seconds:.0f} s for it: {_whereabouts(seen)}"
+            f" {-rank} waited {seconds:.0f} s for it: {_whereabouts(seen[other])}"
         )
         return Failure(other, what, 1, stacks=True)
 
     def _at_the_end(self, seconds: float) -> Failure | None:
         """Who is at the end of the chain of those that wait for each other."""
-        seen = dict(self._seen())
-        ahead = list(HERE.waits_for)
+        ahead = list(self._position.waits_for)
         came_from: dict[int, int] = dict.fromkeys(ahead, self.rank)
         while ahead:
-            each = ahead.pop()
-            found = seen.get(each)
-            if found is None or not found.waits_for:
-                return self._blamed(each, found, came_from, seconds)
-            new = [rank for rank in found.waits_for if rank not in came_from and rank != self.rank]
-            came_from.update((rank, each) for rank in new)
-            ahead += new
+            seen = self.heartbeats.sightings(ahead)
+            for each in ahead:
+                if each not in seen or not seen[each].waits_for:
+                    return self._blamed(each, seen.get(each), came_from, seconds)
+            new = {rank: each for each in ahead for rank in seen[each].waits_for}
+            ahead = [rank for rank in new if rank not in came_from and rank != self.rank]
+            came_from.update((rank, new[rank]) for rank in ahead)
         return None
 
     def _blamed(
@@ -129,35 +175,46 @@ class Attribution:
         place = "it has said nothing" if seen is None else _whereabouts(seen)
         what = (
             f"rank {rank} hangs: rank {self.rank} waited {seconds:.0f} s for it{through} at"
-            f" {HERE.waits_at or HERE.last}: {place}"
+            f" {self._position.waits_at or self._position.last}: {place}"
         )
         return Failure(rank, what, 1, stacks=True)
 
-    def silent(self, now: float, patience: float) -> Failure | None:
+    def silent(self, seen: Mapping[int, Sighting], now: float, patience: float) -> Failure | None:
         """A process of another machine that is behind and has reported nothing for `patience`."""
-        for other, seen in self._seen():
-            beat, since = self._silent.get(other, (-1, now))
-            if seen.beat != beat:
-                self._silent[other] = (seen.beat, now)
-            elif other not in self._here and now - since >= patience and not seen.left:
+        for other, each in seen.items():
+            beat, since = self._silent.get(other, (each.beat, now))
+            since = since if beat == each.beat else now
+            self._silent[other] = each.beat, since
+            if other not in self._here and now - since >= patience and not each.left:
                 what = (
-                    f"rank {other} on {seen.host} has not been heard of for {now - since:.0f} s"
-                    f" (killed? network gone?) while rank {self.rank} waited for it at"
-                    f" {HERE.last}: {_whereabouts(seen)}"
+                    f"rank {other} on {self.known[other].host} has not been heard of for"
+                    f" {now - since:.0f} s (killed? network gone?) while rank {self.rank} waited"
+                    f" for it at {self._position.last}: {_whereabouts(each)}"
                 )
                 return Failure(other, what, 1)
         return None
 
-    def _seen(self) -> list[tuple[int, Sighting]]:
-        sightings = [(other, self.heartbeats.sighting(other)) for other in self.others()]
-        return [(other, seen) for other, seen in sightings if seen is not None]
+    def silences(self, now: float, *, least: float) -> dict[int, tuple[int, float]]:
+        """Last heartbeat and seconds since, by rank, of those that were silent longest: a few."""
+        found = ((now - since, other, beat) for other, (beat, since) in self._silent.items())
+        longest = nlargest(2 * FEW, (each for each in found if each[0] >= least))
+        return {other: (beat, round(seconds, 3)) for seconds, other, beat in longest}
+
+    def listen_since(self, silences: Mapping[int, tuple[int, float]]) -> None:
+        """Take over what another process has found: the last heartbeats, and when they were."""
+        self._silent = dict(silences)
+
+    def forget(self) -> None:
+        """Begin anew to listen for those that fall silent."""
+        self._silent.clear()
 
     def _without_a_word(self, other: int) -> Failure:
         """Where sizes don't match gloo ends a process on the spot: then that is what happened."""
-        mismatch = self.elsewhere()
-        if mismatch is not None and mismatch.rank == other:
+        mismatch = self.elsewhere([other]) if other in self._mesh().data.ranks else None
+        if mismatch is not None:
             return Failure(other, f"{mismatch.what}; this ended rank {other}", 1)
-        waited = f" while rank {self.rank} waited for it at {HERE.last}" if HERE.number else ""
+        here = self._position
+        waited = f" while rank {self.rank} waited for it at {here.last}" if here.number else ""
         return Failure(
             other, f"rank {other} ended without a word (killed? out of memory?){waited}", 1
         )
@@ -169,10 +226,8 @@ def _whereabouts(seen: Sighting) -> str:
     return f"its last was {seen.label} (collective {seen.number}), {seen.seconds:.0f} s ago"
 
 
-def _local(identity: Identity, own_host: str) -> psutil.Process | None:
+def _local(identity: Identity) -> psutil.Process | None:
     """The process, where it runs on this machine and can be seen from here."""
-    if identity.host != own_host:
-        return None
     try:
         process = psutil.Process(identity.pid)
         same = process.create_time() == identity.started

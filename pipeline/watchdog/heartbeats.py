@@ -5,8 +5,9 @@ where rank 0 holds it, it ends with rank 0, and every function here then finds n
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -24,6 +25,9 @@ PATIENCE = timedelta(seconds=5)
 
 LAST = 16
 """Collectives that a process tells of at once."""
+
+AT_ONCE = 256
+"""Keys of one request: those of other threads come in between."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,12 @@ class Failure:
 class Sighting:
     """Where a process was at its last heartbeat."""
 
-    host: str
-    pid: int
-    started: float
-    """When the process began, by its system."""
-
     number: int
+    """Of the collective that it came to last."""
+
+    fingerprint: int
+    """Of all collectives up to that one."""
+
     label: str
     seconds: float
     """For which it has been there."""
@@ -63,25 +67,44 @@ class Sighting:
     left: bool = False
     """It went its way, as it should."""
 
-    waits_for: list[int] = field(default_factory=list[int])
-    """Ranks that it waits for."""
+    waits_for: tuple[int, ...] = ()
+    """Ranks that it waits for, of a stage of a pipeline."""
+
+    def encoded(self) -> str:
+        """As the store has it."""
+        values = (self.number, self.fingerprint, self.label, round(self.seconds, 3), self.beat)
+        return json.dumps([*values, self.left, _runs(self.waits_for)], separators=(",", ":"))
+
+    @classmethod
+    def decoded(cls, found: bytes) -> "Sighting":
+        """The inverse of `encoded`."""
+        number, fingerprint, label, seconds, beat, left, runs = json.loads(found)
+        waits_for = tuple(rank for run in runs for rank in range(*run))
+        return cls(number, fingerprint, label, seconds, beat, left, waits_for)
 
 
 class Heartbeats:
-    """The notices of one job; `job` tells it from others that used the same store before."""
+    """The notices of one job, in a part of a store that is its own."""
 
     def __init__(self, store: Store, job: str, *, rank: int, world_size: int) -> None:
-        store.set_timeout(PATIENCE)
         self.job = job
         self._gone = False
-        self._store = PrefixStore(f"watch/{job}", store)
+        self._store = store
+        # A file that processes meet in reads one key at a time.
+        self._reads_many = store.has_extended_api()  # pyright: ignore[reportAttributeAccessIssue]
+        self._last: deque[str] = deque(maxlen=LAST)
         self.rank, self.world_size = rank, world_size
 
     @classmethod
     def of_job(cls, job: str, world: Group) -> "Heartbeats":
-        """In the store that the job's processes met at, over a connection of its own."""
+        """In the store that the job's processes met at, over a connection of its own.
+
+        `job` tells it from others that used the same store before.
+        """
         store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-        return cls(store, job, rank=world.rank, world_size=world.size)
+        store.set_timeout(PATIENCE)
+        part = PrefixStore(f"watch/{job}", store)
+        return cls(part, job, rank=world.rank, world_size=world.size)
 
     def claim(self) -> bool:
         """Whether this process is the first to have something to say; the others then wait."""
@@ -109,31 +132,53 @@ class Heartbeats:
 
     def appear(self, sighting: Sighting) -> None:
         """Say where this process is."""
-        self._try(lambda: self._store.set(f"at/{self.rank}", json.dumps(asdict(sighting))))
+        self._try(lambda: self._store.set(f"at/{self.rank}", sighting.encoded()))
 
-    def sighting(self, rank: int) -> Sighting | None:
-        """Where another process is."""
-        found = self._get(f"at/{rank}")
-        return None if found is None else Sighting(**json.loads(found))
+    def sightings(self, ranks: Sequence[int]) -> dict[int, Sighting]:
+        """Where these processes are, as far as the store tells; each has appeared before."""
+        found = zip(ranks, self._values([f"at/{rank}" for rank in ranks]), strict=True)
+        return {rank: Sighting.decoded(value) for rank, value in found if value is not None}
 
-    def publish_history(self, history: list[Collective]) -> None:
+    def swap_turn(self, key: str, expected: str, desired: str) -> str | None:
+        """Whose turn it is to look, and set to `desired` where it was `expected`."""
+        found = self._try(lambda: self._store.compare_set(f"turn/{key}", expected, desired))
+        return None if found is None else found.decode()
+
+    def begin(self) -> None:
+        """Say that this process has come to nothing yet: the store waits for what isn't there."""
+        self.appear(Sighting(0, 0, "none yet", 0.0, 0))
+        self.publish_history([])
+        self._try(lambda: self._store.set(f"last/{self.rank}", "[]"))
+
+    def publish_history(self, history: Sequence[Collective]) -> None:
         """Say at which collectives this process has been."""
-        rows = [[each.number, str(each)] for each in history]
-        self._try(lambda: self._store.set(f"history/{self.rank}", json.dumps(rows)))
+        rows = json.dumps([[each.number, str(each)] for each in history], separators=(",", ":"))
+        self._try(lambda: self._store.set(f"history/{self.rank}", rows))
 
     def publish_last(self, collective: Collective) -> None:
         """Say to which collective this process comes now: a few microseconds, nobody answers."""
-        key = f"last/{self.rank}/{collective.number % LAST}"
-        self._try(lambda: self._store.set(key, f"{collective.number} {collective}"))
+        self._last.append(json.dumps([collective.number, str(collective)]))
+        rows = ",".join(self._last)
+        self._try(lambda: self._store.set(f"last/{self.rank}", f"[{rows}]"))
 
-    def history(self, rank: int) -> dict[int, str]:
-        """Collectives that another process has announced, by number."""
-        published: dict[int, str] = dict(json.loads(self._get(f"history/{rank}") or "[]"))
-        for place in range(LAST):
-            number, _, label = (self._get(f"last/{rank}/{place}") or b"").decode().partition(" ")
-            if label:
-                published[int(number)] = label
-        return published
+    def histories(self, ranks: Sequence[int]) -> dict[int, dict[int, str]]:
+        """Collectives that these processes have announced, by number."""
+        keys = [f"{kind}/{rank}" for rank in ranks for kind in ("history", "last")]
+        rows = [json.loads(value or "[]") for value in self._values(keys)]
+        pairs = zip(ranks, rows[::2], rows[1::2], strict=True)
+        return {rank: dict([*history, *last]) for rank, history, last in pairs}
+
+    def _values(self, keys: list[str]) -> list[bytes | None]:
+        """What the store has under keys that are there."""
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), AT_ONCE):
+            some = keys[start : start + AT_ONCE]
+            if self._reads_many:
+                values = self._try(lambda some=some: self._store.multi_get(some))
+                found += values or [None] * len(some)
+            else:
+                found += [self._get(key) for key in some]
+        return found
 
     def _get(self, key: str) -> bytes | None:
         return self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
@@ -148,3 +193,17 @@ class Heartbeats:
         except (RuntimeError, ValueError):  # it may answer the next time
             pass
         return None
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Numbers as (start, stop, step): of the others in a group of processes there are two."""
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(ranks):
+        step = max(1, ranks[at + 1] - ranks[at]) if at + 1 < len(ranks) else 1
+        length = 1
+        while at + length < len(ranks) and ranks[at + length] == ranks[at] + length * step:
+            length += 1
+        runs.append((ranks[at], ranks[at] + length * step, step))
+        at += length
+    return runs

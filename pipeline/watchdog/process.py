@@ -1,9 +1,9 @@
 """Watches the processes of a job: who failed, who is gone, who hangs.
 
-A thread of each process says about once a second where its process is, and looks for what others
-have to say. A process that fails shows its error first and leaves a clause for the others, who say
-in one line why they stop; a process that hangs is named, and all show where they are. None outlives
-the job: the thread ends a process that doesn't end by itself.
+A thread of each process says about once a second where its process is, and another looks for what
+others have to say. A process that fails shows its error first and leaves a clause for the others,
+who say in one line why they stop; a process that hangs is named, and all show where they are. None
+outlives the job: the thread ends a process that doesn't end by itself.
 """
 
 import faulthandler
@@ -35,9 +35,9 @@ from pipeline.errors import (
 from pipeline.parallel.mesh import current_mesh
 from pipeline.position import HERE, Collective, DesyncError
 from pipeline.watchdog.attribution import Attribution, Identity
-from pipeline.watchdog.heartbeats import Failure, Heartbeats, Sighting
+from pipeline.watchdog.heartbeats import Failure, Heartbeats
+from pipeline.watchdog.lookout import TICK_SECONDS, Lookout
 
-TICK_SECONDS = 1.0
 HEARING_SECONDS = 2.0
 """For which a process whose collective failed waits for the reason."""
 
@@ -47,8 +47,8 @@ SPEAKING_SECONDS = 4.0
 GRACE_SECONDS = 5.0
 """For a process to end by itself once the job has failed; half of it where processes hang."""
 
-SILENCE_SECONDS = 60.0
-"""After which a process of another machine counts as gone, where one waits for it."""
+POLL_SECONDS = (0.05, 0.5)
+"""Between two looks for what another posts, at first and at last: all may be looking."""
 
 OF_COLLECTIVES = re.compile(
     r"gloo|nccl|connection (closed|reset) by peer|timed out waiting|broken pipe", re.IGNORECASE
@@ -80,18 +80,15 @@ class Watchdog:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timeout_seconds
-        self.tick = min(TICK_SECONDS, timeout_seconds / 4)
         world = self.world = current_mesh().world
         self.rank = world.rank
         process = psutil.Process()
-        self.own = Identity(os.uname().nodename, process.pid, process.create_time())
+        own = Identity(os.uname().nodename, process.pid, process.create_time())
         self.heartbeats = Heartbeats.of_job(world.gather_objects(uuid.uuid4().hex)[0], world)
-        self.attribution = Attribution(self.heartbeats, self.own, world)
-        self._beat = 0
-        self._place = ((0, 0), time.monotonic())
-        """Numbers of the collective and transfer that the process is at, and since when."""
-        self._next_look = 0.0
-        self._history_published = 0
+        self.heartbeats.begin()
+        # Whoever has everybody's identity finds what everybody has posted.
+        self.attribution = Attribution(self.heartbeats, world.gather_objects(own))
+        self.lookout = Lookout(self.attribution, timeout_seconds=timeout_seconds)
         self._armed_at = -float("inf")
         self._speaking = threading.RLock()
         self._has_spoken = False
@@ -99,7 +96,10 @@ class Watchdog:
         """What this process was the first to find."""
         self._over = threading.Event()
         self._publish: Callable[[Collective], None] | None = None
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+            threading.Thread(target=self._run, name="watchdog", daemon=True),
+        ]
         self._handles_sigterm = False
 
     def start(self) -> None:
@@ -111,18 +111,19 @@ class Watchdog:
             self._publish = publish
         # A collective that failed fails again where the engine cleans up; the first error counts.
         warnings.filterwarnings("ignore", message="module forward hook with ``always_call")
-        self._appear()
         on_main = threading.current_thread() is threading.main_thread()
         if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._stop_on_signal)
             self._handles_sigterm = True
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """End the watch; the others no longer miss this process."""
         self._over.set()
-        self._thread.join(timeout=2 * TICK_SECONDS)
-        self._appear(left=True)
+        for thread in self._threads:
+            thread.join(timeout=2 * TICK_SECONDS)
+        self.lookout.beat(left=True)
         if self._publish is not None and self._publish in HERE.listeners:
             HERE.listeners.remove(self._publish)
             self._publish = None
@@ -135,7 +136,7 @@ class Watchdog:
     def fail(self, error: Exception) -> int:
         """Show the error, or what caused it; the exit code."""
         if _is_of_collectives(error):
-            failure = self._cause(HEARING_SECONDS) or self._agreed(self._blame(error), error)
+            failure = self._cause(HEARING_SECONDS) or self._blame_first(error)
             self._speak(failure, error)
             self._linger(living=self.attribution.living() if failure is self._found else 0)
             return failure.code
@@ -161,20 +162,29 @@ class Watchdog:
             self._has_spoken = True
         self.heartbeats.acknowledge()
 
-    def _blame(self, error: Exception) -> Failure:
-        """What a collective that failed here tells of the others."""
-        found = self.attribution.elsewhere() or self.attribution.left()
-        if found is not None:
-            return found
-        if "timed out" in str(error).lower():
-            late = self.attribution.late(time.monotonic() - self._place[1])
-            if late is not None:
-                return late
-        if isinstance(error, DesyncError):
-            return Failure(self.rank, str(error), 1, stacks=True)
-        return Failure(
-            self.rank, f"rank {self.rank} failed at {HERE.last}: {_summary(error)}", 1, stacks=True
-        )
+    def _blame_first(self, error: Exception) -> Failure:
+        """Blame whom a collective that failed here tells of, unless another process has begun to.
+
+        All may come here at once, and one of them asks the store for all.
+        """
+        own = f"rank {self.rank} failed at {HERE.last}: {_summary(error)}"
+        if not self.heartbeats.claim():
+            found = self._posted(SPEAKING_SECONDS)
+            return found or Failure(self.rank, own, 1, stacks=True)
+        failure = self._blame(error) or Failure(self.rank, own, 1, stacks=True)
+        return self._post_found(failure, error)
+
+    def _blame(self, error: Exception) -> Failure | None:
+        attribution = self.attribution
+        seen = self.heartbeats.sightings(attribution.others())
+        alike = [rank for rank in attribution.alike() if rank in seen]
+        found = attribution.elsewhere(alike) or attribution.left(seen)
+        if found is None and "timed out" in str(error).lower():
+            of_alike = {rank: seen[rank] for rank in alike}
+            found = attribution.late(of_alike, self.lookout.seconds_here(), 0.0)
+        if found is None and isinstance(error, DesyncError):
+            found = Failure(self.rank, str(error), 1, stacks=True)
+        return found
 
     def _speak(self, failure: Failure, error: Exception | None = None) -> None:
         """Say once why this process stops, with its stacks where they may help."""
@@ -194,32 +204,31 @@ class Watchdog:
         if failure is not self._found:
             self.heartbeats.acknowledge()
 
-    def _agreed(self, failure: Failure, error: Exception | None = None) -> Failure:
+    def _agreed(self, failure: Failure) -> Failure:
         """This failure, published immediately, unless another process published one first."""
         if self.heartbeats.claim():
-            self._found = failure
-            self._speak(failure, error)
-            self.heartbeats.post(failure)
-            return failure
+            return self._post_found(failure)
         return self._posted(HEARING_SECONDS) or failure
+
+    def _post_found(self, failure: Failure, error: Exception | None = None) -> Failure:
+        self._found = failure
+        self._speak(failure, error)
+        self.heartbeats.post(failure)
+        return failure
 
     def _posted(self, patience: float) -> Failure | None:
         """What another process has posted, or posts soon."""
-        deadline = time.monotonic() + patience
-        while (failure := self.heartbeats.failure()) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return failure
+        return _within(patience, self.heartbeats.failure)
 
     def _cause(self, patience: float) -> Failure | None:
         """Why others have ended: what they reported, or that they reported nothing."""
-        deadline = time.monotonic() + patience
-        while True:
-            found = self.heartbeats.failure()
-            if found is None and (ended := self.attribution.ended()) is not None:
-                found = self._agreed(ended)
-            if found is not None or time.monotonic() >= deadline:
-                return found
-            time.sleep(0.05)
+        return _within(patience, self._cause_now)
+
+    def _cause_now(self) -> Failure | None:
+        found = self.heartbeats.failure()
+        if found is None and (ended := self.attribution.ended()) is not None:
+            found = self._agreed(ended)
+        return found
 
     def _linger(self, *, living: int) -> None:
         """Stay until so many others have heard, and until a launcher knows who ended first.
@@ -238,17 +247,22 @@ class Watchdog:
         if failure is not None:
             self._speak(failure)
             raise JobFailed(failure.code)
-        self._appear(left=True)
+        self.lookout.beat(left=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # What the thread does
+    # What the threads do
+
+    def _beat(self) -> None:
+        while not self._over.wait(self.lookout.pace):
+            self.lookout.beat()
 
     def _run(self) -> None:
-        while not self._over.wait(self.tick):
+        while not self._over.wait(self.lookout.tick):
             self._arm()
-            self._appear()
-            failure = self._cause(0) or self._look_around()
+            failure = self._cause_now()
+            if failure is None and (found := self.lookout.look()) is not None:
+                failure = self._agreed(found)
             if failure is not None:
                 self._obey(failure)
                 return
@@ -262,54 +276,22 @@ class Watchdog:
             sys.stderr.flush()
             os._exit(failure.code)
 
-    def _look_around(self) -> Failure | None:
-        """Where this process has stood still for long: who keeps it?"""
-        now = time.monotonic()
-        (number, transfers), since = self._place
-        stands = now - since
-        if number + transfers == 0:
-            return None
-        if stands >= self.timeout:
-            late = self.attribution.late(stands)
-            return late and self._agreed(late)
-        if stands < 3 * self.tick:
-            self._next_look = 0.0
-            return None
-        if self._history_published != number:
-            self._history_published = number
-            self.heartbeats.publish_history(HERE.history())
-        if stands < self._next_look:
-            return None
-        self._next_look = 1.5 * stands  # less and less often: every look asks for all processes
-        found = self.attribution.elsewhere() or self.attribution.silent(now, SILENCE_SECONDS)
-        return found and self._agreed(found)
-
-    def _appear(self, *, left: bool = False) -> None:
-        now = time.monotonic()
-        last = HERE.last
-        if (last.number, HERE.transfers) != self._place[0]:
-            self._place = ((last.number, HERE.transfers), now)
-        self._beat += 1
-        self.heartbeats.appear(
-            Sighting(
-                host=self.own.host,
-                pid=self.own.pid,
-                started=self.own.started,
-                number=last.number,
-                label=HERE.waits_at or str(last),
-                waits_for=list(HERE.waits_for),
-                seconds=now - self._place[1],
-                beat=self._beat,
-                left=left,
-            )
-        )
-
     def _arm(self) -> None:
         """Have the process ended, stacks first, should even this thread come to a stand."""
         now = time.monotonic()
         if now - self._armed_at >= self.timeout / 8:
             self._armed_at = now
             faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, exit=True, file=2)
+
+
+def _within(seconds: float, look: Callable[[], Failure | None]) -> Failure | None:
+    """What `look` finds at once or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    pause, longest = POLL_SECONDS
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.2 * pause, longest)
+    return found
 
 
 def _is_of_collectives(error: Exception) -> bool:

@@ -4,7 +4,9 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Sequence
+
+from jaxtyping import Float64
+from torch import Tensor
 
 from pipeline.parallel.group import Group
 from pipeline.position import HERE
@@ -51,10 +53,7 @@ class Stragglers:
         self.begin_step()
 
     def _compare(self, first_step: int) -> None:
-        table = [[0.0] * WINDOW for _ in range(self._world.size)]
-        table[self._world.rank] = self._seconds
-        flat = self._world.sums([each for row in table for each in row])
-        rows = [flat[n : n + WINDOW] for n in range(0, len(flat), WINDOW)]
+        rows = self._world.gather_rows(self._seconds)
         slow = {
             first + each: factor
             for first in range(0, len(rows), self._alike)
@@ -76,18 +75,31 @@ class Stragglers:
                 )
 
 
-def slow_ranks(seconds: Sequence[Sequence[float]]) -> dict[int, float]:
+def slow_ranks(seconds: Float64[Tensor, "ranks steps"]) -> dict[int, float]:
     """Multiple of the others' median time of each rank that is slow in (nearly) every step.
 
-    `seconds[r][s]`: how long rank r computed in step s.
+    `seconds[r, s]`: how long rank r, of two or more, computed in step s.
     """
-    slow: dict[int, float] = {}
-    for each, own in enumerate(seconds):
-        others = [row for other, row in enumerate(seconds) if other != each]
-        factors = sorted(
-            mine / max(statistics.median(theirs), 1e-9)
-            for mine, theirs in zip(own, zip(*others, strict=True), strict=True)
-        )
-        if factors[min(EXCEPTIONS, len(factors) - 1)] >= FACTOR:
-            slow[each] = statistics.median(factors)
-    return slow
+    factors = seconds / medians_of_others(seconds).clamp(min=1e-9)
+    least = factors.sort(dim=1).values[:, min(EXCEPTIONS, factors.shape[1] - 1)]
+    return {
+        each: statistics.median(factors[each].tolist())
+        for each in (least >= FACTOR).nonzero().flatten().tolist()
+    }
+
+
+def medians_of_others(
+    seconds: Float64[Tensor, "ranks steps"],
+) -> Float64[Tensor, "ranks steps"]:
+    """For each rank and step the median over all other ranks: one sort of all for a step.
+
+    Without its own element a sorted column moves up by one from there on.
+    """
+    ordered, order = seconds.sort(dim=0)
+    places = order.argsort(dim=0)
+    others = len(seconds) - 1
+    low, high = (others - 1) // 2, others // 2
+    return (
+        ordered.gather(0, low + (places <= low).long())
+        + ordered.gather(0, high + (places <= high).long())
+    ) / 2

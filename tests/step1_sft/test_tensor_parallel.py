@@ -21,6 +21,7 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.predict import predict
 from pipeline.errors import ConfigError
+from pipeline.models.vocabulary import LARGE
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import cut_mesh
@@ -101,7 +102,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 )
 def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) -> None:
     world, division, model = MIXTURES[name]
-    start = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    start = make(tmp_path, "qwen3", tie_word_embeddings=True, vocab_size=LARGE)
     parallel = ParallelConfig(tp=2, micro_batches=4)
     plain = settings(start, tmp_path / "plain", parallel=parallel, model=model)
     run_ranks(run, plain)
@@ -129,7 +130,7 @@ def take_up(config: SFTConfig, step: int) -> None:
 
 
 def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> None:
-    start = make(tmp_path, "gpt2")
+    start = make(tmp_path, "gpt2", vocab_size=LARGE)
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
     run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))
     expected = ended(tmp_path / "two")
@@ -203,13 +204,14 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
                 "weights": sum(flat.full.nbytes for flat in flats),
                 "moments": sum(each.nbytes for g in sft.engine.groups for each in g.moments()),
             }
-        model = part_of_layers(models_of(config.workload(2), {}, has_gpu=False)[0], 2)
+        workload = config.workload(2)
+        model = part_of_layers(models_of(workload, {}, has_gpu=False)[0], workload)
         sizes = predict(model.present, config.model, world=1)
     return held, {kind: sizes[kind] for kind in held}
 
 
 def test_each_process_holds_what_the_plan_says(tmp_path: Path) -> None:
-    config = settings(make(tmp_path, "qwen3"), tmp_path / "out", tp=2)
+    config = settings(make(tmp_path, "qwen3", vocab_size=LARGE), tmp_path / "out", tp=2)
 
     processes = run_ranks(held_and_predicted, config)
 
@@ -243,10 +245,8 @@ def test_settings_that_contradict_divided_layers_are_refused(name: str, tmp_path
 
 
 def test_other_steps_and_numbers_of_processes_are_refused() -> None:
-    parallel = ParallelConfig(tp=2)
-
-    with pytest.raises(ConfigError, match="step 3 needs its models whole"):
-        PPOConfig(parallel=parallel)
+    with pytest.raises(ConfigError, match=r"ppo\.environment plays with each process by itself"):
+        PPOConfig(parallel=ParallelConfig(tp=2), environment="guessing")
     with pytest.raises(ConfigError, match="tp 3 doesn't divide the 4 processes; take 2"):
         ParallelConfig(tp=3).check(4)
     with pytest.raises(ConfigError, match="tp 4 doesn't divide the 2 processes of each stage"):

@@ -48,11 +48,10 @@ _PRECISION = {
             "fp16.min_loss_scale": "fp16.min_loss_scale",
             "bf16.enabled": "precision bf16",
             "data_types.param_dtype": "precision",
+            "communication_data_type": "zero.reduce_dtype; bfp16 is bf16",
         }
     ),
-    **no_effect(
-        "", ["communication_data_type", "fp32_allreduce"], "gradients travel and add up in fp32"
-    ),
+    **no_effect("", ["fp32_allreduce"], "gradients travel in fp32 unless they are to in bf16"),
     **no_effect("fp16.", ["auto_cast"], "a language model's inputs are token ids"),
     **no_effect(
         "bf16.",

@@ -6,6 +6,7 @@ from pipeline.config.deepspeed.values import Values
 
 STAGES = (0, 1, 2, 3)
 _ZERO = "zero_optimization."
+TRAVEL = "communication_data_type"
 
 
 def zero_settings(values: Values) -> dict[str, Any]:
@@ -20,6 +21,8 @@ def zero_settings(values: Values) -> dict[str, Any]:
     prefetch = _ZERO + "stage3_prefetch_bucket_size"
     if not values.is_auto(prefetch) and values.whole(prefetch) == 0:
         settings["zero.prefetch_units"] = 0
+    if values.choice(TRAVEL, ("fp32", "bf16", "bfp16")) in ("bf16", "bfp16"):
+        settings["zero.reduce_dtype"] = "bf16"
     switches = [values.flag(f"compile.{name}") for name in ("deepcompile", "enabled")]
     if any(switch is not None for switch in switches):
         settings["zero.compile"] = any(switches)

@@ -50,7 +50,7 @@ def pack(words: Sequence[str]) -> None:
     if config.rows == "dialogues":
         vocabulary, chat = _chat_of(config)
     else:
-        from pipeline.models.vocabulary import load_vocabulary_apart
+        from pipeline.models.store_vocabulary import load_vocabulary_apart
 
         vocabulary, chat = load_vocabulary_apart(config.tokenizer), None
     with RunLock(config.target.with_name(config.target.name + ".lock")):
@@ -171,7 +171,7 @@ def convert(words: Sequence[str]) -> None:
             layout = file.layout
         else:
             from pipeline.data.store.convert import to_tokens
-            from pipeline.models.vocabulary import load_vocabulary
+            from pipeline.models.store_vocabulary import load_vocabulary
 
             layout = to_tokens(source, load_vocabulary(config.tokenizer), out)
     names_written = " and ".join(map(str, written))

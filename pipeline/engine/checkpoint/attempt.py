@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.engine.checkpoint.data_file import write_data_file
 from pipeline.engine.checkpoint.host_copy import HostFragment
 from pipeline.engine.checkpoint.layout import WRITING, file_name, part_name
-from pipeline.engine.checkpoint.manifest import Manifest, StoredFile
+from pipeline.engine.checkpoint.manifest import StoredFile, attempt_of
 from pipeline.errors import CheckpointError
 from pipeline.files.durable import discard, publish
 
@@ -23,6 +23,9 @@ VERDICT = "verdict.json"
 
 POLL_SECONDS = (0.005, 0.25)
 """Between two looks, at first and at last."""
+
+LOOKS_A_SECOND = 1000
+"""Of all processes together: they share a file system."""
 
 
 class SaveError(Exception):
@@ -95,10 +98,14 @@ class Attempt:
         parts: dict[int, StoredFile] = {}
 
         def all_there() -> bool:
-            if not self.directory.exists():
-                raise SaveError("a rank gave it up")
+            try:  # one request for all ranks
+                there = {path.name for path in self.directory.iterdir()}
+            except FileNotFoundError:
+                raise SaveError("a rank gave it up") from None
             for rank in range(self._world_size):
-                if rank not in parts and (part := self._read(self._part(rank))) is not None:
+                if rank in parts or part_name(rank) not in there:
+                    continue
+                if (part := self._read(self._part(rank))) is not None:
                     parts[rank] = self._checked(rank, part)
             return len(parts) == self._world_size
 
@@ -150,7 +157,7 @@ class Attempt:
 
     def _is_committed(self) -> bool:
         try:
-            return Manifest.read(self.target).attempt == self.name
+            return attempt_of(self.target) == self.name
         except CheckpointError:
             return False
 
@@ -166,6 +173,7 @@ class Attempt:
     def _wait_for(self, condition: Callable[[], bool], seconds: int | float) -> bool:
         end = time.monotonic() + seconds
         pause, longest = POLL_SECONDS
+        longest = max(longest, self._world_size / LOOKS_A_SECOND)
         while not condition():
             if time.monotonic() > end:
                 return False

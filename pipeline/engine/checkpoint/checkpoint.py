@@ -1,7 +1,8 @@
 """A checkpoint that is there: any elements of any tensor in it, to any process."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.checkpoint.header import DTYPE_NAMES, Entry, read_header
-from pipeline.engine.checkpoint.layout import Columns, parse_label
-from pipeline.engine.checkpoint.manifest import Manifest, StoredFile
+from pipeline.engine.checkpoint.layout import Columns, file_name, parse_label
+from pipeline.engine.checkpoint.manifest import Manifest, StoredFile, StoredFragment
 from pipeline.engine.checkpoint.verify import Checked, verify_fragments
 from pipeline.errors import CheckpointError
 from pipeline.files.tensor_io import bytes_of, read_at
@@ -35,6 +36,11 @@ class _Stored:
     columns: Columns | None
     """Of the tensor, whose elements they are; None counts all of it."""
 
+    def to_check(self) -> Checked:
+        """As `verify_fragments` takes it."""
+        entry = self.entry
+        return Checked(self.file, entry.label, entry.position, entry.nbytes, self.crc32)
+
 
 class Checkpoint:
     """What the manifest and the files' headers say; elements are read when they are asked for.
@@ -43,43 +49,40 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        fragments: Mapping[str, list[_Stored]],
-        base: "Checkpoint | None",
+        self, path: Path, manifest: Manifest, base: "Checkpoint | None", first: str | None
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.base = base
-        self._fragments = fragments
+        self._of_file: dict[str, list[_Stored]] = {}
+        self._fragments: dict[str, list[_Stored]] = {}
+        """By the tensors' names, of the files whose headers have been read."""
+        self._is_whole = False
+        self._loading = threading.Lock()
+        if first is not None and first in manifest.files:
+            self._index([first])
 
     @classmethod
-    def open(cls, path: Path) -> "Checkpoint":
+    def open(cls, path: Path, *, rank: int | None = None) -> "Checkpoint":
         """The checkpoint in that directory: its manifest, its headers, its files' sizes.
+
+        With a `rank` only what that process wrote; the other files' headers are read where
+        something is asked for that isn't there. So in a job of as many processes as have written it
+        nobody reads every header; `verify` by all shares reads each.
 
         Raises:
             CheckpointError: one of them is missing, damaged or not what the manifest says, or a
                 tensor has a gap or an overlap.
         """
         manifest = Manifest.read(path)
-        fragments: dict[str, list[_Stored]] = {}
-        for name, stored in manifest.files.items():
-            for fragment in _open_file(path / name, stored):
-                key = fragment.entry.label.rpartition("|")[0]
-                fragments.setdefault(key, []).append(fragment)
-        for key, pieces in fragments.items():
-            if any(each.columns is not None for each in pieces):
-                _check_columns(path, key, pieces)
-            else:
-                _check_cover(path, key, pieces)
         base = None
         if manifest.base is not None:
-            base = cls.open(path.parent / manifest.base)
-            twice = fragments.keys() & set(base.keys())
-            if twice:
-                raise CheckpointError(f"{min(twice)} is both in {path} and in {base.path}")
-        return cls(path, manifest, fragments, base)
+            base = cls.open(path.parent / manifest.base, rank=rank)
+        first = None if rank is None else file_name(rank, len(manifest.files))
+        checkpoint = cls(path, manifest, base, first)
+        if rank is None:
+            checkpoint._whole()  # of this class
+        return checkpoint
 
     @property
     def step(self) -> int:
@@ -99,15 +102,32 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Of all tensors, those of the base included."""
-        return sum(piece.nbytes for piece in self._everything())
+        own = (piece.entry.nbytes for pieces in self._whole().values() for piece in pieces)
+        return sum(own) + (self.base.nbytes if self.base else 0)
 
     def keys(self) -> list[str]:
         """The tensors' names, those of the base included."""
-        return [*self._fragments, *(self.base.keys() if self.base else ())]
+        return [*self._whole(), *(self.base.keys() if self.base else ())]
 
     def holds(self, key: str) -> bool:
         """Whether it has a tensor of that name."""
-        return key in self._fragments or (self.base is not None and self.base.holds(key))
+        there = key in self._fragments or key in self._whole()
+        return there or (self.base is not None and self.base.holds(key))
+
+    def written_alone(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors whose names begin so, by the rest of them; one process wrote all, each whole.
+
+        Raises:
+            CheckpointError: a file can't be read.
+        """
+        own = {name for name in self._fragments if name.startswith(prefix)}
+        names = own or {name for name in self._whole() if name.startswith(prefix)}
+        found: dict[str, Tensor] = {}
+        for name in sorted(names):
+            (piece,) = self._fragments[name]
+            found[name.removeprefix(prefix)] = torch.empty(piece.stop, dtype=piece.entry.dtype)
+            _read(piece, 0, found[name.removeprefix(prefix)])
+        return found
 
     def numel(self, key: str) -> int:
         """Elements of one tensor."""
@@ -124,12 +144,13 @@ class Checkpoint:
             CheckpointError: a file can't be read.
         """
         stop = start + out.numel()
-        if out.ndim != 1 or not 0 <= start <= stop <= self.numel(key):
+        pieces = self._covering(key, start, stop)
+        if out.ndim != 1 or pieces is None:
             raise ValueError(
                 f"{key} with {self.numel(key)} elements can't fill {tuple(out.shape)} from {start}"
             )
         out = out.detach()
-        for piece in self._pieces(key):
+        for piece in pieces:
             if piece.columns is not None:
                 _read_columns(piece, piece.columns, start, out)
                 continue
@@ -143,51 +164,115 @@ class Checkpoint:
         Raises:
             CheckpointError: a file can't be read, or a fragment is not what was saved.
         """
-        everything = sorted(self._everything(), key=lambda piece: (piece.file, piece.position))
-        total = max(1, sum(piece.nbytes for piece in everything))
+        checkpoints = [self, *([self.base] if self.base else [])]
+        files = [
+            (checkpoint, name, stored.nbytes)
+            for checkpoint in checkpoints
+            for name, stored in checkpoint.manifest.files.items()
+        ]
+        total = sum(nbytes for *_, nbytes in files)
+        start, stop = (total * each // shares for each in (share, share + 1))
         mine: list[Checked] = []
         done = 0
-        for piece in everything:
-            if min(done * shares // total, shares - 1) == share:
-                mine.append(piece)
-            done += piece.nbytes
+        for checkpoint, name, nbytes in files:
+            if done < stop and done + nbytes > start:
+                mine += [
+                    piece.to_check()
+                    for piece in checkpoint._pieces_of(name)  # noqa: SLF001  # of this class
+                    if start <= done + piece.entry.position < stop
+                ]
+            done += nbytes
         verify_fragments(mine)
 
     def _pieces(self, key: str) -> list[_Stored]:
-        if key in self._fragments:
-            return self._fragments[key]
+        pieces = self._whole().get(key)
+        if pieces is not None:
+            return pieces
         if self.base is not None:
             return self.base._pieces(key)  # noqa: SLF001  # of this class
         raise CheckpointError(f"{self.path} holds no {key}")
 
-    def _everything(self) -> list[Checked]:
-        mine = [
-            Checked(
-                file=piece.file,
-                label=piece.entry.label,
-                position=piece.entry.position,
-                nbytes=piece.entry.nbytes,
-                crc32=piece.crc32,
-            )
-            for pieces in self._fragments.values()
-            for piece in pieces
-        ]
-        return mine + (self.base._everything() if self.base else [])  # noqa: SLF001
+    def _covering(self, key: str, start: int, stop: int) -> list[_Stored] | None:
+        """Fragments that have all of these elements; None where the tensor has fewer."""
+        own = self._fragments.get(key, [])
+        if self.base is not None and not own:
+            own = self.base._fragments.get(key, [])  # noqa: SLF001  # of this class
+        if _cover(own, start, stop):
+            return own
+        pieces = self._pieces(key)  # without a gap
+        return pieces if 0 <= start <= stop <= max(map(_end, pieces)) else None
+
+    def _pieces_of(self, name: str) -> list[_Stored]:
+        """Of one file, whose header is read once."""
+        if name not in self._of_file:
+            self._of_file[name] = _open_file(self.path / name, self.manifest.files[name])
+        return self._of_file[name]
+
+    def _index(self, names: Iterable[str]) -> None:
+        fragments: dict[str, list[_Stored]] = {}
+        for name in names:
+            for fragment in self._pieces_of(name):
+                key = fragment.entry.label.rpartition("|")[0]
+                fragments.setdefault(key, []).append(fragment)
+        self._fragments = fragments
+
+    def _whole(self) -> Mapping[str, list[_Stored]]:
+        """The fragments of all files, by the tensors' names."""
+        with self._loading:
+            if not self._is_whole:
+                self._index(self.manifest.files)
+                for key, pieces in self._fragments.items():
+                    if any(each.columns is not None for each in pieces):
+                        _check_columns(self.path, key, pieces)
+                    else:
+                        _check_cover(self.path, key, pieces)
+                if self.base is not None:
+                    twice = self._fragments.keys() & set(self.base.keys())
+                    if twice:
+                        raise CheckpointError(
+                            f"{min(twice)} is both in {self.path} and in {self.base.path}"
+                        )
+                self._is_whole = True
+        return self._fragments
+
+
+def _cover(pieces: Sequence[_Stored], start: int, stop: int) -> bool:
+    """Whether elements `start` to `stop` are in the pieces, of which no two have one in common.
+
+    Some columns alone have never all elements of a row.
+    """
+    if any(piece.columns is not None for piece in pieces):
+        return False
+    shared = (min(stop, piece.stop) - max(start, piece.start) for piece in pieces)
+    there = any(piece.start <= start <= piece.stop for piece in pieces)
+    return 0 <= start <= stop and there and sum(each for each in shared if each > 0) == stop - start
 
 
 def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
     entries = read_header(file, nbytes=stored.nbytes, crc32=stored.header_crc32)
-    stored_types = {label: fragment.dtype for label, fragment in stored.fragments.items()}
-    if stored_types != {entry.label: DTYPE_NAMES[entry.dtype] for entry in entries}:
-        raise CheckpointError(f"{file} holds other fragments than the manifest says")
+    if stored.fragments is not None:
+        entries = _of_first_format(file, entries, stored.fragments)
     fragments: list[_Stored] = []
     for entry in entries:
         parsed = parse_label(entry.label)
         if parsed is None or parsed.stop - parsed.start != entry.numel:
             raise CheckpointError(f"{file} has {entry.label!r}, which is no name of a fragment")
-        crc32 = stored.fragments[entry.label].crc32
-        fragments.append(_Stored(file, entry, crc32, parsed.start, parsed.stop, parsed.columns))
+        if entry.crc32 is None:
+            raise CheckpointError(f"{file} lacks the CRC-32 of {entry.label}")
+        fragments.append(
+            _Stored(file, entry, entry.crc32, parsed.start, parsed.stop, parsed.columns)
+        )
     return fragments
+
+
+def _of_first_format(
+    file: Path, entries: Sequence[Entry], stored: Mapping[str, StoredFragment]
+) -> list[Entry]:
+    """The entries with their CRC-32s, which the manifest had."""
+    stored_types = {label: fragment.dtype for label, fragment in stored.items()}
+    if stored_types != {entry.label: DTYPE_NAMES[entry.dtype] for entry in entries}:
+        raise CheckpointError(f"{file} holds other fragments than the manifest says")
+    return [replace(entry, crc32=stored[entry.label].crc32) for entry in entries]
 
 
 def _end(piece: _Stored) -> int:

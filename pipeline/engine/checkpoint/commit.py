@@ -14,7 +14,7 @@ from pipeline.engine.checkpoint.layout import (
     step_of,
     steps_in,
 )
-from pipeline.engine.checkpoint.manifest import Manifest
+from pipeline.engine.checkpoint.manifest import Manifest, base_of
 from pipeline.errors import CheckpointError
 from pipeline.faults import fault_point
 from pipeline.files.durable import (
@@ -106,7 +106,7 @@ def prune(
     named = set(bases)
     for path in steps_in(root):
         try:
-            base = Manifest.read(path).base
+            base = base_of(path)
         except CheckpointError:
             return  # nobody knows what it needs
         named |= {base} if base else set()

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.engine.checkpoint.header import DTYPE_NAMES, write_header
+from pipeline.engine.checkpoint.header import write_header
 from pipeline.engine.checkpoint.host_copy import HostFragment
-from pipeline.engine.checkpoint.manifest import StoredFile, StoredFragment
+from pipeline.engine.checkpoint.manifest import StoredFile
 from pipeline.faults import fault_point
 from pipeline.files.tensor_io import write_at
 
@@ -35,25 +35,18 @@ def write_data_file(path: Path, fragments: Sequence[HostFragment]) -> StoredFile
     """
     # Large numbers first: then each is aligned without a gap, which the format forbids.
     ordered = sorted(fragments, key=lambda fragment: -fragment.dtype.itemsize)
-    header = write_header(
-        [(each.label, each.dtype, each.nbytes // each.dtype.itemsize) for each in ordered]
-    )
+    tensors = [(each.label, each.dtype, each.nbytes // each.dtype.itemsize) for each in ordered]
+    header = write_header(tensors, [0] * len(ordered))
     size = len(header) + sum(fragment.nbytes for fragment in ordered)
     with path.open("wb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, size)
         checksums = _write_fragments(file.fileno(), ordered, len(header))
         fault_point("checkpoint.mid_file")
+        header = write_header(tensors, checksums)
         write_at(file.fileno(), [memoryview(header)], 0)
         os.fsync(file.fileno())
     fault_point("checkpoint.after_file")
-    return StoredFile(
-        nbytes=size,
-        header_crc32=zlib.crc32(header),
-        fragments={
-            fragment.label: StoredFragment(DTYPE_NAMES[fragment.dtype], checksum)
-            for fragment, checksum in zip(ordered, checksums, strict=True)
-        },
-    )
+    return StoredFile(nbytes=size, header_crc32=zlib.crc32(header))
 
 
 def _write_fragments(file: int, fragments: Sequence[HostFragment], position: int) -> list[int]:

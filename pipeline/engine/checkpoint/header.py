@@ -7,7 +7,7 @@ A file is 8 bytes of length, so many bytes of JSON, and the tensors' bytes witho
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ MAX_BYTES = 100_000_000
 ALIGNMENT = 4096
 LENGTH_BYTES = 8
 
+METADATA, CHECKSUMS = "__metadata__", "crc32"
+"""Where the format has room for text, and what stands there: CRC-32s in the tensors' order."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -35,19 +38,28 @@ class Entry:
     position: int
     """Of its first byte in the file."""
 
+    crc32: int | None = None
+    """Of its bytes; files of the first format leave it to the manifest."""
+
     @property
     def nbytes(self) -> int:
         """The bytes it takes."""
         return self.numel * self.dtype.itemsize
 
 
-def write_header(tensors: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
+def write_header(
+    tensors: Sequence[tuple[str, torch.dtype, int]], checksums: Sequence[int]
+) -> bytes:
     """The first bytes of a file with these labels, dtypes and numbers of elements, in that order.
+
+    Their number doesn't hang on the tensors' CRC-32s, which may be given as zeros first.
 
     Raises:
         ValueError: a label comes twice, or a dtype has no name in the format.
     """
-    header: dict[str, object] = {}
+    header: dict[str, object] = {
+        METADATA: {CHECKSUMS: " ".join(f"{each:08x}" for each in checksums)}
+    }
     end = 0
     for label, dtype, numel in tensors:
         if label in header:
@@ -78,7 +90,10 @@ def read_header(file: Path, *, nbytes: int, crc32: int) -> list[Entry]:
         raise CheckpointError(f"{file} has a damaged header: it is not what its CRC-32 says")
     try:
         header = json.loads(head[LENGTH_BYTES:])
+        metadata = header.pop(METADATA, None)
         entries = [_entry(label, fields, len(head)) for label, fields in header.items()]
+        if metadata is not None:
+            entries = _with_checksums(entries, metadata[CHECKSUMS].split())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header: {error!r}"[:300]) from error
     _check_positions(file, entries, data=len(head), size=nbytes)
@@ -113,6 +128,11 @@ def _entry(label: str, fields: Mapping[str, Any], data: int) -> Entry:
     if entry.nbytes != stop - start:
         raise ValueError(f"{label} has {stop - start} bytes for {numel} numbers")
     return entry
+
+
+def _with_checksums(entries: Sequence[Entry], checksums: Sequence[str]) -> list[Entry]:
+    pairs = zip(entries, checksums, strict=True)
+    return [replace(entry, crc32=int(checksum, 16)) for entry, checksum in pairs]
 
 
 def _check_positions(file: Path, entries: Sequence[Entry], *, data: int, size: int) -> None:

@@ -1,7 +1,14 @@
-"""`manifest.json`: what a checkpoint consists of, and the state that is no tensor."""
+"""`manifest.json`: what a checkpoint consists of, and the state that is no tensor.
+
+A line for each field, in an order: what is asked of many checkpoints comes first, and is read
+without the rest. The last line is the CRC-32 of all before it. What a file holds stands in its own
+header, of which the manifest has the CRC-32, so that it is short however many tensors there are.
+The first format had that in the manifest as well.
+"""
 
 import json
 import platform
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,14 +17,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.checkpoint.layout import MANIFEST, file_name, is_base_name, parse_label
+from pipeline.engine.checkpoint.layout import MANIFEST, file_name, is_base_name
 from pipeline.errors import CheckpointError
 
-FORMAT = 1
-WITH_COLUMNS = 2
-"""The format where fragments may be columns of a tensor; written where some are."""
+FORMAT = 2
+
+READABLE = (1, 2)
 
 MAX_BYTES = 2**30
+
+HEAD_BYTES = 4096
+"""Which hold the first fields."""
+
+_END = re.compile(rb',\n"crc32": "([0-9a-f]{8})"\n}\n?', re.IGNORECASE)
 
 TYPES = {
     "step": int,
@@ -47,19 +59,12 @@ class StoredFile:
     header_crc32: int
     """Of everything before the first tensor."""
 
-    fragments: Mapping[str, StoredFragment]
-    """By label, `key|start:stop`."""
+    fragments: Mapping[str, StoredFragment] | None = None
+    """By label, `key|start:stop`; None where the file's header tells."""
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's words for it."""
-        return {
-            "bytes": self.nbytes,
-            "header_crc32": _hex(self.header_crc32),
-            "fragments": {
-                label: {"dtype": fragment.dtype, "crc32": _hex(fragment.crc32)}
-                for label, fragment in self.fragments.items()
-            },
-        }
+        return {"bytes": self.nbytes, "header_crc32": f"{self.header_crc32:08x}"}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "StoredFile":
@@ -74,7 +79,9 @@ class StoredFile:
             fragments={
                 label: StoredFragment(str(each["dtype"]), int(each["crc32"], 16))
                 for label, each in stored["fragments"].items()
-            },
+            }
+            if "fragments" in stored
+            else None,
         )
 
 
@@ -91,33 +98,28 @@ class Manifest:
     created: str
     """When, in UTC."""
 
+    base: str | None
+    """The directory beside this one that holds the frozen weights."""
+
     versions: Mapping[str, str]
     """Of Python and the libraries that wrote it."""
 
     files: Mapping[str, StoredFile]
     """By name, in the order of the ranks."""
 
-    base: str | None
-    """The directory beside this one that holds the frozen weights."""
-
     state: Mapping[str, Any]
     """The run's own."""
 
     def to_bytes(self) -> bytes:
-        """The file's content; its last field is the CRC-32 of the others."""
+        """The file's content."""
         content = {
-            "format": WITH_COLUMNS if self._has_columns else FORMAT,
+            "format": FORMAT,
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "files": {name: file.to_json() for name, file in self.files.items()},
         }
-        content["crc32"] = _hex(zlib.crc32(_canonical(content)))
-        return json.dumps(content, indent=1).encode()
-
-    @property
-    def _has_columns(self) -> bool:
-        labels = (label for file in self.files.values() for label in file.fragments)
-        parsed = (parse_label(label) for label in labels)
-        return any(each is not None and each.columns is not None for each in parsed)
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
+        text = ("{\n" + ",\n".join(lines)).encode()
+        return text + f',\n"crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
 
     def same_content(self, other: "Manifest") -> bool:
         """Whether both hold the same tensors and the same state, whoever wrote them and when."""
@@ -134,15 +136,16 @@ class Manifest:
                 checkpoint can't have.
         """
         path = directory / MANIFEST
-        content = _parse(path)
-        if content.get("format") not in (FORMAT, WITH_COLUMNS):
+        raw = _read(path)
+        content = _parse(path, raw)
+        if content.get("format") not in READABLE:
             raise CheckpointError(
                 f"{path} has format {content.get('format')!r}; this version of the program reads"
-                f" formats {FORMAT} and {WITH_COLUMNS}"
+                f" formats {' and '.join(map(str, READABLE))}"
             )
-        checksum = content.pop("crc32", None)
-        if checksum != _hex(zlib.crc32(_canonical(content))):
+        if not _is_undamaged(raw, content):
             raise CheckpointError(f"{path} is damaged: it is not what its CRC-32 says")
+        content.pop("crc32", None)
         del content["format"]
         strange = content.keys() ^ {field.name for field in fields(cls)}
         if strange:
@@ -166,20 +169,71 @@ def library_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def base_of(directory: Path) -> str | None:
+    """What the manifest in `directory` says of its base, read alone where that comes first.
+
+    Raises:
+        CheckpointError: it can't be found there.
+    """
+    head = _head(directory)
+    return head["base"] if "base" in head else Manifest.read(directory).base
+
+
+def attempt_of(directory: Path) -> str:
+    """Which attempt wrote the manifest in `directory`, read alone where that comes first.
+
+    Raises:
+        CheckpointError: it can't be found there.
+    """
+    head = _head(directory)
+    return head["attempt"] if "attempt" in head else Manifest.read(directory).attempt
+
+
+def _head(directory: Path) -> dict[str, Any]:
+    """The first fields, as far as each is a line of the file's beginning."""
+    try:
+        with (directory / MANIFEST).open("rb") as file:
+            lines = file.read(HEAD_BYTES).split(b",\n")
+        return json.loads(b"{" + b",".join(lines[:-1])[1:] + b"}")
+    except (OSError, ValueError):
+        return {}
+
+
+def _read(path: Path) -> bytes:
     try:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: {path.parent} is no whole checkpoint")
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path} is no manifest: it has more than {MAX_BYTES:,} bytes")
-        content = json.loads(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no manifest: {str(error)[:200]}") from error
     if type(content) is not dict:
         raise CheckpointError(f"{path} is no manifest: it holds no mapping")
     return content
+
+
+def _is_undamaged(raw: bytes, content: Mapping[str, Any]) -> bool:
+    """Whether the last field is the CRC-32 of the others' bytes.
+
+    In the first format it is that of a form that was made of them.
+    """
+    if content["format"] == 1:
+        others = {name: value for name, value in content.items() if name != "crc32"}
+        return content.get("crc32") == f"{zlib.crc32(_canonical(others)):08x}"
+    end = _END.search(raw, max(0, len(raw) - 64))
+    return (
+        end is not None
+        and end.end() == len(raw)
+        and zlib.crc32(memoryview(raw)[: end.start()]) == int(end[1], 16)
+    )
 
 
 def _check_fields(path: Path, content: Mapping[str, Any]) -> None:
@@ -189,7 +243,7 @@ def _check_fields(path: Path, content: Mapping[str, Any]) -> None:
     files, base = content["files"], content["base"]
     if not files:
         raise CheckpointError(f"{path} names no files")
-    expected = [file_name(rank, len(files)) for rank in range(len(files))]
+    expected = {file_name(rank, len(files)) for rank in range(len(files))}
     for name in files:
         if name not in expected:
             raise CheckpointError(
@@ -202,7 +256,3 @@ def _check_fields(path: Path, content: Mapping[str, Any]) -> None:
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _hex(checksum: int) -> str:
-    return f"{checksum:08x}"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline.config import Kernels
 from pipeline.kernels.adamw import cuda, definition, dispatch
-from pipeline.kernels.adamw.cuda import CHUNK, Shard, ShardTable, scalars_of
-from pipeline.kernels.adamw.definition import AdamW, Weights
+from pipeline.kernels.adamw.cuda import CHUNK, ShardTable, scalars_of
+from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
 from pipeline.kernels.timing import Sizes, Timed, describe, name_of
 from pipeline.kernels.toolchain.gpu import Gpu, Macros
 

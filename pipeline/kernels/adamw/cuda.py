@@ -2,14 +2,13 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from pipeline.kernels.adamw import definition
-from pipeline.kernels.adamw.definition import AdamW, Weights
+from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
 from pipeline.kernels.toolchain.gpu import DTYPES, NUMBERS, Gpu, Macros
 
 CHUNK = 16384
@@ -46,22 +45,10 @@ class _Params(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A flat vector to update, with its gradient and what of the optimizer is its own."""
-
-    weights: Weights
-    gradient: Float[Tensor, " n"]
-    lr: float
-    """Times the rate of the step."""
-
-    weight_decay: float
-
-
 class ShardTable:
     """Shards of one kind, where they lie, in the memory of the GPU.
 
-    It holds as long as the tensors stay where they are.
+    It holds as long as the tensors stay where they are: `place` says where that is.
 
     Raises:
         ValueError: there is no shard, or one is not what the kernel takes.
@@ -72,7 +59,7 @@ class ShardTable:
             raise ValueError("AdamW needs a shard")
         for number, shard in enumerate(shards):
             _check(shard, gpu, number)
-        self.shards, self.gpu = tuple(shards), gpu
+        self.shards, self.gpu, self.place = tuple(shards), gpu, place_of(shards)
         kinds = {kind_of(shard.weights, shard.gradient) for shard in shards}
         if len(kinds) > 1:
             raise ValueError(f"shards of one launch have the same dtypes, got {kinds}")
@@ -91,6 +78,17 @@ class ShardTable:
         # Not waited for: the driver has copied so little before the call returns.
         self.rows = torch.tensor(words, dtype=torch.int64).to(gpu.device, non_blocking=True)
         self.shard_of_block = of_block.to(gpu.device, non_blocking=True)
+
+
+def place_of(shards: Sequence[Shard]) -> tuple[tuple[int | float, ...], ...]:
+    """What tells a table of these shards from any other: their memory, lengths and numbers."""
+    return tuple(
+        (
+            *(tensor.data_ptr() for tensor in shard.weights.tensors().values()),
+            *(shard.gradient.data_ptr(), len(shard.gradient), shard.lr, shard.weight_decay),
+        )
+        for shard in shards
+    )
 
 
 def scalars_of(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:

@@ -55,6 +55,22 @@ class Weights:
         """Those there are, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
+    def part(self, place: slice) -> "Weights":
+        """Some of the elements."""
+        return Weights(**{name: value[place] for name, value in self.tensors().items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A flat vector to update, with its gradient and what of the optimizer is its own."""
+
+    weights: Weights
+    gradient: Float[Tensor, " n"]
+    lr: float
+    """Times the rate of the step."""
+
+    weight_decay: float
+
 
 def check(weights: Weights, gradient: Tensor) -> None:
     """Raise unless the vectors can be stepped.

@@ -4,6 +4,9 @@ Every kernel, and PyTorch on a CPU, gives the bits of the definition. PyTorch on
 division by a number of the host otherwise, in the last bit.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +15,7 @@ from torch.optim.adamw import adamw
 from pipeline.config import Kernels
 from pipeline.kernels import choice
 from pipeline.kernels.adamw import cpu, cuda, definition
-from pipeline.kernels.adamw.definition import AdamW, Weights
+from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
 from pipeline.kernels.toolchain.cpp import Built, NotBuiltError
 from pipeline.kernels.toolchain.gpu import Gpu
 
@@ -49,6 +52,55 @@ def adamw_(
     if kernels != "off":
         choice.settle("AdamW", str(found), kernels)
     _step_in_chunks(weights, gradient, step)
+
+
+class Launches:
+    """Steps of many vectors, on a GPU with one launch for all of a kind.
+
+    Its tables of where the vectors lie are kept from step to step: as long as nothing moves, a step
+    sends the GPU four numbers.
+    """
+
+    def __init__(self) -> None:
+        self._place: object = None
+        self._tables: list[cuda.ShardTable] = []
+
+    def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
+        """One step of all, in place; rate and weight decay of each are the shard's.
+
+        The rate of `step` is what each shard's is multiplied by.
+
+        Raises:
+            ValueError, KernelError: as `adamw_`.
+        """
+        place = cuda.place_of(shards)
+        if place != self._place:
+            self._place, self._tables = None, []
+            rest = self._look_for_tables(shards, kernels)
+            for shard in rest:
+                own = replace(step, lr=shard.lr * step.lr, weight_decay=shard.weight_decay)
+                adamw_(shard.weights, shard.gradient, own, kernels=kernels)
+            if not rest:
+                self._place = place
+        for table in self._tables:
+            scalars = cuda.scalars_of(step, table.gpu.device)
+            cuda.adamw_(table, scalars, betas=step.betas, eps=step.eps)
+
+    def _look_for_tables(self, shards: Sequence[Shard], kernels: Kernels) -> list[Shard]:
+        """Make a table of all shards of a kind that a GPU steps; the others are returned."""
+        by_kind: dict[tuple[Gpu, cuda.Kind], list[Shard]] = {}
+        rest: list[Shard] = []
+        for shard in shards:
+            found = NotBuiltError("kernels is off")
+            if kernels != "off" and shard.gradient.numel():
+                found = _find(shard.weights, shard.gradient)
+            if isinstance(found, Gpu):
+                kind = cuda.kind_of(shard.weights, shard.gradient)
+                by_kind.setdefault((found, kind), []).append(shard)
+            else:
+                rest.append(shard)
+        self._tables = [cuda.ShardTable(each, gpu) for (gpu, _), each in by_kind.items()]
+        return rest
 
 
 def prepare(

@@ -1,6 +1,8 @@
 """What a step moves between processes, in which order, and how much is gathered at once."""
 
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from pipeline.config import ZeroConfig
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.comm import tree_sum
 from pipeline.engine.engine import Engine
+from pipeline.parallel.group import ALONE
 from pipeline.parallel.mesh import current_mesh
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, loss_of, settings
@@ -57,7 +60,7 @@ def order_of_a_step() -> tuple[list[tuple[str, str]], list[int], dict[str, int]]
     for module in model.modules():
         module.register_forward_hook(lambda *_: held.append(engine.zero.gathered_bytes))
     engine.backward(loss_of(engine, 0, 0, rank()))
-    order = list(dict.fromkeys(log.order))  # one entry for the two vectors of a unit
+    order = list(dict.fromkeys(log.order))
     return order, held, sizes(engine)
 
 
@@ -94,6 +97,30 @@ def test_prefetch_changes_neither_the_number_of_gathers_nor_their_units(
     assert gathers == [*["root"] * 3, *blocks, *reversed(blocks)]
 
 
+def calls_of_a_micro_batch(optimizer: str) -> list[tuple[str, str]]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 80}
+    config = settings(3, max_norm=None, weight_decay=0.1, shared_memory=False)
+    config = replace(config, optim=replace(config.optim, name=optimizer))
+    engine = Engine(build("llama", "fp32", **sizes), config, total_steps=1)
+    with engine.comm.log.recording() as log:
+        engine.backward(loss_of(engine, 0, 0, rank()))
+    return [(kind, unit) for kind, unit in log.order if unit.startswith("model.layers.")]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "calls"), [("AdamW", 240), pytest.param("Adam", 480, marks=pytest.mark.grid)]
+)
+def test_a_block_is_gathered_twice_and_reduced_once_though_weight_decay_spares_its_norms(
+    optimizer: str, calls: int
+) -> None:
+    order, _ = run_ranks(calls_of_a_micro_batch, optimizer)
+
+    assert Counter(kind for kind, _ in order) == {
+        "all_gather": 2 * calls // 3,
+        "reduce_scatter": calls // 3,
+    }
+
+
 def sums_in_a_row() -> list[float]:
     """Sums of numbers that change from one to the next, each rank the late one in turn."""
     comm = make_collectives(torch.device("cpu"), ZeroConfig(), current_mesh().data, name="model")
@@ -123,3 +150,32 @@ def test_the_tree_adds_neighbours_first() -> None:
     assert out.item() == (1e8 + -1e8) + 3.0
     tree_sum(parts[1:2], out=out)
     assert out.item() == 1.0
+
+
+def summed_in(dtype: str, weights: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The summed gradients of a micro-batch, and the bytes that were moved."""
+    config = settings(2, max_norm=None, shared_memory=False, reduce_dtype=dtype)
+    engine = Engine(build("llama", weights), config, total_steps=1)
+    with engine.comm.log.recording() as log:
+        engine.backward(loss_of(engine, 0, 0, rank()))
+        summed = engine.gradients()
+    return summed, {"bytes": log.num_bytes["reduce_scatter"]}
+
+
+def own_gradients(weights: str) -> dict[str, torch.Tensor]:
+    """Those of a process alone, in the numbers of its own micro-batch."""
+    engine = Engine(build("llama", weights), settings(0, max_norm=None), total_steps=1, group=ALONE)
+    engine.backward(loss_of(engine, 0, 0, rank()))
+    return engine.gradients()
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_in_bf16_each_process_rounds_its_gradient_and_half_the_bytes_travel(weights: str) -> None:
+    (narrow, moved), _ = run_ranks(summed_in, "bf16", weights)
+    (_, moved_in_fp32), _ = run_ranks(summed_in, "fp32", weights)
+    first, second = run_ranks(own_gradients, weights)
+
+    assert 2 * moved["bytes"] == moved_in_fp32["bytes"]
+    for name, gradient in narrow.items():
+        rounded = [each[name].bfloat16().float() for each in (first, second)]
+        assert torch.equal(gradient, rounded[0] + rounded[1]), name

@@ -17,6 +17,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.state import describe, frozen_fragments, load, trained_fragments
 from pipeline.errors import CheckpointError
 from pipeline.models.lora import add_lora
+from pipeline.parallel.mesh import current_mesh
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.test_invariance import digest
 from tests.pipeline.engine.test_stages import build, loss_of
@@ -279,6 +280,7 @@ def buffers_go_on(root: str, *, saves: bool) -> list[float]:
         save(engine, Path(root))
     else:
         resume(engine, Path(root))
+    current_mesh().world.barrier()  # another process may still read this one's memory
     return [value for buffer in model.buffers() for value in buffer.flatten().tolist()]
 
 

@@ -15,9 +15,10 @@ from pipeline.kernels.adamw import dispatch as adamw
 from pipeline.kernels.decode_attention import definition
 from pipeline.kernels.decode_attention.definition import Scores
 from pipeline.kernels.emulator.emulated import Emulator
+from pipeline.kernels.toolchain.gpu import Kernel
 from pipeline.models.load import load_causal_lm
 from tests.families import random_rows, saved, tiny_causal_lm
-from tests.pipeline.engine.test_kernels import trained
+from tests.pipeline.engine.test_kernels import STEPS, trained
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
@@ -123,3 +124,24 @@ def test_training_ends_in_the_same_bits_by_the_kernel(
 
     assert all(map(torch.equal, ours, expected))
     assert emulator.last_launch.startswith("adamw ")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_step_of_an_engine_is_one_launch_for_all_vectors(
+    dtype: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(1, "off", dtype)
+    gpu, launched = emulator.gpu(), list[str]()
+    kernel = gpu.kernel
+
+    def counted(operator: str, *names: Any) -> Kernel:
+        launched.append(operator)
+        return kernel(operator, *names)
+
+    monkeypatch.setattr(gpu, "kernel", counted)
+    monkeypatch.setattr(adamw, "_find", lambda *_: gpu)
+    with emulator.memory():
+        ours = trained(1, "required", dtype)
+
+    assert all(map(torch.equal, ours, expected))
+    assert launched == ["adamw"] * STEPS

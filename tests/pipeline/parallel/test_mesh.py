@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from pipeline.errors import ConfigError
 from pipeline.parallel.group import ALONE, DataGroup
@@ -116,3 +117,14 @@ def meet() -> list[float]:
 
 def test_a_group_waits_for_nobody_outside() -> None:
     assert run_ranks(meet, world_size=3) == [[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]]
+
+
+def made() -> tuple[int, int]:
+    """Groups that a process knows after a job of four is cut in pairs, and sums of two alike."""
+    pairs = [(0, 1), (2, 3)]
+    groups = [subgroup(pairs, timeout_seconds=60.0, counted=counted) for counted in (True, False)]
+    return len(distributed_c10d._world.pg_map), int(sum(group.sum(1) for group in groups))
+
+
+def test_a_process_makes_the_groups_that_it_is_in_and_no_others() -> None:
+    assert run_ranks(made, world_size=4) == [(1 + 2, 2 + 2)] * 4

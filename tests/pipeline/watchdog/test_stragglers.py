@@ -1,16 +1,34 @@
 """A slow process is named with its factor; the others' waiting doesn't count."""
 
 import re
+import statistics
 import time
 
 import pytest
+import torch
 
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
-from pipeline.watchdog.stragglers import WINDOW, Stragglers, slow_ranks
+from pipeline.watchdog.stragglers import WINDOW, Stragglers, medians_of_others, slow_ranks
 from tests.distributed import rank
 from tests.jobs import run_job
 from tests.pipeline.engine.test_stages import build, loss_of, settings
+
+
+def slow(*seconds: list[float]) -> dict[int, float]:
+    return slow_ranks(torch.tensor(seconds, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_the_median_of_the_others_is_that_of_a_list_without_the_rank(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    seconds = torch.randint(0, 5, (ranks, WINDOW), generator=generator).double()  # with ties
+
+    by_hand = [
+        [statistics.median([*column[:rank], *column[rank + 1 :]]) for column in seconds.T.tolist()]
+        for rank in range(ranks)
+    ]
+    assert medians_of_others(seconds).tolist() == by_hand
 
 
 def test_a_rank_is_slow_that_takes_half_as_long_again_in_18_of_20_steps() -> None:
@@ -26,18 +44,18 @@ def test_a_rank_is_slow_that_takes_half_as_long_again_in_18_of_20_steps() -> Non
 
     assert WINDOW == 20
     for own, expected in cases:
-        assert slow_ranks([usual, own]) == expected, own
-        assert slow_ranks([usual, own, usual]) == expected, own
+        assert slow(usual, own) == expected, own
+        assert slow(usual, own, usual) == expected, own
     # The median of the others counts: what a slower one takes excuses nobody.
-    assert slow_ranks([usual, [1.5] * 20, usual, [9.0] * 20]) == {1: 1.5, 3: 9.0}
+    assert slow(usual, [1.5] * 20, usual, [9.0] * 20) == {1: 1.5, 3: 9.0}
 
 
 def test_a_pause_of_one_step_is_no_straggler() -> None:
-    assert slow_ranks([[1.0] * WINDOW, [50.0] + [1.0] * (WINDOW - 1)]) == {}
+    assert slow([1.0] * WINDOW, [50.0] + [1.0] * (WINDOW - 1)) == {}
 
 
 def test_two_moments_of_speed_excuse_nobody() -> None:
-    assert slow_ranks([[1.0] * WINDOW, [0.5] * 2 + [2.0] * (WINDOW - 2)]) == {1: 2.0}
+    assert slow([1.0] * WINDOW, [0.5] * 2 + [2.0] * (WINDOW - 2)) == {1: 2.0}
 
 
 def sleeping(seconds: tuple[float, float], steps: int) -> None:

@@ -25,7 +25,8 @@ from tests.pipeline.engine.test_stages import build, loss_of, settings
 
 def engine_of(stage: int, *, shared_memory: bool) -> Engine:
     # PyTorch's own optimizer has a hook in its step, where a process may die.
-    config = replace(settings(stage, max_norm=None, shared_memory=shared_memory), kernels="off")
+    plain = settings(stage, max_norm=None, weight_decay=0.0, shared_memory=shared_memory)
+    config = replace(plain, kernels="off")
     return Engine(
         build("llama", "fp32"),
         config,

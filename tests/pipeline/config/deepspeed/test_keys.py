@@ -53,6 +53,7 @@ USED: dict[str, tuple[object, dict[str, Any], dict[str, Any]]] = {
     "gradient_clipping": (0.5, {}, {"optim.max_grad_norm": 0.5}),
     "optimizer.type": ("SGD", {}, {"optim.name": "SGD"}),
     "optimizer.params": ({"lr": 1e-4, "amsgrad": True}, ADAMW, {"optim.params": {"amsgrad": True}}),
+    "communication_data_type": ("bf16", {}, {"zero.reduce_dtype": "bf16"}),
     "scheduler.type": ("WarmupCosineLR", {}, {"optim.schedule": "warmup_cosine"}),
     "scheduler.params": (
         {"warmup_type": "linear"},

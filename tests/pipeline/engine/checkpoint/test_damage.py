@@ -16,7 +16,14 @@ import torch
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.find import candidates, newest
 from pipeline.errors import CheckpointError
-from tests.pipeline.engine.checkpoint.saving import assert_holds, fragments, save, visible, writer
+from tests.pipeline.engine.checkpoint.saving import (
+    assert_holds,
+    fragments,
+    save,
+    sealed,
+    visible,
+    writer,
+)
 
 FILE = "rank-00000-of-00001.safetensors"
 
@@ -61,9 +68,7 @@ def forge(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
     content.pop("crc32", None)
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    content["crc32"] = f"{zlib.crc32(canonical):08x}"
-    path.write_text(json.dumps(content))
+    path.write_bytes(sealed(json.dumps(content)))
 
 
 def forge_file(directory: Path, content: bytes, *, header: int | None = None) -> None:
@@ -100,13 +105,14 @@ def test_no_flipped_bit_anywhere_goes_unnoticed(root: Path) -> None:
         shutil.copytree(unharmed, root / "step_00000002", dirs_exist_ok=True)
         file = root / "step_00000002" / choose.choice([FILE, "manifest.json"])
         head = choose.random() < 0.5  # half of them where the header is
-        flip(file, choose.randrange(500 if head else file.stat().st_size), choose.randrange(8))
+        size = file.stat().st_size
+        flip(file, choose.randrange(min(500, size) if head else size), choose.randrange(8))
         try:
             checkpoint = Checkpoint.open(file.parent)
             checkpoint.verify()
         except CheckpointError:
             continue
-        harmless += 1  # the case of a hexadecimal digit, or white space in JSON
+        harmless += 1  # the case of a hexadecimal digit of the checksum itself
         assert checkpoint.manifest == before
     assert harmless < 10
 
@@ -158,7 +164,7 @@ def set_field(name: str, value: object) -> Callable[[dict[str, Any]], object]:
         (set_field("base", 3), "names 3, which is no directory of frozen"),
         (set_field("base", "base-1"), "base-1/manifest.json is missing"),
         (
-            lambda manifest: manifest["files"][FILE]["fragments"].pop("rng/0|0:7"),
+            lambda manifest: manifest["files"][FILE].update(fragments={}),
             "holds other fragments than the manifest says",
         ),
     ],
@@ -178,9 +184,10 @@ def test_a_changed_manifest_is_refused(root: Path) -> None:
     assert assert_falls_back(root).endswith(f"{path} is damaged: it is not what its CRC-32 says")
 
 
-def tensors(**entries: object) -> bytes:
+def tensors(*, checksums: str | None = None, **entries: object) -> bytes:
     """A file with this header and 16 bytes of tensors."""
-    text = json.dumps(entries).encode()
+    metadata = {} if checksums is None else {"__metadata__": {"crc32": checksums}}
+    text = json.dumps(metadata | entries).encode()
     return len(text).to_bytes(8, "little") + text + bytes(16)
 
 
@@ -208,7 +215,9 @@ def entry(dtype: object, shape: object, offsets: object) -> dict[str, object]:
         tensors(a=entry("F32", "4", [0, 16])),
         tensors(a=entry("F32", [4.0], [0, 16])),
         tensors(a=3),
-        tensors(a=entry("F32", [4], [0, 16])),  # whole, but not what the manifest says
+        tensors(a=entry("F32", [4], [0, 16])),  # whole, but without a checksum
+        tensors(checksums="00000000 00000000", **{"a|0:4": entry("F32", [4], [0, 16])}),
+        tensors(checksums="x", **{"a|0:4": entry("F32", [4], [0, 16])}),
     ],
 )
 def test_a_forged_file_is_refused_by_name(content: bytes, root: Path) -> None:

@@ -3,21 +3,22 @@
 import functools
 import json
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
 
 from pipeline.engine.checkpoint.find import newest
+from pipeline.engine.checkpoint.manifest import READABLE
 from pipeline.engine.resume import EngineCheckpoints
 from pipeline.errors import CheckpointError
 from tests.pipeline.engine.checkpoint.golden import STEPS, golden_engine, numbers, train
+from tests.pipeline.engine.checkpoint.saving import sealed
 
 FORMATS = sorted((Path(__file__).parents[3] / "data").glob("checkpoint_format_*"))
 
 
-def test_the_first_format_is_there() -> None:
-    assert FORMATS[0].name == "checkpoint_format_1"
+def test_every_format_is_there() -> None:
+    assert [path.name for path in FORMATS] == [f"checkpoint_format_{each}" for each in READABLE]
 
 
 @pytest.mark.parametrize("golden", FORMATS, ids=lambda path: path.name)
@@ -50,9 +51,7 @@ def test_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
         manifest = json.loads(path.read_text())
         manifest["format"] = 999
         del manifest["crc32"]
-        canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-        manifest["crc32"] = f"{zlib.crc32(canonical):08x}"
-        path.write_text(json.dumps(manifest))
+        path.write_bytes(sealed(json.dumps(manifest)))
 
     checkpoint, (sentence,) = newest(root)
 

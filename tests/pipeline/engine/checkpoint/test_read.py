@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from pipeline.engine.checkpoint import checkpoint as checkpoint_module
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.checkpoint.writer import CheckpointWriter
@@ -199,8 +200,9 @@ def test_frozen_weights_that_nothing_names_any_more_are_removed(tmp_path: Path) 
 def test_shares_of_verifying_cover_every_fragment_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sizes = range(0, 9000, 1000)
     save_on_all(
-        tmp_path, [[Fragment(f"{rank}/{i}", 0, torch.ones(i)) for i in range(9)] for rank in (0, 1)]
+        tmp_path, [[Fragment(f"{rank}/{i}", 0, torch.ones(i)) for i in sizes] for rank in (0, 1)]
     )
     checkpoint = Checkpoint.open(tmp_path / "step_00000005")
     seen: list[list[str]] = []
@@ -214,7 +216,7 @@ def test_shares_of_verifying_cover_every_fragment_once(
 
     assert all(seen)
     assert sorted(label for labels in seen for label in labels) == sorted(
-        f"{rank}/{i}|0:{i}" for rank in (0, 1) for i in range(9)
+        f"{rank}/{i}|0:{i}" for rank in (0, 1) for i in sizes
     )
 
 
@@ -264,3 +266,41 @@ def test_a_writer_says_what_it_can_not_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file can't be made: File exists"):
         writer(tmp_path / "file")
+
+
+def test_a_process_reads_the_header_of_its_own_file_alone_until_it_needs_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(3000)
+    save_on_all(
+        tmp_path,
+        [
+            [
+                Fragment("w", 1000 * rank, weight[1000 * rank : 1000 * (rank + 1)]),
+                Fragment(f"random/{rank}/torch", 0, torch.full((5,), rank, dtype=torch.uint8)),
+            ]
+            for rank in range(3)
+        ],
+    )
+    opened: list[str] = []
+    read = checkpoint_module.read_header
+    monkeypatch.setattr(
+        checkpoint_module,
+        "read_header",
+        lambda file, **sizes: opened.append(file.name) or read(file, **sizes),
+    )
+    checkpoint = Checkpoint.open(tmp_path / "step_00000005", rank=1)
+
+    own = torch.empty(700)
+    checkpoint.read("w", 1200, own)
+    alone = checkpoint.written_alone("random/1/")
+    assert opened == ["rank-00001-of-00003.safetensors"]
+    assert torch.equal(own, weight[1200:1900])
+    assert alone["torch"].tolist() == [1] * 5
+
+    across = torch.empty(2000)
+    checkpoint.read("w", 500, across)
+    assert torch.equal(across, weight[500:2500])
+    assert checkpoint.written_alone("random/2/")["torch"].tolist() == [2] * 5
+    assert checkpoint.written_alone("random/3/") == {}
+    assert sorted(opened) == [f"rank-0000{rank}-of-00003.safetensors" for rank in range(3)]

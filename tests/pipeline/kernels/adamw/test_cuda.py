@@ -21,8 +21,8 @@ from pipeline.kernels.adamw.cases import (
     shard_of,
     shards_of,
 )
-from pipeline.kernels.adamw.cuda import Shard, ShardTable, adamw_, scalars_of
-from pipeline.kernels.adamw.definition import AdamW, Weights
+from pipeline.kernels.adamw.cuda import ShardTable, adamw_, scalars_of
+from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
 from pipeline.kernels.emulator.emulated import Emulator
 
 CPU = torch.device("cpu")

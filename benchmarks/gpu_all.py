@@ -1,0 +1,244 @@
+"""Everything that is measured on one GPU, in parts of at most nine minutes: one page at the end.
+
+    bash scripts/measure_gpu.sh all [--output DIRECTORY] [--parts kernels ppo] [--again]
+    bash scripts/measure_gpu.sh all --tiny      # the same course with toys, without a GPU
+
+Each part is a command of its own with a limit. Its output goes to DIRECTORY/PART.log as it comes,
+and how it ended to DIRECTORY/PART.json: a part that has ended well is not run again unless
+`--again` asks for it, so that a course that was cut off goes on where it stood. `page.md` has what
+the parts printed and a line for each gate: what was asked, what was found, whether it holds. A gate
+that fails, or a part that didn't end well, is exit code 1. No network is needed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Gate = tuple[str, bool]
+
+MINUTES = 9
+"""Of a part at most."""
+
+OVERHEAD = {"stage 0": 3.0, "stage 3": 8.0}
+"""Per cent of a step that the engine may add to a plain loop's."""
+
+RIGHT = 0.7
+"""Share of the embedded task's prompts that step 3 must answer right: on CPUs it is 0.8."""
+
+PLANNED = 0.1
+"""How far the plan may be from the allocator's peak."""
+
+TAIL = 80
+"""Lines of a part on the page."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, and what is asked of what it leaves."""
+
+    name: str
+    about: str
+    command: Callable[[Path], list[str]]
+    """Given the part's own directory."""
+
+    tiny: Callable[[Path], list[str]]
+    gates: Callable[[Path], Iterator[Gate]] = lambda _: iter(())
+
+
+def module(name: str, *options: str) -> Callable[[Path], list[str]]:
+    """A program of this repository that takes `--output`."""
+    return lambda out: [sys.executable, "-m", name, *options, "--output", str(out)]
+
+
+def overhead_gates(out: Path) -> Iterator[Gate]:
+    """Of the engine over a plain loop, by rounds; that of the middle round counts."""
+    rounds = json.loads((out / "results.json").read_text())["overhead"]
+    for system, most in OVERHEAD.items():
+        over = sorted(
+            100 * (ours["seconds"] / plain["seconds"] - 1)
+            for ours, plain in zip(rounds[system], rounds["plain"], strict=True)
+            if ours and plain
+        )
+        found = over[len(over) // 2] if over else float("nan")
+        yield f"{system} adds {found:.1f} % to a plain loop, at most {most:g} %", found <= most
+
+
+def ppo_gates(out: Path) -> Iterator[Gate]:
+    """Those of the benchmark itself."""
+    from benchmarks.ppo_gpu import gates
+
+    yield from gates(json.loads((out / "results.json").read_text()))
+
+
+def train_gates(out: Path) -> Iterator[Gate]:
+    """The three steps on the embedded task end as on a CPU."""
+    steps = json.loads((out / "run" / "summary.json").read_text())["steps"]
+    right = list(steps["step3_ppo"]["eval"]["judge"].values())[-1]
+    yield f"{100 * right:.1f} % of answers are right, at least {100 * RIGHT:g} %", right >= RIGHT
+
+
+def plan_gates(out: Path) -> Iterator[Gate]:
+    """The plan of a real step against the allocator's peak."""
+    found = json.loads((out / "results.json").read_text())
+    for name, row in found.items():
+        off = row["planned"] / row["peak"] - 1
+        text = f"{name}: planned {row['planned'] / 2**30:.2f} GiB, peak {row['peak'] / 2**30:.2f}"
+        yield f"{text}, within {100 * PLANNED:g} %", abs(off) <= PLANNED
+
+
+TRAIN = [sys.executable, "train.py", "--overwrite"]
+
+PARTS = (
+    Part(
+        "environment",
+        "versions, devices, limits",
+        lambda _: [sys.executable, "-m", "pipeline.launch.env_report"],
+        lambda _: [sys.executable, "-m", "pipeline.launch.env_report"],
+    ),
+    Part(
+        "tests",
+        "tests that need a GPU",
+        lambda _: [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"],
+        lambda _: [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests/pipeline/engine"],
+    ),
+    Part(
+        "kernels",
+        "CUDA kernels: right, and near what memory allows",
+        module("benchmarks.kernels_gpu", "--budget", "480"),
+        module("benchmarks.kernels_gpu", "--backend", "emulator", "--phases", "compile"),
+    ),
+    Part(
+        "overhead",
+        "the engine over a plain loop, OPT-1.3B",
+        module("benchmarks.engine_gpu", "--parts", "overhead"),
+        module("benchmarks.engine_gpu", "--parts", "overhead", "--tiny", "--device", "cpu",
+               "--rounds", "1", "--steps", "4"),
+        overhead_gates,
+    ),
+    Part(
+        "overlap",
+        "copies of parameters beside the computation",
+        module("benchmarks.engine_gpu", "--parts", "overlap"),
+        module("benchmarks.engine_gpu", "--parts", "overlap", "--tiny", "--device", "cpu"),
+    ),
+    Part(
+        "engine",
+        "the engine's tests, on the device and with it hidden",
+        module("benchmarks.engine_gpu", "--parts", "tests"),
+        module("benchmarks.engine_gpu", "--parts", "tests", "--tiny", "--device", "cpu"),
+    ),
+    Part(
+        "generation",
+        "greedy responses against generate of transformers",
+        lambda _: [sys.executable, "-m", "benchmarks.generation", "--rounds", "3"],
+        lambda _: [sys.executable, "-m", "benchmarks.generation", "--help"],
+    ),
+    Part(
+        "ppo",
+        "an iteration of PPO, OPT-1.3B with a reward model of 350M",
+        module("benchmarks.ppo_gpu"),
+        module("benchmarks.ppo_gpu", "--tiny"),
+        ppo_gates,
+    ),
+    Part(
+        "plan",
+        "the memory plan of fine-tuning OPT-1.3B against the allocator's peak",
+        module("benchmarks.gpu_plan"),
+        module("benchmarks.gpu_plan", "--tiny"),
+        plan_gates,
+    ),
+    Part(
+        "train",
+        "the three steps on the embedded task",
+        lambda out: [*TRAIN, "--output-dir", str(out / "run")],
+        lambda out: [*TRAIN, "--output-dir", str(out / "run"), "--dry-run"],
+        train_gates,
+    ),
+)  # fmt: skip
+
+
+def run(part: Part, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a part, unless it has ended well before; how it ended."""
+    directory, log = args.output / part.name, args.output / f"{part.name}.log"
+    ended = args.output / f"{part.name}.json"
+    if ended.exists() and not args.again:
+        before = json.loads(ended.read_text())
+        if before["code"] == 0:
+            print(f"{part.name}: done before", flush=True)
+            return before
+    directory.mkdir(parents=True, exist_ok=True)
+    command = (part.tiny if args.tiny else part.command)(directory)
+    print(f"{part.name}: {part.about}", flush=True)
+    began = time.monotonic()
+    with log.open("w") as file:
+        try:
+            code: int | None = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=60 * MINUTES
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    result = {"command": command, "code": code, "seconds": time.monotonic() - began}
+    ended.write_text(json.dumps(result))
+    how = f"was ended after {MINUTES} minutes" if code is None else f"exit code {code}"
+    print(f"{part.name}: {how}, {result['seconds']:.0f} s, {log}", flush=True)
+    return result
+
+
+def gates_of(part: Part, result: Mapping[str, Any], args: argparse.Namespace) -> list[Gate]:
+    """What was asked of a part; toys have no gates but that the part ended well."""
+    found = [(f"{part.name} ended with code {result['code']}", result["code"] == 0)]
+    if args.tiny or result["code"] is None:
+        return found
+    try:
+        return [*found, *part.gates(args.output / part.name)]
+    except (OSError, LookupError, ValueError, ArithmeticError) as error:
+        return [*found, (f"{part.name} left no figures: {error!r}", False)]
+
+
+def page(results: Mapping[Part, Mapping[str, Any]], args: argparse.Namespace) -> tuple[str, bool]:
+    """The page, and whether every gate holds."""
+    gates = {part: gates_of(part, result, args) for part, result in results.items()}
+    every = [gate for each in gates.values() for gate in each]
+    lines = ["# Measured on one GPU", "", "| holds | what |", "| --- | --- |"]
+    lines += [f"| {'yes' if holds else '**no**'} | {text} |" for text, holds in every]
+    for part, result in results.items():
+        log = (args.output / f"{part.name}.log").read_text(errors="replace").splitlines()
+        lines += ["", f"## {part.name}: {part.about}", "", f"{result['seconds']:.0f} s:", ""]
+        lines += [f"    {' '.join(result['command'])}", "", "```text", *log[-TAIL:], "```"]
+    return "\n".join(lines) + "\n", all(holds for _, holds in every)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts in turn, and write the page."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names)
+    parser.add_argument("--output", type=Path, default=Path("output/gpu_all"))
+    parser.add_argument("--again", action="store_true", help="also what has ended well before")
+    parser.add_argument("--tiny", action="store_true", help="toys, without a GPU")
+    args = parser.parse_args(argv)
+    if not args.tiny:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("there is no GPU; --tiny runs the same course anywhere")
+    args.output.mkdir(parents=True, exist_ok=True)
+    results = {part: run(part, args) for part in PARTS if part.name in args.parts}
+    text, holds = page(results, args)
+    (args.output / "page.md").write_text(text)
+    print(text.partition("\n## ")[0])
+    print(f"{args.output / 'page.md'} has the tables")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""The course on a GPU: each part once, a page with every gate, and no part that can not start."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_all
+
+ROOT = Path(__file__).parents[2]
+
+
+def course(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "scripts/measure_gpu.sh", "all", "--tiny", "--output", str(out), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_part_is_run_once_and_the_page_has_what_it_printed(tmp_path: Path) -> None:
+    first = course(tmp_path, "--parts", "environment")
+    second = course(tmp_path, "--parts", "environment")
+
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert "done before" not in first.stdout
+    assert "environment: done before" in second.stdout
+    page = (tmp_path / "page.md").read_text()
+    assert "| yes | environment ended with code 0 |" in page
+    assert (tmp_path / "environment.log").read_text().splitlines()[-1] in page
+
+
+def test_a_part_that_failed_is_named_and_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "environment.json").write_text(json.dumps({"command": [], "code": 1, "seconds": 1}))
+
+    assert gpu_all.main(["--tiny", "--parts", "environment", "--output", str(tmp_path)]) == 0
+    assert "environment: exit code 0" in capsys.readouterr().out
+
+
+def test_a_gate_holds_at_its_number_and_fails_beyond_it(tmp_path: Path) -> None:
+    def overhead(stage_0: float, stage_3: float) -> list[bool]:
+        rows = {"plain": 1.0, "stage 0": stage_0, "stage 3": stage_3}
+        rounds = {name: [{"seconds": value}] * 3 for name, value in rows.items()}
+        (tmp_path / "results.json").write_text(json.dumps({"overhead": rounds}))
+        return [holds for _, holds in gpu_all.overhead_gates(tmp_path)]
+
+    def plan(planned: float) -> list[bool]:
+        found = {"stage 0": {"planned": planned, "peak": 100.0}}
+        (tmp_path / "results.json").write_text(json.dumps(found))
+        return [holds for _, holds in gpu_all.plan_gates(tmp_path)]
+
+    assert overhead(1.029, 1.079) == [True, True]
+    assert overhead(1.031, 1.081) == [False, False]
+    assert [plan(each) for each in (91.0, 109.0, 89.0, 111.0)] == [[True], [True], [False], [False]]
+
+
+def test_figures_that_are_not_there_fail_their_gates(tmp_path: Path) -> None:
+    parts = {part.name: part for part in gpu_all.PARTS}
+    args = type("Args", (), {"tiny": False, "output": tmp_path})()
+    (tmp_path / "ppo").mkdir()
+
+    found = gpu_all.gates_of(parts["ppo"], {"code": 0}, args)
+    assert [holds for _, holds in found] == [True, False]
+    assert gpu_all.gates_of(parts["ppo"], {"code": None}, args)[0][1] is False
