@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import Checkpoints
-from pipeline.config import RowStepConfig, StepConfig, TrainedModelConfig
+from pipeline.config import StepConfig, TrainedModelConfig
 from pipeline.data.batches import RowStream, micro_batches
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
@@ -30,7 +30,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.run import AtPeak, Run
 from pipeline.utilization import Utilization, utilization_of
 
-C = TypeVar("C", bound=RowStepConfig)
+C = TypeVar("C", bound=StepConfig)
 R = TypeVar("R")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -68,6 +68,11 @@ class Utilization:
             again += self.recomputed * self.flops.recomputation(length)
         return AtPeak(model / self.peak.flops, (model + again) / self.peak.flops)
 
+    def forward(self, sequences: Iterable[tuple[int, int]]) -> float:
+        """Seconds of a forward pass at the peak; `sequences` are those of `training`."""
+        flops = sum(self.flops.scoring(*each) for each in sequences)
+        return flops / self.peak.flops
+
 
 def utilization_of(model: nn.Module, *, peak_tflops: float | None, mesh: Mesh) -> Utilization:
     """Of a model that learns, as it is set up; all processes call it, the main one logs.

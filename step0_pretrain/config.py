@@ -9,7 +9,7 @@ from pipeline.config import (
     ModelUse,
     OptimConfig,
     RowCounts,
-    RowStepConfig,
+    StepConfig,
     TextDataConfig,
     TrainedModelConfig,
     Workload,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(RowStepConfig):
+class PretrainConfig(StepConfig):
     """Step 0: continued pre-training on text, every token of which is learned."""
 
     reads_dialogues: ClassVar[bool] = False

@@ -8,7 +8,7 @@ from pipeline.config import (
     EMBEDDED,
     ModelUse,
     OptimConfig,
-    RowStepConfig,
+    StepConfig,
     TrainedModelConfig,
     Workload,
 )
@@ -16,7 +16,7 @@ from pipeline.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(TaskSettings, RowStepConfig):
+class SFTConfig(TaskSettings, StepConfig):
     """Step 1: supervised fine-tuning."""
 
     output_dir: Path = Path("output/step1_sft")

@@ -11,7 +11,7 @@ from pipeline.config import (
     ModelUse,
     OptimConfig,
     RowColumns,
-    RowStepConfig,
+    StepConfig,
     TrainedModelConfig,
     Workload,
 )
@@ -25,7 +25,7 @@ GENERATED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(LabelSettings, RowStepConfig):
+class RewardConfig(LabelSettings, StepConfig):
     """Step 2: the reward model."""
 
     output_dir: Path = Path("output/step2_reward")

@@ -25,6 +25,7 @@ from step3_ppo.reward_model_check import check_reward_model
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.sampling import sampled_responses
 from step3_ppo.scoring import measured_moments
+from step3_ppo.utilization import UpdateUtilization, update_utilization
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Setup:
     guards: Guards
     course: Course
     checkpoints: Checkpoints
+    utilization: UpdateUtilization
 
     @property
     def guarded(self) -> Guarded:
@@ -101,7 +103,8 @@ def set_up(
         check_generation(actor, [row.input_ids for row in prompts.train[:2]])
     set_moments(models, prompts, config, checkpoints)
     course.begin(checkpoints, run)
-    ppo = Setup(models, prompts, kl, ema, ptx, guards, course, checkpoints)
+    utilization = update_utilization(models, config, run.mesh)
+    ppo = Setup(models, prompts, kl, ema, ptx, guards, course, checkpoints, utilization)
     slow_down(ppo)
     return ppo
 

@@ -94,6 +94,8 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
 
     metrics |= updates.metrics() | {"kl_coef": ppo.kl.coef}
     timing = models.hybrid_engine.metrics() | clock.metrics()
+    seconds = clock.seconds["training"]
+    timing |= ppo.utilization.metrics(experience, updates, config, step=step, seconds=seconds)
     run.log(step, tokens=updates.tokens, **metrics, **timing)
     ppo.kl.update(metrics["kl"], responses=config.rollout_size)
     return metrics

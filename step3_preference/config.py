@@ -12,7 +12,7 @@ from pipeline.config import (
     ModelUse,
     OptimConfig,
     RowShare,
-    RowStepConfig,
+    StepConfig,
     TrainedModelConfig,
     Workload,
 )
@@ -23,7 +23,7 @@ from step3_preference.methods import METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(TaskSettings, RowStepConfig, GuardSettings):
+class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Step 3 without RL: the actor learns from pairs of responses, or from good and bad ones."""
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS

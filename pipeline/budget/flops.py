@@ -56,6 +56,10 @@ class ModelFlops:
         of_logits = 4 * self.head + 2 * self.head * self.head_learns
         return length * self._blocks.train(length) + targets * of_logits
 
+    def scoring(self, length: int, targets: int) -> int:
+        """Operations of one forward pass over one sequence, logits for `targets` of its tokens."""
+        return self.recomputation(length) + 2 * self.head * targets
+
     def recomputation(self, length: int) -> int:
         """Operations of one more forward pass over one sequence, without the output layer."""
         return length * self._blocks.forward(length)

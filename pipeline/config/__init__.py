@@ -17,7 +17,6 @@ from pipeline.config.model import (
 from pipeline.config.optim import DEFAULT_OPTIM, LossScaleConfig, OptimConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import (
-    RowStepConfig,
     SaveInterval,
     StepConfig,
     Tracker,
@@ -47,7 +46,6 @@ __all__ = [
     "RowColumns",
     "RowCounts",
     "RowShare",
-    "RowStepConfig",
     "RowUse",
     "SaveInterval",
     "StepConfig",

@@ -111,7 +111,15 @@ class StepConfig(ABC):
     resume: bool = False
     """Go on from the newest checkpoint that verifies; without one, begin."""
 
+    peak_tflops: float | None = None
+    """TFLOP/s of each device at most, which `mfu` is a share of; null takes those of a GPU's data
+    sheet, or measures a product of matrices."""
+
     def __post_init__(self) -> None:
+        require(
+            self.peak_tflops is None or self.peak_tflops > 0,
+            f"peak_tflops must be above 0, got {self.peak_tflops}",
+        )
         require(
             self.timeout_seconds > 0,
             f"timeout_seconds must be above 0, got {self.timeout_seconds}",
@@ -205,22 +213,6 @@ class StepConfig(ABC):
     def save_interval(self) -> SaveInterval | None:
         """`save_every`, read."""
         return None if self.save_every is None else SaveInterval.parse(self.save_every)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowStepConfig(StepConfig):
-    """What steps need that learn from fixed rows."""
-
-    peak_tflops: float | None = None
-    """TFLOP/s of each device at most, which `mfu` is a share of; null takes those of a GPU's data
-    sheet, or measures a product of matrices."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.peak_tflops is None or self.peak_tflops > 0,
-            f"peak_tflops must be above 0, got {self.peak_tflops}",
-        )
 
 
 FREE_SETTINGS = (
