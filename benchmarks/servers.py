@@ -127,7 +127,7 @@ def servers(options: argparse.Namespace, directory: Path) -> Iterator[tuple[str,
             *(sys.executable, "-m", "inference.serve", "--path", f"{MODEL_NAME}={model}"),
             *f"{ours} --log-requests false --port".split(),
         ],
-        {"model": MODEL_NAME, "min_tokens": RESPONSE},
+        {"model": MODEL_NAME},
     )
     if options.transformers:
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[options.precision]
@@ -157,7 +157,7 @@ def servers(options: argparse.Namespace, directory: Path) -> Iterator[tuple[str,
                 *(options.llama_server, "-m", file),
                 *f"-c {context} -np {slots} -t 1 -tb 1 --no-webui --port".split(),
             ],
-            {"ignore_eos": True, "cache_prompt": False},
+            {"cache_prompt": False},
         )
 
 

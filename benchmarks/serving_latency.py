@@ -4,9 +4,9 @@
 
 The Llama of 15M parameters with random weights, in fp32 on one thread, behind the server, asked by
 a client over raw sockets. Turns: a dialogue of 1,000 tokens goes on with 32 new ones, with and
-without the reuse of what its earlier turns stored. Gaps: a stream is read while prompts of 4,000
-tokens come, by how many of their tokens are read between two of its own. Figures are medians of
-rounds in wall time; the sides alternate.
+without the reuse of what its earlier turns stored; medians of rounds in wall time, the sides
+alternate. Gaps: the tokens of a response, alone and while a prompt of 4,000 tokens is read, by
+`--prefill-gap`; medians of rounds in processor time, in an open batch of this process.
 """
 
 import argparse
@@ -18,19 +18,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.llama import VOCABULARY
 from benchmarks.serving import save_model
+from inference.engine.batch import OpenBatch
+from inference.engine.requests import Request, Ticket, Token
+from inference.engine.sampling import Sampler
+from inference.serve.lanes import CHUNK
+from pipeline.config import FrozenModelConfig
+from pipeline.models.load import load_causal_lm
 
 HISTORY, NEW, LONG = 1000, 32, 4000
-CHUNKS = (64, 128, 256, 512, 2048)
-CONTEXT = 4352
-ANSWER = 400
+GAPS = (2.0, 3.0, 5.0, 10.0, None)
+CONTEXT = 6144
+ALONE = 100
+"""Tokens of a response before the long prompt comes; the last half of them counts."""
+ANSWER = 1800
 
 
 @contextmanager
@@ -55,7 +64,7 @@ def tokens(count: int) -> list[int]:
     return torch.randint(3, VOCABULARY, (count,)).tolist()
 
 
-async def times(port: int, prompt: list[int], length: int) -> AsyncIterator[float]:
+async def times(port: int, prompt: list[int], length: int) -> AsyncGenerator[float, None]:
     """Seconds from the request to each of its tokens."""
     fields = {"max_tokens": length, "min_tokens": length, "stream": True}
     body = json.dumps({"prompt": prompt, **fields}).encode()
@@ -66,10 +75,12 @@ async def times(port: int, prompt: list[int], length: int) -> AsyncIterator[floa
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + body)
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            yield time.perf_counter() - began
-    writer.close()
+    try:
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                yield time.perf_counter() - began
+    finally:
+        writer.close()
 
 
 async def first_token(port: int, prompt: list[int]) -> float:
@@ -78,13 +89,49 @@ async def first_token(port: int, prompt: list[int]) -> float:
     return seconds
 
 
-async def gaps(port: int) -> tuple[list[float], float]:
-    """Seconds between the tokens of a stream, and to the first token of a prompt that came."""
-    streamed = times(port, tokens(NEW), ANSWER)
-    came = [await anext(streamed) for _ in range(20)]
-    other = asyncio.create_task(first_token(port, tokens(LONG)))
-    came += [each async for each in streamed]
-    return [later - before for before, later in pairwise(came[20:])], await other
+class Gaps(NamedTuple):
+    """Processor seconds between the tokens of a stream."""
+
+    alone: float
+    """The median before a long prompt came."""
+    beside: list[float]
+    """All until its first token."""
+    first: float
+    """To its first token."""
+
+
+def gaps(batch: OpenBatch) -> Gaps:
+    """What a long prompt does to a stream."""
+    stream, long = (
+        Request(tuple(tokens(count)), Sampler(temperature=1.0, seed=count), 0, length)
+        for count, length in ((NEW, ANSWER), (LONG, 1))
+    )
+    running = batch.submit(stream)
+    alone = [moment for moment, _ in zip(moments(batch, running), range(ALONE), strict=False)]
+    coming = batch.submit(long)
+    beside = alone[-1:]
+    for moment in moments(batch, running):
+        beside.append(moment)
+        if coming.response.ids:
+            break
+    batch.cancel(running)
+    while batch.busy:
+        batch.step()
+    median = statistics.median(differences(alone[ALONE // 2 :]))
+    return Gaps(median, differences(beside), beside[-1] - beside[0])
+
+
+def moments(batch: OpenBatch, ticket: Ticket) -> Iterator[float]:
+    """When a response's tokens come, in processor time."""
+    while not ticket.ended:
+        for event in batch.step():
+            if isinstance(event, Token) and event.ticket is ticket:
+                yield time.process_time()
+
+
+def differences(times: Sequence[float]) -> list[float]:
+    """Between neighbours."""
+    return [later - before for before, later in pairwise(times)]
 
 
 def measure_turns(directory: str, rounds: int) -> None:
@@ -102,15 +149,31 @@ def measure_turns(directory: str, rounds: int) -> None:
 
 def measure_gaps(directory: str, rounds: int) -> None:
     """Print how a long prompt holds up a stream."""
-    print("chunk  median gap  longest gap  first token of the long prompt")
-    for chunk in CHUNKS:
-        with server(directory, "--prefill-chunk", str(chunk), "--prefix-reuse", "off") as port:
-            found = [asyncio.run(gaps(port)) for _ in range(rounds)]
-        middle = statistics.median(gap for each, _ in found for gap in each)
-        longest = statistics.median(max(each) for each, _ in found)
-        first = statistics.median(seconds for _, seconds in found)
+    model = load_causal_lm(FrozenModelConfig(path=directory), device=torch.device("cpu"))
+    print("prefill gap  alone     median beside  99 % within    longest  first token of the prompt")
+    for gap in GAPS:
+        batch = OpenBatch(
+            model,
+            num_slots=2,
+            capacity=CONTEXT,
+            chunk=CHUNK["cpu"],
+            gap=gap,
+            clock=time.process_time,
+        )
+        # The first round warms.
+        found = [gaps(batch) for _ in range(rounds + 1)][1:]
+        alone = statistics.median(each.alone for each in found)
+        ranked = [sorted(each.beside) for each in found]
+        middle, most, longest = (
+            statistics.median(each[int(share * (len(each) - 1))] for each in ranked)
+            for share in (0.5, 0.99, 1.0)
+        )
+        first = statistics.median(each.first for each in found)
         print(
-            f"{chunk:5}  {1000 * middle:7.1f} ms  {1000 * longest:8.0f} ms  {first:8.2f} s",
+            f"{gap or 'null':11}  {1000 * alone:5.1f} ms"
+            f"  {1000 * middle:6.1f} ms {middle / alone:4.1f}"
+            f"  {1000 * most:6.1f} ms {most / alone:4.1f}  {1000 * longest:5.0f} ms"
+            f"  {first:6.2f} s",
             flush=True,
         )
 
@@ -121,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         save_model(directory, context=CONTEXT)
         measure_turns(directory, options.rounds)

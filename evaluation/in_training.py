@@ -80,14 +80,18 @@ class TaskEvaluations:
 
 
 def generating_from(model: nn.Module, engine: Engine) -> Generating:
-    """What gives a model that `engine` trains, whole on every process, at any ZeRO stage.
+    """What gives a model that `engine` trains, at any ZeRO stage, gathered on every process.
 
-    Weights that lie whole in memory are used where they are; of others there is a copy meanwhile.
+    Weights that lie so in memory are used where they are; of others there is a copy meanwhile.
+    Processes that train parts of each layer generate together.
     """
 
     @cache
     def made() -> Replica:
-        return Replica(model, shares=not engine.sharded)
+        together = engine.tensor
+        return Replica(
+            model, shares=not engine.sharded, tp_group=together.apart, trained_by=together
+        )
 
     @contextmanager
     def generating() -> Iterator[PreTrainedModel]:

@@ -284,9 +284,9 @@ class Checkpoints:
         }
 
     def _model(self, engine: Engine) -> dict[str, Any] | None:
-        """What it takes to build an engine's model again, from what its stages say."""
+        """What it takes to build an engine's model again, from what its parts say."""
         own = describe_model(engine.model)
-        return None if own is None else merged(engine.stages.gather_objects(own))
+        return None if own is None else merged(engine.parts.gather_objects(own))
 
     def _health(self) -> dict[str, Any]:
         if self._guards is None:

@@ -16,6 +16,7 @@ from pipeline.data.examples import Encoded, Example
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.lengths import Fit, check_lengths
 from pipeline.data.pairs import EncodedPair, PairBatch, collate_pairs
+from pipeline.data.prompt_record import PromptRecord
 from pipeline.data.stages import StageData
 from pipeline.data.step_rows import load_step_rows, record_prompts
 from pipeline.engine.best import BestWeights
@@ -31,6 +32,8 @@ from pipeline.utilization import Utilization, utilization_of
 
 C = TypeVar("C", bound=RowStepConfig)
 R = TypeVar("R")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol):
@@ -56,6 +59,25 @@ class Source(Protocol):
         """The same for the same rows, and for no others."""
         ...
 
+    @property
+    def prompts(self) -> PromptRecord | None:
+        """What this step and the earlier ones train on and hold out; None of texts."""
+        ...
+
+
+class Learned(Protocol[T_co]):
+    """Rows of type T to learn from, and those held out."""
+
+    @property
+    def train(self) -> Sequence[T_co]:
+        """In the order in which `RowStream` numbers them."""
+        ...
+
+    @property
+    def eval(self) -> Sequence[T_co]:
+        """Those for evaluation."""
+        ...
+
 
 S = TypeVar("S", bound=Source)
 
@@ -77,6 +99,11 @@ class Rows:
     def fingerprint(self) -> str:
         """The same for the same training rows, and for no others."""
         return fingerprint(self.data.train)
+
+    @property
+    def prompts(self) -> PromptRecord:
+        """What this step and the earlier ones train on and hold out."""
+        return self.data.prompts
 
     def next_examples(self) -> list[Example]:
         """The examples of the next global batch."""
@@ -165,8 +192,8 @@ def set_up(
     `guards`, where there are any, are part of that state. `passes` are those of a stage, where the
     model is one.
     """
-    if isinstance(rows, Rows):
-        record_prompts(rows.data.prompts, config)
+    if rows.prompts is not None:
+        record_prompts(rows.prompts, config)
     best = BestWeights(engine, keep=config.keep_best)
     checkpoints = Checkpoints(
         run,
@@ -183,8 +210,8 @@ def set_up(
 
 
 def check_rows(
-    data: StageData,
-    fit: Callable[[Sequence[Example]], list[Fit]],
+    data: Learned[T],
+    fit: Callable[[Sequence[T]], list[Fit]],
     config: StepConfig,
     *,
     rows: str,

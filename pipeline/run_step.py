@@ -37,7 +37,9 @@ def run_step(
     with (
         compute_threads(config.threads),
         process_group(watching, patience),
-        cut_mesh(replicas=parallel.replicas, pp=parallel.pp, timeout_seconds=patience) as mesh,
+        cut_mesh(
+            replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience
+        ) as mesh,
     ):
         configure_logging(is_main=mesh.is_main)
         train(config)

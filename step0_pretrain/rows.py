@@ -33,6 +33,11 @@ class Rows:
         """The same for the same tokens, mixed alike, and for no others."""
         return self.corpus.fingerprint
 
+    @property
+    def prompts(self) -> None:
+        """Texts have none."""
+        return None
+
 
 def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Rows:
     """Pack what is no token file yet, on the main process, and open the corpus on all.

@@ -5,30 +5,33 @@ from collections.abc import Sequence
 from pipeline import offline
 from pipeline.data.batches import TokenBatch, collate_part
 from pipeline.data.chat_format import ChatFormat
-from pipeline.data.examples import Encoded, Example
+from pipeline.data.examples import Encoded
 from pipeline.data.lengths import Fit
-from pipeline.data.stages import StageData
+from pipeline.data.packed import PackedDialogue
+from pipeline.offline import Learned
 from pipeline.parallel.device import local_device
 from step1_sft.config import SFTConfig
+from step1_sft.rows import Demonstration
 
 
-def encode(examples: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
+def encode(rows: Sequence[Demonstration], chat: ChatFormat, config: SFTConfig) -> list[Encoded]:
     """Token ids and loss masks; what is longer than `max_length` loses its end."""
-    return [
-        chat.encode(example.prompt, example.chosen, train_on=config.data.train_on).head(
-            config.data.max_length
-        )
-        for example in examples
-    ]
+    return [_whole(row, chat, config).head(config.data.max_length) for row in rows]
 
 
-def check_rows(data: StageData, chat: ChatFormat, config: SFTConfig) -> None:
+def _whole(row: Demonstration, chat: ChatFormat, config: SFTConfig) -> Encoded:
+    if isinstance(row, PackedDialogue):
+        return row.read()
+    return chat.encode(row.prompt, row.chosen, train_on=config.data.train_on)
+
+
+def check_rows(data: Learned[Demonstration], chat: ChatFormat, config: SFTConfig) -> None:
     """Say how many rows are cut; raise DataError where nothing is left to train or evaluate."""
     limit = config.data.max_length
 
-    def fit(examples: Sequence[Example]) -> list[Fit]:
-        rows = [chat.encode(each.prompt, each.chosen, config.data.train_on) for each in examples]
-        return [Fit(len(row) > limit, row.head(limit).num_targets) for row in rows]
+    def fit(rows: Sequence[Demonstration]) -> list[Fit]:
+        whole = [_whole(row, chat, config) for row in rows]
+        return [Fit(len(row) > limit, row.head(limit).num_targets) for row in whole]
 
     offline.check_rows(
         data, fit, config, rows="rows", end="end", empty="have nothing left to train on"

@@ -49,6 +49,11 @@ class SFTConfig(TaskSettings, RowStepConfig):
             "patience counts evaluations: eval_every must not be 0",
         )
 
+    @property
+    def reads_packed(self) -> bool:
+        """Whether the data paths are token files."""
+        return self.data.is_packed
+
     def workload(self, world: int) -> Workload:
         """One language model learns from whole rows."""
         return Workload(

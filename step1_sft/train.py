@@ -23,21 +23,24 @@ from pipeline.models.export import set_stop_tokens
 from pipeline.models.passes import learning_model
 from pipeline.models.trained import within_context
 from pipeline.next_token import Size, export_best, learn, perplexity, warn_unless_better
-from pipeline.offline import Rows, Training, load_rows, set_up
+from pipeline.offline import Training, set_up
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
 from step1_sft.batches import check_rows, cut, encode
+from step1_sft.rows import Demonstrations, load_rows
 
 METHOD = "Fine-tuned on demonstrations: the responses' tokens alone are learned."
+
+Tuning = Training[SFTConfig, Encoded, Demonstrations]
 
 
 def train(config: SFTConfig) -> Path:
     """Fine-tune the actor; return the directory of the exported model."""
     mesh = current_mesh()
     seed_generators(config.seed + mesh.data.rank)  # of adapter dropout
-    rows = load_rows(config, config.model, step=1)
+    rows = load_rows(config)
     with Run(config, name="step1_sft", total_steps=rows.total_steps, mesh=mesh) as run:
         sft = load_model(config, rows, run)
         passes, held_out, best, config = sft.passes, sft.held_out, sft.best, sft.config
@@ -54,7 +57,7 @@ def train(config: SFTConfig) -> Path:
 
         with keeping_best(run, best, sft.export, model=config.model):
             for step in sft.checkpoints.steps(enough=enough):
-                batch = encode(rows.next_examples(), rows.chat, config)
+                batch = encode(rows.next_rows(), rows.chat, config)
                 learn_from(sft, batch, run, step=step)
                 if sft.evaluates_after(step):
                     best.update(perplexity(passes, cut(held_out, config)), step=step)
@@ -64,7 +67,7 @@ def train(config: SFTConfig) -> Path:
     return config.output_dir
 
 
-def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, Encoded, Rows]:
+def load_model(config: SFTConfig, rows: Demonstrations, run: Run) -> Tuning:
     """The actor in its engine, with the state of an earlier run where this one goes on."""
     model, passes = learning_model(
         config.model,
@@ -82,9 +85,7 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> Training[SFTConfig, E
     return set_up(config, model, passes.engine, rows, held_out, run, passes=passes)
 
 
-def learn_from(
-    sft: Training[SFTConfig, Encoded, Rows], rows: Sequence[Encoded], run: Run, *, step: int
-) -> None:
+def learn_from(sft: Tuning, rows: Sequence[Encoded], run: Run, *, step: int) -> None:
     """Take one optimizer step on the rows, and log it."""
     tokens, targets = sum(map(len, rows)), sum(row.num_targets for row in rows)
     learn(
@@ -92,14 +93,14 @@ def learn_from(
     )
 
 
-def open_tasks(sft: Training[SFTConfig, Encoded, Rows]) -> TaskEvaluations:
+def open_tasks(sft: Tuning) -> TaskEvaluations:
     """The tasks of the settings, asked of the model as it is now."""
     chat = Chat(sft.rows.tokenizer, sft.rows.chat)
     return TaskEvaluations(sft.config, chat, generating_from(sft.model, sft.engine))
 
 
 def finish(
-    sft: Training[SFTConfig, Encoded, Rows],
+    sft: Tuning,
     run: Run,
     tasks: TaskEvaluations,
     *,

@@ -12,6 +12,7 @@ from step3_ppo.guard_settings import WARNING, unmeasured
 from step3_ppo.method_checks import check_method
 from step3_ppo.methods import METHODS
 from step3_ppo.needs import ESTIMATOR_NEEDS
+from step3_ppo.parallel_checks import check_parallel
 from step3_ppo.reward_checks import check_environment, check_rewards
 from step3_ppo.reward_settings import MODEL, with_environment
 from step3_ppo.settings import LEARNING_RATES, PPOSettings, adam
@@ -31,12 +32,7 @@ class PPOConfig(PPOSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parallel.require_whole("step 3")
-        require(
-            self.parallel.micro_batches is None,
-            "parallel.micro_batches belongs to the steps that learn from rows; lower"
-            " micro_batch_size to have more of them",
-        )
+        check_parallel(self)
         for role, lr in LEARNING_RATES.items():
             model: TrainedModelConfig = getattr(self, role)
             if model.optim is DEFAULT_OPTIM:  # nobody has set it: it is of the class alone

@@ -40,7 +40,9 @@ class HybridEngine:
         self.engine = engine
         self.resident = resident
         self.offloading = tuple(offloading)
-        self.replica = Replica(model, shares=not engine.sharded, tp_group=tp_group)
+        self.replica = Replica(
+            model, shares=not engine.sharded, tp_group=tp_group, trained_by=engine.tensor
+        )
         self.weights_hash = 0
         """Of the weights that generated last (`inference/weights/hash.py`)."""
         self.seconds = 0.0

@@ -25,6 +25,7 @@ from pipeline.models.class_values import require_score
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
+from pipeline.models.tensor_cut import cut_layers, cut_where_possible
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -146,8 +147,7 @@ def load_models(
 
     updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
     actor_iterations = max(1, iterations - config.critic_warmup_steps)
-    actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed)
-    set_stop_tokens(actor, chat.stop_ids)
+    actor = load_actor(config, tokenizer, chat, device=device)
     critic = load_critic(config, tokenizer, device=device)
     for role, model in {"actor": actor, "critic": critic}.items():
         if model is not None:
@@ -159,6 +159,8 @@ def load_models(
         total_steps=actor_iterations * updates,
         name="actor",
         group=mesh.data,
+        parts=mesh.parts,
+        tensor=mesh.tensor,
     )
     critic_engine = None
     if critic is not None:
@@ -182,6 +184,23 @@ def load_models(
     )
 
 
+def load_actor(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    *,
+    device: torch.device,
+) -> nn.Module:
+    """The actor's Hugging Face model, or this process's part of its layers."""
+    in_parts = config.parallel.is_cut
+    actor = trained_causal_lm(
+        config.actor, tokenizer, device=device, seed=config.seed, in_parts=in_parts
+    )
+    set_stop_tokens(actor, chat.stop_ids)
+    cut_layers(actor, current_mesh().tensor)
+    return actor
+
+
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> nn.Module | None:
@@ -194,24 +213,31 @@ def load_critic(
     """
     if not config.has_critic:
         return None
-    critic = trained_classifier(config.critic, tokenizer, device=device, seed=config.seed)
+    in_parts = config.parallel.is_cut
+    critic = trained_classifier(
+        config.critic, tokenizer, device=device, seed=config.seed, in_parts=in_parts
+    )
     if reads_whole(base_model(critic)):
         raise ModelError(
             f"ppo.critic.path {config.critic.path} reads a response as a whole, and a critic values"
             " every token of it; set ppo.critic.path to step 1's output, or choose a --method"
             " without a critic"
         )
+    cut_layers(critic, current_mesh().tensor)
     return critic
 
 
 def engine_of_critic(critic: nn.Module, config: PPOConfig, *, total_steps: int) -> Engine:
     """What trains the critic, over so many updates."""
+    mesh = current_mesh()
     return Engine(
         Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
         config.critic,
         total_steps=total_steps,
         name="critic",
-        group=current_mesh().data,
+        group=mesh.data,
+        parts=mesh.parts,
+        tensor=mesh.tensor,
     )
 
 
@@ -258,6 +284,7 @@ def load_one_reward(
         settings, device=device, seed=config.seed, defer=layout.zero_stage == 3
     )
     require_score(base_model(reward))
+    cut_where_possible(reward, current_mesh().tensor)
     if chat is None:
         require_context(base_model(reward), "reward", config)
         return RewardModel(reward, layout, name=name)
@@ -302,5 +329,6 @@ def load_reference(
     sharded = config.actor.zero_stage == 3
     model = load_causal_lm(source, device=device, seed=config.seed, defer=sharded)
     add_tokens(model, tokenizer, seed=config.seed)
+    cut_where_possible(model, current_mesh().tensor)
     policy = Policy(model, kernels=config.actor.kernels)
     return Reference(FrozenEngine(policy, config.actor, name="reference"))

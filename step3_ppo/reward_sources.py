@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +14,7 @@ from pipeline.clock import Clock
 from pipeline.errors import ConfigError
 from pipeline.models.chat import decode_response
 from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Episode, Outcome, Scored
 from rewards.environments.pool import Environments
 from rewards.mixture import Rewards, check_failures
@@ -22,6 +23,8 @@ from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.prompts import Prompt
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CHUNK = 8
 """Responses that are handed out together, at least."""
@@ -52,6 +55,8 @@ class RewardSources:
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
         """By place, what the environment gave since the last results."""
+        self._same_rows = current_mesh().tensor.apart
+        """Processes with the same responses, of which the first alone asks the programs."""
 
     @property
     def has_programs(self) -> bool:
@@ -80,7 +85,8 @@ class RewardSources:
 
     def results(self) -> dict[str, Scored]:
         """What each source gave for the episodes since the last call, by name, in their order."""
-        return {**self._results_of_environment(), **self._results_of_programs()}
+        of_programs = self._of_first(self._results_of_programs())
+        return {**self._results_of_environment(), **of_programs}
 
     def _results_of_environment(self) -> dict[str, Scored]:
         source = self.config.environment_source
@@ -100,6 +106,10 @@ class RewardSources:
         self.seconds = clock.metrics()["seconds_rewards"]
         gold = {} if verdicts.gold is None else {GOLD: verdicts.gold}
         return {**verdicts.sources, **gold}
+
+    def _of_first(self, own: T) -> T:
+        """What the first of the processes with the same responses has."""
+        return self._same_rows.gather_objects(own)[0]
 
     def check_failures(
         self, failed: Mapping[str, int], *, num_rows: int, first: Mapping[str, str | None]
@@ -166,7 +176,7 @@ class RewardSources:
             )
             started.callback(self.environments.close)
             self._fingerprint[ENVIRONMENT_FILE] = file.sha256
-        if self.has_programs:
+        if self.has_programs and self._same_rows.rank == 0:
             self._rewards = Rewards(
                 config.programs,
                 gold=config.gold,
@@ -179,6 +189,7 @@ class RewardSources:
             self._fingerprint |= self._rewards.fingerprint
             for note in self._rewards.notes:
                 logger.info("%s", note)
+        self._fingerprint = self._of_first(self._fingerprint)
 
     def __exit__(
         self,

@@ -8,6 +8,7 @@ from step3_ppo.settings import PPOSettings
 
 def workload_of(config: PPOSettings, world: int) -> Workload:
     """Each iteration generates responses, scores them, and learns from them."""
+    processes = max(1, world // config.parallel.tp)
     return Workload(
         world=world,
         parallel=config.parallel,
@@ -20,7 +21,7 @@ def workload_of(config: PPOSettings, world: int) -> Workload:
         generation=Generation(
             role="actor",
             phase="each iteration",
-            count=config.responses_per_process(world),
+            count=config.responses_per_process(processes),
             group_size=config.group_size,
             batch_size=config.generation_batch_size,
             prompt_length=config.max_prompt_length,
@@ -32,7 +33,7 @@ def workload_of(config: PPOSettings, world: int) -> Workload:
         epochs=config.ppo_epochs,
         temperature=config.temperature,
         learns_entropy=config.entropy_coef > 0,
-        reuses_forward=config.reuses_forward(processes=world),
+        reuses_forward=config.reuses_forward(processes=processes),
     )
 
 
@@ -42,6 +43,7 @@ def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
         settings=config.reward,
         scores=True,
         sharded_like=_if_sharded(config.reward_layout),
+        divided=True,
         scored=1,
     )
     models = (
@@ -59,6 +61,7 @@ def _models(config: PPOSettings) -> tuple[ModelUse, ...]:
             role="reference",
             settings=_reference(config),
             sharded_like=_if_sharded(config.actor),
+            divided=True,
             scored=1,
         ),
         reward,

@@ -176,7 +176,12 @@ def open_reference(
 def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
     """What tells these log-probabilities from those of other rows, formats or weights."""
     engine = start.engine
-    replica = Replica(cast("Policy", engine.model).model, shares=not engine.sharded)
+    replica = Replica(
+        cast("Policy", engine.model).model,
+        shares=not engine.sharded,
+        tp_group=engine.tensor.apart,
+        trained_by=engine.tensor,
+    )
     replica.load(engine)
     weights = replica.weights_hash()
     replica.release()

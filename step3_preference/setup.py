@@ -13,6 +13,7 @@ from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy, base_model, context_length
 from pipeline.models.load import model_path
 from pipeline.models.meta import model_on_meta
+from pipeline.models.tensor_cut import cut_layers
 from pipeline.models.trained import trained_causal_lm
 from pipeline.offline import Rows, Training
 from pipeline.parallel.device import local_device
@@ -75,14 +76,23 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         ModelError: the actor's first figures are not finite.
         ConfigError: settings that the model can't take.
     """
-    model = trained_causal_lm(config.model, rows.tokenizer, device=local_device(), seed=config.seed)
+    model = trained_causal_lm(
+        config.model,
+        rows.tokenizer,
+        device=local_device(),
+        seed=config.seed,
+        in_parts=config.parallel.is_cut,
+    )
     set_stop_tokens(model, rows.chat.stop_ids)
+    cut_layers(model, run.mesh.tensor)
     engine = Engine(
         Policy(model, kernels=config.model.kernels),
         config.model,
         total_steps=rows.total_steps,
         name="actor",
         group=run.mesh.data,
+        parts=run.mesh.parts,
+        tensor=run.mesh.tensor,
     )
     # Both before any state is loaded: they are of the weights that the run begins with.
     start = Start(engine)

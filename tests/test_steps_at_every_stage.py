@@ -161,7 +161,13 @@ def test_a_step_ends_in_the_same_weights_in_sharded_copies(
         run_ranks(run_step, step, str(start), str(out), {"zero_stage": 3}, copies, world_size=4)
         ended[copies] = weights(out)
         result = json.loads((out / "result.json").read_text())
-        shape = {"processes": 4, "stages": 1, "replicas": copies, "shards": 4 // copies}
+        shape = {
+            "processes": 4,
+            "stages": 1,
+            "tensor": 1,
+            "replicas": copies,
+            "shards": 4 // copies,
+        }
         assert result["mesh"] == shape
 
     assert ended[1] == ended[2]

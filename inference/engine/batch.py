@@ -11,10 +11,11 @@ Dimension names: B sequences, V vocabulary.
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import index
+from time import perf_counter
 from traceback import format_exception
 from typing import cast
 from weakref import WeakValueDictionary
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.engine.exchange import SharedTickets
+from inference.engine.pace import Pace
 from inference.engine.padded import PaddedRows
 from inference.engine.reported import reported
 from inference.engine.requests import Ended, Event, Reason, Reported, Request, Ticket, Token
@@ -49,9 +51,9 @@ Rows = Slots | PaddedRows
 class OpenBatch:
     """A batch that requests join and leave while others run.
 
-    `submit` and `cancel` may be called from any thread, all else from one. Between two decoding
-    steps one pass reads a chunk of prompts, so that a long prompt doesn't hold up the others; once
-    the batch is closed, all prompts that have a slot are read first, which takes the fewest passes.
+    `submit` and `cancel` may be called from any thread, all else from one. With each decoding step
+    a chunk of prompts is read, so that a long prompt doesn't hold up the others; once the batch is
+    closed, all prompts that have a slot are read first, which takes the fewest passes.
 
     With a model that is divided among processes all of them call `step` equally often, and before
     each step agree on what was submitted and cancelled; a closed batch goes on without a word, so
@@ -63,6 +65,9 @@ class OpenBatch:
         num_slots: sequences that run at once.
         capacity: most tokens of a sequence, prompt and response.
         chunk: most tokens of prompts between two decoding steps.
+        gap: how many times as long as alone a step may take beside one prompt, as `Pace` has it;
+            None is any.
+        clock: in seconds, for `gap`.
         reuses: whether a prompt takes over the keys and values of the sequences in slots, ended
             ones too, as far as it begins like one of them in the same `scope`.
         adapters: those that the model's layers have; each request names its own.
@@ -75,6 +80,8 @@ class OpenBatch:
         num_slots: int,
         capacity: int,
         chunk: int = PREFILL,
+        gap: float | None = None,
+        clock: Callable[[], float] = perf_counter,
         reuses: bool = False,
         adapters: RowAdapters | None = None,
     ) -> None:
@@ -91,10 +98,14 @@ class OpenBatch:
         self._cancelled: deque[Ticket] = deque()
         self._waiting = Waiting()
         self._has_read = False
+        self._decoded = 0
+        """Rows of the pass at hand that decode."""
         self._closed = False
         self._samplers: WeakValueDictionary[tuple[object, ...], Sampler] = WeakValueDictionary()
         tp_group = tp_group_of(plain)
         self._shared = SharedTickets(tp_group) if tp_group.size > 1 else None
+        # Peers read the same pieces, and measure other times.
+        self._pace = Pace(gap if self._shared is None else None, self._chunk, clock)
         self._rows = self._new_rows()
 
     def _new_rows(self) -> Rows:
@@ -103,7 +114,6 @@ class OpenBatch:
                 self._model,
                 num_slots=self._num_slots,
                 capacity=self.capacity,
-                chunk=self._chunk,
                 reuses=self._reuses,
                 adapters=self._adapters,
             )
@@ -163,6 +173,7 @@ class OpenBatch:
 
     def _advance(self) -> Iterator[Event]:
         """One pass, and the tokens that are chosen after it."""
+        self._pace.begin()
         try:
             tickets, logits = self._forward()
         except Exception as error:
@@ -175,8 +186,11 @@ class OpenBatch:
                 yield self._end(ticket, "error", error)
             return
         if logits is None:
+            if not self._rows.num_reading:
+                self._pace.forget()
             return
         choices = choose_tokens(tickets, logits)
+        self._pace.end(self._decoded, self._rows.tokens_read)
         wanted = reports(tickets, logits, choices)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
             yield from self._record(ticket, choice, wanted.get(row))
@@ -205,16 +219,29 @@ class OpenBatch:
     def _forward(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
         """One pass over prompts, or over one token of each running sequence: sequences and logits.
 
-        The logits are None where nothing runs or a prompt is still to be read to its end.
+        Few tokens of prompts go with a decoding step; more have a pass of their own before it. The
+        logits are None where nothing runs or a prompt is still to be read to its end.
         """
-        running = self._rows.running
-        if self._closed or not self._has_read or not running:
-            self._rows.take(self._waiting)
-            if self._rows.reads:
+        rows = self._rows
+        rows.take(self._waiting)
+        self._decoded = len(rows.running)
+        if rows.reads and (self._closed or not self._decoded):
+            return self._read(self._chunk)
+        prompts = rows.num_reading
+        if rows.reads and not prompts:
+            return self._read(0)
+        chunk = self._pace.chunk(self._decoded, prompts) if prompts else 0
+        if chunk and not rows.fits_step(chunk):
+            if not self._has_read:
                 self._has_read = True
-                return self._rows.read(self._waiting, to_the_end=self._closed)
+                return self._read(chunk)
+            chunk = 0
         self._has_read = False
-        return self._rows.step() if running else ((), None)
+        return rows.step(self._waiting, chunk=chunk) if self._decoded else ((), None)
+
+    def _read(self, chunk: int) -> tuple[Sequence[Ticket], Float[Tensor, "B V"] | None]:
+        self._decoded = 0
+        return self._rows.read(self._waiting, chunk=chunk, to_the_end=self._closed)
 
     def _record(self, ticket: Ticket, choice: Choice, report: Reported | None) -> Iterator[Event]:
         """Append a chosen token to its response."""

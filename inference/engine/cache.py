@@ -153,6 +153,16 @@ class NextToken:
         self._reads: dict[int | None, list[tuple[int, int, Tensor | None]]] = {}
         self._ends: Int[Tensor, " B"] | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are no padding."""
+        return len(self.lengths)
+
+    @property
+    def num_read(self) -> int:
+        """How many of the first rows have logits that are read."""
+        return len(self.lengths)
+
     def attend(
         self,
         query: Float[Tensor, "1 H N D"],

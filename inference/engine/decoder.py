@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from inference.engine.cache import NextToken
 from inference.engine.graphs import Capture, CudaCapture, GraphedRows
+from inference.engine.pieces import NextTokenAndPieces, StepLayout
 from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError, Stage
 from inference.engine.traced import TracedRows
 from pipeline.kernels.choice import kernel_mode
@@ -37,6 +37,10 @@ asks for cost less than the modules' Python does three more times."""
 SHORT = 256
 """Up to so many tokens lengths share a graph; longer ones have graphs by powers of two. Work is
 divided among the processors of a GPU by the longest length that a graph may meet."""
+
+
+Kind = tuple[bool, bool]
+"""Of a pass, besides its size: whether it has pieces of prompts, and rows with adapters."""
 
 
 class Decoder:
@@ -67,15 +71,15 @@ class Decoder:
         if capture is None and replays and device.type == "cuda":
             capture = CudaCapture(device)
         self._capture = capture
-        self._kept: dict[tuple[int, int, bool], ReplayedRows] = {}
+        self._kept: dict[tuple[int, int, Kind], ReplayedRows] = {}
 
     def __call__(
-        self, columns: Sequence[Column], layout: NextToken, *, spare: int
+        self, columns: Sequence[Column], layout: StepLayout, *, spare: int
     ) -> Float[Tensor, "B V"]:
-        """The logits after each token.
+        """The logits after each token, or after the first ones if the layout reads no more.
 
         Args:
-            columns: of each sequence the token, its position, its place in the cache, its adapter.
+            columns: of each row the token, its position, its place in the cache, its adapter.
             layout: what each of them sees.
             spare: a place in the cache that nobody reads.
         """
@@ -83,7 +87,8 @@ class Decoder:
         # Padding is a token at the beginning of its own, which nobody reads.
         padding = (columns[-1][0], 0, spare, 0)
         if self._replays:
-            rows = self._rows(count, max(layout.lengths), has_adapters(columns))
+            kind = isinstance(layout, NextTokenAndPieces), has_adapters(columns)
+            rows = self._rows(count, max(layout.lengths), kind)
             try:
                 return rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
             except ReplayError as reason:
@@ -94,18 +99,18 @@ class Decoder:
         inputs = torch.tensor(padded).T.contiguous()
         return self._modules(inputs.to(self._device), layout)[:count]
 
-    def _rows(self, count: int, longest: int, adapted: bool) -> ReplayedRows:  # noqa: FBT001
+    def _rows(self, count: int, longest: int, kind: Kind) -> ReplayedRows:
         """The passes for so many sequences, the longest of so many tokens."""
         num_rows = self._num_rows(count)
         longest = 0 if self._capture is None else max(SHORT, power_of_two(longest))
-        rows = self._kept.get((num_rows, longest, adapted))
+        rows = self._kept.get((num_rows, longest, kind))
         if rows is None:
-            rows = self._wider(num_rows, (longest, adapted))
+            rows = self._wider(num_rows, longest, kind)
         if rows is None:
-            rows = self._kept[num_rows, longest, adapted] = self._new_rows(num_rows, longest)
+            rows = self._kept[num_rows, longest, kind] = self._new_rows(num_rows, longest)
         return rows
 
-    def _wider(self, num_rows: int, kind: tuple[int, bool]) -> ReplayedRows | None:
+    def _wider(self, num_rows: int, longest: int, kind: Kind) -> ReplayedRows | None:
         """Passes of not too many more rows that are verified already, the fewest."""
         if self._device.type == "cpu" and not self._few_rows_are_equal():
             return None  # all rows are multiplied
@@ -113,7 +118,7 @@ class Decoder:
             rows
             for (wide, *other), rows in self._kept.items()
             if num_rows < wide <= WIDER * num_rows
-            and (*other,) == kind
+            and other == [longest, kind]
             and rows.stage is Stage.REPLAY
         ]
         return min(found, key=lambda rows: rows.num_rows, default=None)
@@ -141,6 +146,10 @@ class Decoder:
         # Products of fewer are rounded otherwise than those of training, which have many; where a
         # kernel of ours has the same bits, it computes no more rows than are asked for.
         return round_up(rows, fewest_rows(self._dtype))
+
+    def replays_rows(self, count: int) -> bool:
+        """Whether passes of so many rows, pieces of prompts among them, are traced on a CPU."""
+        return self._replays and self._device.type == "cpu" and count <= MANY
 
     def _few_rows_are_equal(self) -> bool:
         """Whether a kernel rounds products of one row like those of many."""

@@ -15,20 +15,22 @@ class GroupDisagreesError(RuntimeError):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Prompts of all peers, in rank order, and which of them are this process's own."""
+    """Prompts of all peers, in rank order, and which of them are this process's own.
+
+    One that several have under the same key, as processes have that train each layer together, is
+    answered once for all of them.
+    """
 
     tp_group: Group
 
     prompts: list[tuple[tuple[int, ...], int]]
     """Token ids and key of each."""
 
-    places: list[int]
-    """Index of each among the prompts of its own process."""
+    firsts: list[int]
+    """Index of each among the prompts of the first process that has it."""
 
-    first: int
-    """Of this process's prompts."""
-
-    count: int
+    places: list[list[int]]
+    """Indices of each among this process's own; empty where it has it not."""
 
     @classmethod
     def of(
@@ -37,17 +39,21 @@ class Exchange:
         """Exchange prompts, of any number and lengths; the group calls it in step."""
         own = [(tuple(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
         everyones = tp_group.gather_objects(own)
-        return cls(
-            tp_group=tp_group,
-            prompts=[prompt for theirs in everyones for prompt in theirs],
-            places=[place for theirs in everyones for place in range(len(theirs))],
-            first=sum(len(theirs) for theirs in everyones[: tp_group.rank]),
-            count=len(own),
-        )
-
-    def is_own(self, index: int) -> bool:
-        """Whether a prompt is this process's."""
-        return self.first <= index < self.first + self.count
+        numbers: dict[tuple[tuple[int, ...], int, int], int] = {}
+        firsts: list[int] = []
+        places: list[list[int]] = []
+        for rank, theirs in enumerate(everyones):
+            times = Counter[tuple[tuple[int, ...], int]]()
+            for place, prompt in enumerate(theirs):
+                times[prompt] += 1
+                number = numbers.setdefault((*prompt, times[prompt]), len(firsts))
+                if number == len(firsts):
+                    firsts.append(place)
+                    places.append([])
+                if rank == tp_group.rank:
+                    places[number].append(place)
+        unique = [(ids, key) for ids, key, _ in numbers]
+        return cls(tp_group, unique, firsts, places)
 
     def smallest(self, number: int) -> int:
         """The smallest number of all peers."""
@@ -59,8 +65,8 @@ class Exchange:
             return on_token
 
         def own(index: int, token: int) -> None:
-            if self.is_own(index):
-                on_token(self.places[index], token)
+            for place in self.places[index]:
+                on_token(place, token)
 
         return own
 
@@ -68,7 +74,7 @@ class Exchange:
         """Called with the indices of each prompt's own process; must return the same on all."""
         if stop_when is None or self.tp_group.size == 1:
             return stop_when
-        return lambda index, ids: stop_when(self.places[index], ids)
+        return lambda index, ids: stop_when(self.firsts[index], ids)
 
     def own(self, finished: Iterator[Finished]) -> Iterator[Finished]:
         """This process's responses as they end; the others' are generated on the way.
@@ -82,8 +88,8 @@ class Exchange:
         chosen = 0
         for each in finished:
             chosen = zlib.crc32(repr((each.index, each.response.ids)).encode(), chosen)
-            if self.is_own(each.index):
-                yield replace(each, index=self.places[each.index])
+            for place in self.places[each.index]:
+                yield replace(each, index=place)
         require_equal(self.tp_group.gather_objects(chosen))
 
 

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.engine.cache import NextToken, attend_by_kernel
+from inference.engine.cache import attend_by_kernel
+from inference.engine.pieces import StepLayout
 from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
 from inference.engine.trace import TraceRecorder
 from pipeline.kernels.decode_attention.dispatch import kernel_for
@@ -86,7 +87,7 @@ class GraphedRows(ReplayedRows):
         self._capture = capture
         self._graph: Callable[[], Tensor] | None = None
 
-    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+    def _take(self, columns: Sequence[Column], layout: StepLayout) -> None:
         padding = [0] * (len(columns) - len(layout.lengths))
         # Whoever asked for the pass before has its tokens: the copy from this memory is over.
         self._staged[:4] = torch.tensor(columns).T

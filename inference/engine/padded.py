@@ -31,6 +31,8 @@ class PaddedRows:
         """How many of the waiting are sorted together."""
         self._next: list[Ticket] = []
         """Those whose prompts are to be read."""
+        self.tokens_read = 0
+        """Of prompts beside those who go on: none."""
 
     @property
     def running(self) -> Sequence[Ticket]:
@@ -47,6 +49,15 @@ class PaddedRows:
     def reads(self) -> bool:
         """Whether the prompts of a batch are still to be read."""
         return bool(self._next)
+
+    @property
+    def num_reading(self) -> int:
+        """Prompts of which tokens are still to be read."""
+        return len(self._next)
+
+    def fits_step(self, chunk: int) -> bool:  # noqa: ARG002
+        """Never: prompts wait for the batch to end."""
+        return False
 
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Nothing: their rows leave the batch, or it ends."""
@@ -67,14 +78,20 @@ class PaddedRows:
         self,
         waiting: Waiting,  # noqa: ARG002
         *,
-        to_the_end: bool,  # noqa: ARG002  # a batch reads its prompts at once
+        chunk: int,  # noqa: ARG002  # a batch reads its prompts at once
+        to_the_end: bool,  # noqa: ARG002
     ) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
         """Read the prompts: the batch, and the logits of the first tokens."""
         self._batch = PaddedBatch(self._model, self._next)
         tickets, self._next = self._next, []
         return tickets, self._batch.forward()
 
-    def step(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
+    def step(
+        self,
+        waiting: Waiting,  # noqa: ARG002
+        *,
+        chunk: int = 0,  # noqa: ARG002
+    ) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
         """Read the newest tokens; the logits of the next ones.
 
         Sequences that ended and are still in the batch are among them: their tokens go nowhere.

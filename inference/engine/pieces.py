@@ -5,13 +5,19 @@ heads, D and E head sizes.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
+from inference.engine.cache import NextToken
 from pipeline.kernels.choice import kernel_mode
-from pipeline.models.attention import continued_attention
+from pipeline.kernels.decode_attention.dispatch import sequence_attention
+from pipeline.models.attention import Layout, continued_attention
+
+FEW = 24
+"""Tokens of a piece up to which the kernel of decoding is the faster one."""
 
 
 class Piece(NamedTuple):
@@ -49,6 +55,17 @@ class Pieces:
         for piece in self.pieces:
             end = begin + piece.length
             slot = slice(piece.slot, piece.slot + 1)
+            if piece.length <= FEW and sequence_attention(
+                query[0, :, begin:end].transpose(0, 1),
+                key[slot],
+                value[slot],
+                first=piece.first,
+                scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+                sliding_window=sliding_window,
+                out=attended[0, begin:end],
+            ):
+                begin = end
+                continue
             attended[:, begin:end] = continued_attention(
                 query[:, :, begin:end],
                 key[slot],
@@ -60,6 +77,64 @@ class Pieces:
             )
             begin = end
         return attended
+
+
+class NextTokenAndPieces:
+    """One token of each running sequence, and behind them pieces of prompts, in one pass.
+
+    Args:
+        step: of the running sequences.
+        pieces: the others' tokens.
+        reads_pieces: whether the logits after tokens of pieces are read.
+    """
+
+    def __init__(self, step: NextToken, pieces: Pieces, *, reads_pieces: bool) -> None:
+        self._step = step
+        self._pieces = pieces
+        self.lengths = step.lengths
+        self.num_rows = step.num_rows + sum(piece.length for piece in pieces.pieces)
+        """Rows that are no padding."""
+        self.num_read = self.num_rows if reads_pieces else step.num_rows
+        """How many of the first rows have logits that are read."""
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 H N D"],
+        key: Float[Tensor, "S G M D"],
+        value: Float[Tensor, "S G M E"],
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        dropout: float,
+        out: Float[Tensor, "1 N H E"] | None = None,
+    ) -> Float[Tensor, "1 N H E"]:
+        """Attention of each row as its own layout has it, into `out` if given."""
+        attend = partial(
+            _attend, key=key, value=value, scaling=scaling, window=sliding_window, dropout=dropout
+        )
+        count = self._step.num_rows
+        if out is None:
+            out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        out[:, :count] = attend(self._step, query[:, :, :count])
+        out[:, count:] = attend(self._pieces, query[:, :, count:])
+        return out
+
+
+def _attend(
+    layout: Layout,
+    query: Float[Tensor, "1 H N D"],
+    *,
+    key: Float[Tensor, "S G M D"],
+    value: Float[Tensor, "S G M E"],
+    scaling: float | None,
+    window: int | None,
+    dropout: float,
+) -> Float[Tensor, "1 N H E"]:
+    return layout.attend(query, key, value, scaling=scaling, sliding_window=window, dropout=dropout)
+
+
+StepLayout = NextToken | NextTokenAndPieces
+"""What the rows of a decoding step see."""
 
 
 def share_out(left: Sequence[int], most: int) -> list[int]:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.engine.cache import NextToken
+from inference.engine.pieces import StepLayout
 from pipeline.models.attention import Layout
 
 Pass = Callable[[Int[Tensor, "4 N"], Layout], Float[Tensor, "N V"]]
@@ -40,12 +40,12 @@ class ReplayedRows(ABC):
         self.num_rows = num_rows
         self.stage = Stage.MODULES
 
-    def run(self, columns: Sequence[Column], layout: NextToken) -> Float[Tensor, "N V"]:
+    def run(self, columns: Sequence[Column], layout: StepLayout) -> Float[Tensor, "N V"]:
         """The logits of the rows, in memory that the next pass may use again.
 
         Args:
-            columns: of each row; those beyond the sequences of `layout` are padding.
-            layout: what each sequence sees.
+            columns: of each row; those beyond the rows of `layout` are padding.
+            layout: what each row sees.
 
         Raises:
             ReplayError: the modules do what can't be repeated.
@@ -69,7 +69,7 @@ class ReplayedRows(ABC):
             raise ReplayError(f"{type(error).__name__}: {sentence}") from error
 
     @abstractmethod
-    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+    def _take(self, columns: Sequence[Column], layout: StepLayout) -> None:
         """Have the next pass read these."""
 
     @abstractmethod

@@ -196,10 +196,11 @@ class Sampler:
         if self.logit_bias:
             logits = biased(logits, self.logit_bias)
         if self.forbids_early_ends:
-            early = torch.as_tensor(positions, device=logits.device) < self.min_new_tokens
-            ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            ends[list(self.stop_ids)] = True
-            logits = logits.masked_fill(early.reshape(-1, 1) & ends, -torch.inf)
+            numbers = [positions] * len(logits) if isinstance(positions, int) else positions
+            early = [row for row, count in enumerate(numbers) if count < self.min_new_tokens]
+            if early:
+                logits = logits.clone()
+                logits[torch.tensor(early)[:, None], torch.tensor(self.stop_ids)] = -torch.inf
         return logits
 
     def truncated(self, probabilities: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:

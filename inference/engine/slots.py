@@ -9,73 +9,26 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from inference.engine.cache import NextToken, SlotCache
 from inference.engine.decoder import Decoder, has_adapters
 from inference.engine.held import LEAST, Slot, as_array, common_prefix
-from inference.engine.pieces import Piece, Pieces, share_out
+from inference.engine.modules import Modules
+from inference.engine.pieces import NextTokenAndPieces, Piece, Pieces, share_out
+from inference.engine.replay import Column
 from inference.engine.requests import Ticket
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.waiting import Waiting
 from inference.tp_group import tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.rows import fewest_rows
-from pipeline.models.attention import Layout, Ragged, round_up
+from pipeline.models.attention import Ragged, round_up
 from pipeline.models.forward import base_model
 
 PREFILL = 2048
 """Prompt tokens of one forward pass: more make it no faster, and cost memory."""
-
-
-class Modules:
-    """A model that stores into a cache of slots."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        cache: SlotCache,
-        device: torch.device,
-        adapters: RowAdapters | None = None,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.adapters = adapters
-        self.has_adapters = False
-        """Whether a row of the next pass has one."""
-        # transformers hands a 4-D mask through untouched; the layouts need none.
-        self._no_mask = torch.ones(1, 1, 1, 1, device=device)
-
-    def __call__(
-        self,
-        inputs: Int[Tensor, "4 N"],
-        layout: Layout,
-        *,
-        reads_slots: bool = True,
-        keep: int | Int[Tensor, " K"] = 0,
-    ) -> Float[Tensor, "K V"]:
-        """The logits after the tokens `keep`, or after all, of one forward pass.
-
-        Args:
-            inputs: tokens, their positions, their places in the cache and their adapters.
-            layout: what each of them sees.
-            reads_slots: see `SlotCache.begin`.
-            keep: indices of tokens; 0 is all of them.
-        """
-        self.cache.begin(inputs[2], reads_slots=reads_slots)
-        if self.adapters is not None:
-            self.adapters.begin(inputs[3] if self.has_adapters else None)
-        output = self.model(
-            input_ids=inputs[:1],
-            position_ids=inputs[1:2],
-            attention_mask=self._no_mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            ragged=layout,
-            logits_to_keep=keep,
-        )
-        return output.logits[0]
 
 
 @dataclass(eq=False)
@@ -99,6 +52,10 @@ class Reading:
         return len(self.tickets[0].request.prompt) - self.slot.stored
 
 
+Part = tuple[Reading, int]
+"""A prompt, and how many of its tokens a pass reads."""
+
+
 class Slots:
     """The running sequences of a model, at most `num_slots`, and what their slots hold.
 
@@ -106,7 +63,6 @@ class Slots:
         model: a causal language model, plain or with adapters.
         num_slots: sequences that run at once.
         capacity: most tokens of a sequence, prompt and response.
-        chunk: most tokens of a pass that reads prompts.
         reuses: whether a prompt that begins as a sequence in a slot is read from where they part;
             else equal prompts alone are read once.
         adapters: those that the model's layers have.
@@ -118,14 +74,12 @@ class Slots:
         *,
         num_slots: int,
         capacity: int,
-        chunk: int,
         reuses: bool,
         adapters: RowAdapters | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
         self.slots = [Slot() for _ in range(num_slots)]
         self.cache = SlotCache(num_slots=num_slots, capacity=capacity)
-        self._chunk = chunk
         self._reuses = reuses
         self._spare = self.cache.width - 1
         """Where padding is stored: the end of slot 0, which nobody reads."""
@@ -146,6 +100,8 @@ class Slots:
         self._after: dict[Hashable, Float[Tensor, " V"]] = {}
         """Logits after prompts that more samples are still to come of."""
         self._clock = 0
+        self.tokens_read = 0
+        """Of prompts, until now."""
 
     @property
     def running(self) -> list[Ticket]:
@@ -161,6 +117,15 @@ class Slots:
     def reads(self) -> bool:
         """Whether a prompt is still to be read."""
         return bool(self._readings or self._ready)
+
+    @property
+    def num_reading(self) -> int:
+        """Prompts of which tokens are still to be read; equal ones count once."""
+        return len(self._readings)
+
+    def fits_step(self, chunk: int) -> bool:
+        """Whether so many tokens of prompts go with a decoding step into one pass."""
+        return self._decode.replays_rows(len(self.running) + chunk)
 
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Give back the slots of sequences that ended, or whose prompts are read no further."""
@@ -265,26 +230,42 @@ class Slots:
         target.stored = count
 
     def read(
-        self, waiting: Waiting, *, to_the_end: bool
+        self, waiting: Waiting, *, chunk: int, to_the_end: bool
     ) -> tuple[list[Ticket], Float[Tensor, "B V"] | None]:
-        """One pass over prompts, or all passes: those that are read, and the logits after them."""
+        """One pass over prompts, or all passes: those that are read, and the logits after them.
+
+        A pass reads at most `chunk` tokens; with 0 there is none, for those that were there.
+        """
         tickets, self._ready = self._ready, []
-        if self._readings:
-            tickets += self._read_chunk()
-        while self._readings and to_the_end:
-            tickets += self._read_chunk()
+        while self._readings and chunk:
+            parts = self._parts(chunk)
+            tickets += self._store(parts, self._read_pieces(parts))
+            if not to_the_end:
+                break
+        return tickets, self._take_logits(tickets, waiting)
+
+    def _take_logits(
+        self, tickets: Sequence[Ticket], waiting: Waiting
+    ) -> Float[Tensor, "B V"] | None:
+        """The logits after prompts that were read; kept for more samples of them."""
         logits = [self._after[ticket.identity] for ticket in tickets]
         self._after = {name: row for name, row in self._after.items() if waiting.has_prompt(name)}
-        return tickets, torch.stack(logits) if logits else None
+        return torch.stack(logits) if logits else None
 
-    def _read_chunk(self) -> list[Ticket]:
-        """Read as much as one pass may; the tickets whose prompts are read."""
-        counts = share_out([each.left for each in self._readings], self._chunk)
-        parts = [each for each in zip(self._readings, counts, strict=True) if each[1]]
-        logits = self._read_pieces(parts)
+    def _parts(self, chunk: int) -> list[Part]:
+        """What a pass over so many tokens reads of the prompts."""
+        counts = share_out([each.left for each in self._readings], chunk)
+        return [each for each in zip(self._readings, counts, strict=True) if each[1]]
+
+    def _store(self, parts: Sequence[Part], logits: Float[Tensor, "B V"]) -> list[Ticket]:
+        """Note what a pass has read, with the logits after it; the tickets whose prompts are read.
+
+        The logits of prompts that are not at their end are looked at by nobody.
+        """
         found: list[Ticket] = []
         for (reading, count), row in zip(parts, logits, strict=True):
             reading.slot.stored += count
+            self.tokens_read += count
             if reading.left:
                 continue
             self._after[reading.identity] = row
@@ -296,24 +277,10 @@ class Slots:
         return found
 
     @torch.inference_mode()
-    def _read_pieces(self, parts: Sequence[tuple["Reading", int]]) -> Float[Tensor, "B V"]:
-        """Store so many more tokens of each prompt; the logits after each."""
-        pieces = [
-            Piece(self.slots.index(reading.slot), reading.slot.stored, count)
-            for reading, count in parts
-        ]
-        tokens = [
-            token
-            for (reading, count), piece in zip(parts, pieces, strict=True)
-            for token in reading.tickets[0].request.prompt[piece.first : piece.first + count]
-        ]
-        positions = [piece.first + place for piece in pieces for place in range(piece.length)]
-        starts = [piece.slot * self.cache.width for piece in pieces for _ in range(piece.length)]
-        places = [start + position for start, position in zip(starts, positions, strict=True)]
-        adapters = [
-            reading.tickets[0].request.adapter for reading, count in parts for _ in range(count)
-        ]
-        padding = round_up(len(tokens), self._fewest) - len(tokens)
+    def _read_pieces(self, parts: Sequence[Part]) -> Float[Tensor, "B V"]:
+        """Read so many more tokens of each prompt; the logits after each."""
+        pieces, columns = self._pieces(parts)
+        padding = round_up(len(columns), self._fewest) - len(columns)
         continues = any(piece.first for piece in pieces)
         lengths = [piece.length for piece in pieces]
         # Padding goes on from the last piece, whose tokens don't see what comes after them.
@@ -326,22 +293,35 @@ class Slots:
         # Logits of as many tokens as there are rows in a pass at least, for the same reason.
         again = max(0, self._fewest - len(ends))
         last = torch.cat([ends, ends[-1:].expand(again)]).to(self.device)
-        inputs = torch.tensor(
-            [
-                tokens + [tokens[-1]] * padding,
-                positions + [0] * padding,
-                places + [self._spare] * padding,
-                adapters + [0] * padding,
-            ],
-            device=self.device,
-        )
-        self._modules.has_adapters = any(adapters)
+        padded = [*columns, *[(columns[-1][0], 0, self._spare, 0)] * padding]
+        inputs = torch.tensor(padded).T.contiguous().to(self.device)
+        self._modules.has_adapters = has_adapters(columns)
         logits = self._modules(inputs, layout, reads_slots=continues, keep=last)
         return logits[: len(lengths)]
 
+    def _pieces(self, parts: Sequence[Part]) -> tuple[list[Piece], list[Column]]:
+        """Where the tokens of a pass lie in their prompts, and what it is given of each."""
+        pieces: list[Piece] = []
+        columns: list[Column] = []
+        for reading, count in parts:
+            request = reading.tickets[0].request
+            piece = Piece(self.slots.index(reading.slot), reading.slot.stored, count)
+            start, last = piece.slot * self.cache.width, piece.first + count
+            pieces.append(piece)
+            columns += [
+                (request.prompt[position], position, start + position, request.adapter)
+                for position in range(piece.first, last)
+            ]
+        return pieces, columns
+
     @torch.inference_mode()
-    def step(self) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
-        """Read the newest token of every sequence; the logits of the next ones."""
+    def step(
+        self, waiting: Waiting, *, chunk: int = 0
+    ) -> tuple[Sequence[Ticket], Float[Tensor, "B V"]]:
+        """Read the newest token of every sequence, and beside them so many tokens of prompts.
+
+        The sequences, then those whose prompts are read, and the logits of their next tokens.
+        """
         self._close_gaps()
         running = self.running
         lengths = [len(each.request.prompt) + len(each.response.ids) for each in running]
@@ -349,8 +329,22 @@ class Slots:
             (each.newest, length - 1, slot * self.cache.width + length - 1, each.request.adapter)
             for slot, (each, length) in enumerate(zip(running, lengths, strict=True))
         ]
+        layout = NextToken(lengths, self.device)
+        parts = self._parts(chunk) if chunk else []
+        if not parts:
+            self._modules.has_adapters = has_adapters(columns)
+            return running, self._decode(columns, layout, spare=self._spare)
+        pieces, others = self._pieces(parts)
+        columns += others
         self._modules.has_adapters = has_adapters(columns)
-        return running, self._decode(columns, NextToken(lengths, self.device), spare=self._spare)
+        is_end = any(reading.left == count for reading, count in parts)
+        layout = NextTokenAndPieces(layout, Pieces(pieces), reads_pieces=is_end)
+        logits = self._decode(columns, layout, spare=self._spare)
+        ends = len(running) - 1 + torch.tensor([piece.length for piece in pieces]).cumsum(0)
+        read = self._store(parts, logits[ends.to(self.device)])
+        after = self._take_logits(read, waiting)
+        logits = logits[: len(running)]
+        return [*running, *read], logits if after is None else torch.cat([logits, after])
 
     def _close_gaps(self) -> None:
         """Have the running sequences lie in the first slots."""

@@ -7,24 +7,29 @@ pass.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.engine.cache import NextToken, prepare_attention
+from inference.engine.pieces import StepLayout
 from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
-from inference.engine.trace import Call, OperatorTrace, Replay, TraceRecorder
+from inference.engine.trace import Call, OperatorTrace, Replay, TraceRecorder, memory
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.cpu import Linear
 from pipeline.kernels.linear.dispatch import prepare
+
+Again = Callable[[StepLayout], object]
+"""Attention into the memory of a trace, as the layout at hand has it."""
 
 
 class CurrentLayout:
     """The layout that modules are given: asks the one of the pass at hand, on and off a trace."""
 
     def __init__(self) -> None:
-        self.layout: NextToken | None = None
+        self.layout: StepLayout | None = None
         self.recorder: TraceRecorder | None = None
 
     def attend(
@@ -38,9 +43,9 @@ class CurrentLayout:
         dropout: float,
     ) -> Float[Tensor, "1 N H E"]:
         """Attention as the layout of the pass has it."""
-        again: Callable[[NextToken], object] | None = None
+        again: Again | None = None
 
-        def attend(layout: NextToken, out: Tensor | None = None) -> Tensor:
+        def attend(layout: StepLayout, out: Tensor | None = None) -> Tensor:
             return layout.attend(
                 query,
                 key,
@@ -57,9 +62,12 @@ class CurrentLayout:
             if out is None:
                 return attend(self.layout)
             if again is None:  # what the tensors are is looked at once
-                again = prepare_attention(
-                    query, key, value, out, scaling=scaling, sliding_window=sliding_window
-                ) or partial(attend, out=out)
+                prepared = None
+                if isinstance(self.layout, NextToken):
+                    prepared = prepare_attention(
+                        query, key, value, out, scaling=scaling, sliding_window=sliding_window
+                    )
+                again = cast("Again | None", prepared) or partial(attend, out=out)
             again(self.layout)
             return out
 
@@ -79,9 +87,11 @@ class TracedRows(ReplayedRows):
         self._calls: list[Call] = []
         self._result: Float[Tensor, "N V"] | None = None
         self._products: list[Linear] = []
+        self._head: Linear | None = None
+        """The product that is the result: of rows that nobody reads it isn't computed."""
         self._trace: OperatorTrace | None = None
 
-    def _take(self, columns: Sequence[Column], layout: NextToken) -> None:
+    def _take(self, columns: Sequence[Column], layout: StepLayout) -> None:
         self._inputs.copy_(torch.tensor(columns).T)
         self._layout.layout = layout
 
@@ -107,20 +117,20 @@ class TracedRows(ReplayedRows):
         if not torch.equal(self._trace.replay(), expected):
             raise ReplayError("its modules do not do the same in each pass")
         self._trace.substitute(self._product)
-        live = slice(self._num_live)
+        assert self._layout.layout is not None
+        live = slice(self._layout.layout.num_read)
         if not nearly_equal(self._replay()[live], expected[live]):
             raise ReplayError("a kernel's products are not those of its modules")
         return expected
 
-    @property
-    def _num_live(self) -> int:
-        assert self._layout.layout is not None
-        return len(self._layout.layout.lengths)
-
     def _replay(self) -> Float[Tensor, "N V"]:
+        layout = self._layout.layout
         assert self._trace is not None
+        assert layout is not None
         for product in self._products:
-            product.take(self._num_live)
+            product.take(layout.num_rows)
+        if self._head is not None:
+            self._head.take(layout.num_read)
         return self._trace.replay()
 
     def _product(self, call: Call) -> Replay | None:
@@ -138,6 +148,9 @@ class TracedRows(ReplayedRows):
             linear = prepare(x, weight.mT, bias, call.made[0])
         if linear is not None:
             self._products.append(linear)
+            assert self._result is not None
+            if memory(call.made[0]) == memory(self._result):
+                self._head = linear
         return linear
 
 

@@ -73,6 +73,7 @@ def _open(
         num_slots=room.slots,
         capacity=room.context,
         chunk=config.prefill_chunk or CHUNK[device.type],
+        gap=config.prefill_gap,
         reuses=config.prefix_reuse != "off",
         adapters=adapters,
     )

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from inference.tp_group import sum_
 from inference.weights.hash import bits_sum, hash_of_sums
-from inference.weights.sharding import Sharding, ShardSpec
+from inference.weights.sharding import Sharding
+from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.models.attention import round_up
 from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
@@ -29,6 +30,7 @@ from pipeline.models.lora import merged
 from pipeline.models.quantized import QuantizedLinear
 from pipeline.models.stream import meta_model
 from pipeline.parallel.group import ALONE, Group
+from pipeline.parallel.shards import ShardSpec
 
 ALIGNMENT = 64
 """Bytes: each tensor of the arena begins at a cache line."""
@@ -50,6 +52,9 @@ class Slot:
     adapter: LoraLayer | None
     spec: ShardSpec | None
     """Which part of the source this process has; None is all of it."""
+
+    part: Part | None
+    """What the source is a part of, where this process trains a part of each layer."""
 
     shape: torch.Size
     start: int | None
@@ -73,12 +78,20 @@ class Slot:
         for module, leaf in self.places:
             setattr(module, leaf, param)
 
-    def value(self) -> Shaped[Tensor, "*S"]:
-        """What the weight is now, read from where its source lies whole."""
-        whole = self.source.detach() if self.layer is None else self.layer.dequantized()
+    def value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
+        """What the weight is now, read from where its source lies gathered.
+
+        Processes that train the parts of each layer join them here, unless they generate with the
+        same parts.
+        """
+        own = self.source.detach() if self.layer is None else self.layer.dequantized()
         if self.adapter is not None:
-            whole = merged(whole, self.adapter)
-        return whole if self.spec is None else self.spec.of(whole)
+            own = merged(own, self.adapter)
+        if self.part is not None:
+            if self.part.own == self.spec:
+                return own
+            own = self.part.joined(trained_by.gather(own, what="weights to generate with"))
+        return own if self.spec is None else self.spec.of(own)
 
 
 class Replica:
@@ -87,16 +100,24 @@ class Replica:
     Args:
         trained: a causal language model, plain or with peft's adapters.
         shares: whether its weights stay where they are, whole, between the uses of an engine.
-        tp_group: the processes that compute each layer together.
+        tp_group: the processes that compute each layer together in generation.
+        trained_by: those that do so in training.
 
     Raises:
         ConfigError: the model can't be divided among so many processes.
     """
 
-    def __init__(self, trained: nn.Module, *, shares: bool, tp_group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        trained: nn.Module,
+        *,
+        shares: bool,
+        tp_group: Group = ALONE,
+        trained_by: Group = ALONE,
+    ) -> None:
         plain = base_model(trained)
         self._plain = plain
-        self.tp_group = tp_group
+        self.tp_group, self._trained_by = tp_group, trained_by
         settings = copy.deepcopy(plain.config)
         self.model = meta_model(lambda: _same_class(plain, settings))
         self.model.eval().requires_grad_(False)
@@ -120,14 +141,16 @@ class Replica:
         for name, module, leaf, _ in places(self.model):
             owner = name.rpartition(".")[0]
             source, layer, adapter = _source(self._plain, owner, leaf)
-            whole = source.shape if layer is None else layer.shape
+            part = part_of(source)
+            whole = whole_shape(source) if layer is None else layer.shape
             spec = sharding.spec(owner, leaf, whole)
             key = id(source), id(adapter), spec
             if key not in slots:
                 shape = whole if spec is None else spec.shape(whole)
-                in_place = shares and layer is None and adapter is None and spec is None
+                same = spec == (None if part is None else part.own)
+                in_place = shares and layer is None and adapter is None and same
                 start = None if in_place else round_up(end, ALIGNMENT)
-                slot = slots[key] = Slot(name, source, layer, adapter, spec, shape, start)
+                slot = slots[key] = Slot(name, source, layer, adapter, spec, part, shape, start)
                 end = end if in_place else _end(slot)
                 yield slot
             slots[key].places.append((module, leaf))
@@ -156,7 +179,7 @@ class Replica:
         for params in weights.iter_gathered_units():
             for slot in (slot for param in params for slot in self._by_source.get(param, ())):
                 if slot.start is not None:
-                    self._memory(slot, self._arena).copy_(slot.value())
+                    self._memory(slot, self._arena).copy_(slot.value(self._trained_by))
         self._share_buffers()
 
     def _memory(self, slot: Slot, arena: Tensor) -> Tensor:

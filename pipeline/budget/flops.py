@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.engine.tensor_parts import whole_shape
 from pipeline.models.forward import base_model
 from pipeline.models.quantized import QuantizedLinear
 
@@ -70,7 +71,10 @@ class ModelFlops:
 
 
 def model_flops(model: nn.Module) -> ModelFlops:
-    """Of a causal language model or a classifier; it may be on the meta device."""
+    """Of a causal language model or a classifier; it may be on the meta device.
+
+    Layers of which this process has a part count whole.
+    """
     config = base_model(model).config
     matrices = list(_matrices(model))
     head = _head(model)
@@ -79,7 +83,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
         trained=sum(numel for numel, learns in matrices if learns),
         layers=config.num_hidden_layers,
         width=config.num_attention_heads * _head_width(config),
-        head=0 if head is None else head.weight.numel(),
+        head=0 if head is None else whole_shape(head.weight).numel(),
         head_learns=head is not None and head.weight.requires_grad,
     )
 
@@ -98,7 +102,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
         if isinstance(module, QuantizedLinear):
             yield module.shape.numel(), False
         elif isinstance(module, nn.Linear | Conv1D):
-            yield module.weight.numel(), module.weight.requires_grad
+            yield whole_shape(module.weight).numel(), module.weight.requires_grad
 
 
 def _head_width(config: PreTrainedConfig) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.budget.models import CountedModel
 from pipeline.config import Generation
+from pipeline.engine.tensor_parts import part_of, whole_shape
 from pipeline.engine.units import ROOT
 from pipeline.models.block_codes import SCALES
 from pipeline.models.forward import context_length
@@ -55,11 +56,18 @@ def replica_bytes(actor: CountedModel, generation: Generation) -> int:
             layer = layers.get(id(param))
             is_matrix = layer is not None or param.ndim == 2
             divided = unit.name != ROOT and is_matrix and generation.tensor_parallel > 1
-            copied = actor.is_sharded or layer is not None or id(param) in merged or divided
+            part, size = part_of(param), generation.tensor_parallel if divided else 1
+            another = size != (1 if part is None else len(part.specs))
+            copied = actor.is_sharded or layer is not None or id(param) in merged or another
             if copied and not _is_beside(name):
-                num_bytes = param.nbytes if layer is None else layer.num_bytes
-                total += num_bytes // (generation.tensor_parallel if divided else 1)
+                num_bytes = layer.num_bytes if layer is not None else _whole_bytes(param)
+                total += num_bytes // size
     return total
+
+
+def _whole_bytes(param: Tensor) -> int:
+    """Of the weight that a process may have a part of."""
+    return whole_shape(param).numel() * param.itemsize
 
 
 def _is_beside(name: str) -> bool:
@@ -67,13 +75,17 @@ def _is_beside(name: str) -> bool:
     return ".lora_" in name or name.rpartition(".")[2] in SCALES
 
 
-def weight_sync_bytes(actor: CountedModel) -> int:
+def weight_sync_bytes(actor: CountedModel, generation: Generation) -> int:
     """Most that making the replica takes for a while.
 
-    A matrix with its adapter is added up in fp32: both, their sum and a factor. At stage 3 a unit
-    and the next one are gathered.
+    A matrix with its adapter is added up in fp32: both, their sum and a factor. Parts of a matrix
+    that generates otherwise divided are joined. At stage 3 a unit and the next one are gathered.
     """
     merging = 4 * 4 * max((weight.numel() for weight in _adapted(actor)), default=0)
+    for param in actor.present.parameters():
+        part = part_of(param)
+        if part is not None and len(part.specs) != generation.tensor_parallel:
+            merging = max(merging, 2 * _whole_bytes(param))
     if not actor.is_sharded:
         return merging
     sizes = [sum(each.nbytes for each in unit.params.values()) for unit in actor.units()]

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline takes, of which the one that takes most counts."""
+"""What each part of a model takes; of the stages of a pipeline the one that takes most counts."""
 
 import copy
 from collections.abc import Iterator
@@ -9,7 +9,9 @@ from pipeline.budget.models import CountedModel
 from pipeline.budget.passes import Pass
 from pipeline.budget.table import Item
 from pipeline.config import Workload
+from pipeline.models.sharding import can_shard
 from pipeline.models.stages import Stage, blocks_of, cut_stage
+from pipeline.models.tensor_cut import cut_for_plan
 from pipeline.parallel.schedules import instructions, simulate
 
 
@@ -60,6 +62,22 @@ class Part:
             yield Item("weights", self.own.role, tied.nbytes)
         if trains and tied.requires_grad:
             yield Item("gradient_buffers", self.own.role, tied.nbytes)
+
+
+def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
+    """A model as one of the processes has it that compute each layer together.
+
+    Raises:
+        ConfigError: as `pipeline.models.tensor_cut.cut_for_plan`.
+    """
+    size, use = workload.parallel.tp, workload.model(model.role)
+    if model.module is None or not (use.learns or use.divided):
+        return model
+    if not use.learns and not can_shard(model.plain, size):
+        return model
+    module = copy.deepcopy(model.module)
+    cut_for_plan(module, size)
+    return replace(model, module=module)
 
 
 def parts_of(model: CountedModel, workload: Workload) -> list[Part]:

@@ -20,7 +20,7 @@ from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.moments import moments_of, names, trained_root, whole_root
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
-from pipeline.budget.stages import Part, parts_of
+from pipeline.budget.stages import Part, part_of_layers, parts_of
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
 from pipeline.config import Generation, StepConfig, Workload
@@ -50,6 +50,9 @@ def workload_memory(
 ) -> StepMemory:
     """As `step_memory`, of what a step does rather than of its settings."""
     models = models_of(workload, origins or {}, has_gpu=machine.has_gpu)
+    parameters = {model.role: model.parameters for model in models if model.module is not None}
+    if workload.parallel.tp > 1:
+        models = [part_of_layers(model, workload) for model in models]
     counted = tuple(model for model in models if model.module is not None)
     missing = tuple(
         f"{model.role} {model.path} is not counted: it is not downloaded, or has no configuration"
@@ -60,8 +63,9 @@ def workload_memory(
     parts: Sequence[Part | None] = (None,)
     if workload.parallel.pp > 1 and models[0].module is not None:
         parts = parts_of(models[0], workload)
-    found = [_memory(workload, machine, counted, part, missing) for part in parts]
-    return max(found, key=lambda memory: memory.peak("device"))
+    found = [_memory(workload, machine, counted, part) for part in parts]
+    most = max(found, key=lambda memory: memory.peak("device"))
+    return replace(most, unknown=(*missing, *most.unknown), parameters=parameters)
 
 
 def _memory(
@@ -69,19 +73,15 @@ def _memory(
     machine: Machine,
     models: tuple[CountedModel, ...],
     part: Part | None,
-    missing: tuple[str, ...],
 ) -> StepMemory:
     """Of a process; with a `part`, of one that has this stage of the first model."""
-    parameters = {model.role: model.parameters for model in models}
     if part is not None:
         models = (part.own, *models[1:])
     sizes = {model.role: engine_bytes(model, workload, machine) for model in models}
     step = _Step(workload, machine, models, sizes, part=part)
     phases = step.all_phases()
-    unknown = (*missing, *dict.fromkeys(step.unknown))
-    return StepMemory(
-        phases, unknown, parameters, stage=None if part is None else part.stage.number
-    )
+    unknown, stage = tuple(dict.fromkeys(step.unknown)), None if part is None else part.stage.number
+    return StepMemory(phases, unknown, {}, stage=stage)
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class _Step:
             return
         yield from self.replica()
         syncing = frozenset({"replica"})
-        yield Item("gathered", actor.role, weight_sync_bytes(actor), moments=syncing)
+        yield Item("gathered", actor.role, weight_sync_bytes(actor, generation), moments=syncing)
         yield from self.responses(actor, generation)
 
     def compare(self, base: CountedModel) -> Iterator[Item]:

@@ -24,6 +24,11 @@ class ParallelConfig:
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
     so many-th of the processes; 1 has the model whole. Steps 0, 1 and 2 only."""
 
+    tp: int = 1
+    """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
+    each has a part of the heads of attention and of the width of the MLPs; 1 has layers whole.
+   """
+
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
     of `pp` of them at most; gpipe goes forward with all first."""
@@ -38,7 +43,7 @@ class ParallelConfig:
     `zero.reduction` is fast."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "pp", "micro_batches"):
+        for name in ("replicas", "pp", "tp", "micro_batches"):
             value = getattr(self, name)
             require(
                 value is None or value > 0, f"parallel.{name} must be above 0 or null, got {value}"
@@ -72,27 +77,66 @@ class ParallelConfig:
         """
         prefix = f"{section}." if section else ""
         number = f"{processes} process{'es' if processes > 1 else ''}"
-        for name, value, parts in (
-            ("pp", self.pp, processes),
-            ("replicas", self.replicas, processes // self.pp),
+        for name, value, parts, kind in (
+            ("pp", self.pp, processes, ""),
+            ("tp", self.tp, processes // self.pp, " of each stage"),
+            ("replicas", self.replicas, processes // (self.pp * self.tp), self._of_data),
         ):
             divisors = [n for n in range(1, parts + 1) if parts % n == 0] or [1]
             nearest = min(divisors, key=lambda n: (abs(n - value), n))
-            of = f"{parts} processes of each stage" if parts != processes else number
+            of = f"{parts} processes{kind}" if parts != processes else number
             require(
                 parts % value == 0 and parts > 0,
                 f"{prefix}parallel.{name} {value} doesn't divide the {of}; take {nearest}, or"
                 " start another number of processes",
             )
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a process has a part of a model's layers alone."""
+        return self.pp * self.tp > 1
+
+    @property
+    def _of_data(self) -> str:
+        """Which processes replicas are made of, in words."""
+        return " of each stage" if self.tp == 1 else " with the same part of each layer"
+
     def check_model(self, role: str, model: TrainedModelConfig) -> None:
-        """Raise where a pipeline can't train a model with these settings.
+        """Raise where processes with parts of a model can't train it with these settings.
 
         Raises:
             ConfigError: one sentence that names the setting and the mend.
         """
-        if self.pp == 1:
+        if self.pp > 1:
+            self._check_stages(role, model)
+        if self.tp > 1:
+            self._check_tensor(role, model)
+
+    def _check_tensor(self, role: str, model: TrainedModelConfig) -> None:
+        tp = f"parallel.tp {self.tp}"
+        require(
+            model.quantize == "none",
+            f"{role}.quantize {model.quantize} stores weights in blocks that {tp} would cut; set it"
+            " to none",
+        )
+        require(
+            not model.zero.compile,
+            f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
+            " other; set it to false",
+        )
+        if model.lora is None:
             return
+        require(
+            model.lora.dropout == 0,
+            f"{role}.lora.dropout would draw other masks on each process of {tp}; set it 0",
+        )
+        require(
+            model.lora.variant in ("lora", "rslora"),
+            f"{role}.lora.variant {model.lora.variant} looks at whole weights, of which a process"
+            f" of {tp} has a part; take lora or rslora",
+        )
+
+    def _check_stages(self, role: str, model: TrainedModelConfig) -> None:
         require(
             model.zero_stage < 3,
             f"{role}.zero_stage 3 would gather each block anew for each micro-batch of a pipeline;"
@@ -113,8 +157,8 @@ class ParallelConfig:
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
         )
 
-    def require_whole(self, step: str) -> None:
-        """Raise where a step is to be cut into stages that trains its models whole.
+    def require_one_stage(self, step: str) -> None:
+        """Raise where a step is to cut its models into stages that doesn't.
 
         Raises:
             ConfigError: one sentence.

@@ -27,6 +27,10 @@ class ModelUse:
     sharded_like: TrainedModelConfig | None = None
     """Of a frozen model: the trained one whose sharding it shares at stage 3."""
 
+    divided: bool = False
+    """Of a frozen model: whether processes that compute each layer together do so with it too,
+    where its layers can be divided."""
+
     phase_only: bool = False
     """Whether it is loaded for one phase alone: to generate after training, or to be compared."""
 
@@ -173,13 +177,13 @@ class Workload:
 
     @property
     def shards(self) -> int:
-        """Processes that share out the states of a model, or of a stage of it."""
+        """Processes that share out the states of a model, or of a part of it."""
         return max(1, self.data_processes // self.parallel.replicas)
 
     @property
     def data_processes(self) -> int:
-        """Processes, or pipelines of them, that have shares of a batch."""
-        return max(1, self.world // self.parallel.pp)
+        """Processes, or groups of those that have the parts of a model, with shares of a batch."""
+        return max(1, self.world // (self.parallel.pp * self.parallel.tp))
 
     @property
     def share(self) -> int:

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import TypeVar
 
 from pipeline.config import EMBEDDED, DataConfig
-from pipeline.data.examples import Example
 from pipeline.errors import DataError
 from pipeline.parallel.mesh import current_mesh
 
@@ -33,8 +32,8 @@ class Fit:
 
 
 def check_lengths(
-    examples: Sequence[Example],
-    fit: Callable[[Sequence[Example]], Sequence[Fit]],
+    examples: Sequence[Row],
+    fit: Callable[[Sequence[Row]], Sequence[Fit]],
     data: DataConfig,
     *,
     name: str,
@@ -82,9 +81,7 @@ def check_lengths(
     logger.info("%s; %d of them %s", cut, num_empty, empty)
 
 
-def _any_targets(
-    examples: Sequence[Example], fit: Callable[[Sequence[Example]], Sequence[Fit]]
-) -> bool:
+def _any_targets(examples: Sequence[Row], fit: Callable[[Sequence[Row]], Sequence[Fit]]) -> bool:
     """Whether any row of any process has something to learn."""
     world = current_mesh().world
     own = iter(world.share(examples))

@@ -25,6 +25,15 @@ def prompt_hash(example: Example) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
+def content_hash(example: Example) -> int:
+    """64 bits that stand for the texts of `example`: rows of one prompt come in their order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for turn in (*example.prompt, *example.chosen, *example.rejected):
+        text = turn.content.encode("utf-8", "surrogatepass")
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return int.from_bytes(digest.digest(), "little")
+
+
 def draw(number: int, *, seed: int, purpose: str) -> float:
     """A uniform number in (0, 1) that follows from the prompt's hash, the seed and the purpose."""
     text = f"{seed} {purpose} {number}".encode()

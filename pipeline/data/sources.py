@@ -19,6 +19,9 @@ from pipeline.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
+TOKENS = ".tokens"
+"""How names of token files end (`pipeline.data.store`)."""
+
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
 _WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>\d+(?:\.\d*)?|\.\d+)")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
@@ -87,6 +90,12 @@ class Reader:
             test = self._read_file(Path("data/eval.json"))
         elif path.is_dir():
             train, test, splits = self._read_directory(path, step=step, wanted=wanted)
+        elif name.endswith(TOKENS):
+            raise DataError(
+                f"data path {name} is a token file, which has no rows of text: step 1 trains on it,"
+                " as --sft.data.path, where all its paths are such files; give the rows themselves"
+                " here"
+            )
         elif path.exists():
             if wanted is not None:
                 raise DataError(f"data path {bare}: a file has no splits; leave @{wanted} away")

@@ -12,18 +12,25 @@ def load_step_rows(config: StepConfig, *, step: int) -> StageData:
     Raises:
         DataError: as `load_examples`; or the record of an earlier step is damaged.
     """
-    # The main process looks for the records: on other machines the directories may be incomplete.
-    mesh = current_mesh()
-    found = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
     data = load_examples(
         config.data,
         step=step,
         seed=config.seed,
-        earlier=found,
+        earlier=known_prompts(config),
         kept=config.row_columns,
         share=config.row_share,
     )
     return of_one_kind(data, config)
+
+
+def known_prompts(config: StepConfig) -> PromptRecord:
+    """The prompts of the steps before, as the main process finds their records.
+
+    On other machines the directories may be incomplete.
+    """
+    mesh = current_mesh()
+    found = mesh.world.gather_objects(earlier_prompts(config) if mesh.is_main else None)[0]
+    return found or PromptRecord()
 
 
 def record_prompts(prompts: PromptRecord, config: StepConfig) -> None:

@@ -15,7 +15,7 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
-from pipeline.engine.norms import NormsOfStages
+from pipeline.engine.norms import NormsOfParts
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
 from pipeline.engine.setup import build_units, placement_of, store_on_disk
@@ -63,8 +63,9 @@ class Engine:
 
     `name`, the same on all processes, tells its collectives from those of other engines: where two
     are used in another order on some process, the error names both. `group` is that of `mesh.data`
-    unless another is named. Where the model is a stage of a pipeline, `stages` are the processes
-    of all of its stages: they take, and skip, steps together, by one norm.
+    unless another is named. Where the model is a part of a whole one, a stage of a pipeline or of
+    each layer some heads, `parts` are the processes that have all of its parts: they take, and
+    skip, steps together, by one norm. `tensor` are those of them with the same layers.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Engine:
         total_steps: int,
         name: str = "engine",
         group: Group | None = None,
-        stages: Group = ALONE,
+        parts: Group = ALONE,
+        tensor: Group = ALONE,
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
@@ -94,14 +96,15 @@ class Engine:
         self.group = group or current_mesh().data
         self.comm = make_collectives(device, config.zero, self.group, name=name)
         self.pool = BufferPool(self.comm, device)
-        units = build_units(model, config, self.comm, self.pool, placement_of(config, device))
+        placement = placement_of(config, device)
+        units = build_units(model, config, self.comm, self.pool, placement, tensor)
         self.zero = ZeroModel(model, units, self.comm, prefetch_units=config.zero.prefetch_units)
         self.groups: list[TrainedParams] = [each for unit in units for each in unit.trained]
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
-        self.stages = stages
-        self._norms = NormsOfStages(stages, [group.flat.unit for group in self.groups])
+        self.parts, self.tensor = parts, tensor
+        self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])
         self._launches = Launches()
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.

@@ -15,6 +15,7 @@ from pipeline.engine.comm import Collectives, Finished, Work
 from pipeline.engine.disk_weights import DiskPiece, WeightDisk
 from pipeline.engine.layout import lay_out, padded_size
 from pipeline.engine.stored import StoredParameter, copy_elements
+from pipeline.engine.tensor_parts import Role
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class ParamSettings:
 
     weight_decay: float
     """Of parameters of more than one dimension; the others are spared."""
+
+    role: Role = "whole"
+    """Among the processes that compute layers together."""
 
 
 @dataclass(frozen=True)

@@ -32,29 +32,29 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
 
 
-class NormsOfStages:
-    """The sums of squares of all stages of a pipeline; all of its processes make one together."""
+class NormsOfParts:
+    """The sums of squares of all parts of a model; all processes that have one make it together."""
 
-    def __init__(self, stages: Group, units: Sequence[str]) -> None:
-        self._stages = stages
-        of_stages = stages.gather_objects(list(units))
-        self.units = [unit for own in of_stages for unit in own]
-        """The unit of each vector, those of the first stage first."""
-        self._before = sum(len(own) for own in of_stages[: stages.rank])
+    def __init__(self, parts: Group, units: Sequence[str]) -> None:
+        self._parts = parts
+        of_parts = parts.gather_objects(list(units))
+        self.units = [unit for own in of_parts for unit in own]
+        """The unit of each vector, those of the first part first."""
+        self._before = sum(len(own) for own in of_parts[: parts.rank])
         self._own = len(units)
 
     def gathered(self, own: Sequence[float], *, flag: bool) -> tuple[Sequence[float], bool]:
-        """Those of this stage's vectors among those of all; whether all stages have the flag.
+        """Those of this part's vectors among those of all; whether all parts have the flag.
 
-        As many numbers for each vector, vector after vector. Each is zero but on one stage, so that
+        As many numbers for each vector, vector after vector. Each is zero but for one part, so that
         their sums are exact.
         """
-        if self._stages.size == 1:
+        if self._parts.size == 1:
             return own, flag
         rows = len(own) // self._own
         after = len(self.units) - self._before - self._own
         values = [*[0.0] * (self._before * rows), *own, *[0.0] * (after * rows)]
-        *summed, lacks = self._stages.sums([*values, float(not flag)])
+        *summed, lacks = self._parts.sums([*values, float(not flag)])
         return summed, lacks == 0
 
 

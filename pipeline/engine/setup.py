@@ -13,9 +13,11 @@ from pipeline.engine.flat import FlatParams, ParamSettings, Placement
 from pipeline.engine.optim import steps_in_parts
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
+from pipeline.engine.tensor_parts import role_of
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import ROOT, UnitParams, find_units
 from pipeline.engine.zero import Unit
+from pipeline.parallel.group import ALONE, Group
 
 
 def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
@@ -42,14 +44,18 @@ def build_units(
     comm: Collectives,
     pool: BufferPool,
     placement: Placement,
+    tensor: Group = ALONE,
 ) -> list[Unit]:
-    """Lay out every parameter in flat vectors, unit by unit, the root last."""
+    """Lay out every parameter in flat vectors, unit by unit, the root last.
+
+    `tensor` are the processes that have the parts of each layer.
+    """
     disk = None
     if config.zero.offload.params == "nvme":
         assert config.zero.offload.nvme_path is not None  # as OffloadConfig checks
         disk = WeightDisk(config.zero.offload.nvme_path, comm)
     return [
-        _build(unit, config, comm, pool, placement, disk)
+        _build(unit, config, comm, pool, placement, disk, tensor)
         for unit in find_units(model, config.zero.unit_classes)
     ]
 
@@ -76,6 +82,7 @@ def _build(
     pool: BufferPool,
     placement: Placement,
     disk: WeightDisk | None,
+    tensor: Group,
 ) -> Unit:
     if config.zero.compile and unit.name != ROOT:
         # The forward method alone: hooks stay outside of what is compiled.
@@ -86,7 +93,9 @@ def _build(
         flat = FlatParams(unit.name, params, settings, comm, placement, disk)
         flats.append(flat)
         if settings.trained:
-            trained.append(TrainedParams(flat, pool, config.optim, kernels=config.kernels))
+            trained.append(
+                TrainedParams(flat, pool, config.optim, kernels=config.kernels, tensor=tensor)
+            )
     return Unit(unit.name, unit.module, flats, trained)
 
 
@@ -118,7 +127,9 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
     one weight decay for a whole tensor.
     """
     if not param.requires_grad:
-        return ParamSettings(param.dtype, trained=False, lr=0.0, weight_decay=0.0)
+        return ParamSettings(
+            param.dtype, trained=False, lr=0.0, weight_decay=0.0, role=role_of(param)
+        )
     lr = None
     if ".lora_" in name:
         lr = config.lora_lr
@@ -130,4 +141,5 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         trained=True,
         lr=config.optim.lr if lr is None else lr,
         weight_decay=config.optim.weight_decay if together or param.ndim > 1 else 0.0,
+        role=role_of(param),
     )

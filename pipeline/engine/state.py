@@ -5,7 +5,8 @@ number of processes and other units take up the same state. Each process contrib
 of its own piece of every flat vector, at stage 0 as well.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ from torch import Tensor
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.layout import Fragment
 from pipeline.engine.engine import Engine
+from pipeline.engine.flat import FlatParams
+from pipeline.engine.part_elements import fragments_of, read_elements
+from pipeline.engine.tensor_parts import whole_shape
 from pipeline.engine.trained import TrainedParams
 from pipeline.errors import CheckpointError
+from pipeline.parallel.group import Group
 
 
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
@@ -28,9 +33,8 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     for group in engine.visit():
         vectors = {"weights": group.masters.fp32(), **_moments(group)}
         for kind, vector in vectors.items():
-            for name, place, elements in group.spans(own=True):
-                yield Fragment(f"{prefix}/{kind}/{name}", elements.start, vector[place])
-    elsewhere = _buffers_of_earlier_stages(engine)
+            yield from _written(group, vector, f"{prefix}/{kind}")
+    elsewhere = _buffers_of_earlier_parts(engine)
     for name, buffer in _buffers(engine).items():
         if name in elsewhere:
             continue
@@ -54,23 +58,26 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
         for flat in unit.flats:
             if flat.settings.trained:
                 continue
+            if not _is_written(flat, engine.tensor):
+                continue
             piece = flat.shard if flat.disk is None else flat.disk.read()
             first = engine.comm.rank * flat.shard_numel
             for name, start, stop in flat.stretches(*flat.written):
                 own = piece[start - first : stop - first]
                 own = own if flat.disk is None else own.clone()  # its place is for the next one
-                yield Fragment(f"{prefix}/frozen/{name}", start - flat.offsets[name], own)
+                begin = start - flat.offsets[name]
+                yield from fragments_of(f"{prefix}/frozen/{name}", flat.params[name], begin, own)
             if flat.disk is not None:
                 flat.disk.give_back()
 
 
 def describe(engine: Engine) -> dict[str, Any]:
     """What the fragments don't say, as JSON: the same on every process; all of them call it."""
-    return merged(engine.stages.gather_objects(_describe_own(engine)))
+    return merged(engine.parts.gather_objects(_describe_own(engine)))
 
 
 def merged(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all stages of a pipeline say, as one of the whole model would."""
+    """What all parts of a model say, as the whole one would."""
     whole = dict(described[0])
     for other in described[1:]:
         for name, value in other.items():
@@ -120,9 +127,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
     for unit in engine.zero.units:
         for flat in unit.flats:
             if not flat.settings.trained:
-                flat.fill(
-                    lambda name, start, out: checkpoint.read(f"{prefix}/frozen/{name}", start, out)
-                )
+                flat.fill(_reader(flat, f"{prefix}/frozen", checkpoint))
                 flat.publish()
     for group in engine.visit():
         with group.changing() as masters:
@@ -137,8 +142,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
 def weights_fragments(engine: Engine, prefix: str, weights: Sequence[Tensor]) -> Iterator[Fragment]:
     """Of vectors laid out as `engine.masters()`: an average of them, or the best so far."""
     for group, vector in zip(engine.groups, weights, strict=True):
-        for name, place, elements in group.spans(own=True):
-            yield Fragment(f"{prefix}/{name}", elements.start, vector[place])
+        yield from _written(group, vector, prefix)
 
 
 def read_weights(
@@ -146,8 +150,35 @@ def read_weights(
 ) -> None:
     """Fill vectors laid out as `engine.masters()` with what `weights_fragments` gave."""
     for group, vector in zip(engine.groups, out, strict=True):
+        read = _reader(group.flat, prefix, checkpoint)
         for name, place, elements in group.spans():
-            checkpoint.read(f"{prefix}/{name}", elements.start, vector[place])
+            read(name, elements.start, vector[place])
+
+
+def _written(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Fragment]:
+    """What this process writes of a vector that is laid out as the masters."""
+    if not _is_written(group.flat, group.tensor):
+        return
+    for name, place, elements in group.spans(own=True):
+        param = group.flat.params[name]
+        yield from fragments_of(f"{prefix}/{name}", param, elements.start, vector[place])
+
+
+def _is_written(flat: FlatParams, tensor: Group) -> bool:
+    """Whether no process of lower rank among those with the same layers has all of a vector."""
+    return tensor.rank == 0 or flat.settings.role in ("part", "shared")
+
+
+def _reader(
+    flat: FlatParams, prefix: str, checkpoint: Checkpoint
+) -> Callable[[str, int, Tensor], None]:
+    """Fills a tensor with elements of a parameter, by name, from a place on."""
+
+    def read(name: str, start: int, out: Tensor) -> None:
+        key = f"{prefix}/{name}"
+        read_elements(flat.params[name], start, out, partial(checkpoint.read, key))
+
+    return read
 
 
 def _load_group(
@@ -166,9 +197,10 @@ def _load_group(
         for kind in described["moments"]
     }
     for kind, vector in {"weights": masters, **moments}.items():
+        read = _reader(group.flat, f"{prefix}/{kind}", checkpoint)
         for name, place, elements in group.spans():
             if kind == "weights" or numbers[name] is not None:
-                checkpoint.read(f"{prefix}/{kind}/{name}", elements.start, vector[place])
+                read(name, elements.start, vector[place])
     if not (updated or moments) and group.state:
         group.state.clear()  # it was saved before its first update
     if common is not None and (common or moments):
@@ -204,7 +236,7 @@ def _check(engine: Engine, described: Mapping[str, Any], checkpoint: Checkpoint)
             f"{place} is of the optimizer {described['optimizer']}, not {engine.optim.name}"
         )
     own = {"trained": _shapes(engine, trained=True), "frozen": _shapes(engine, trained=False)}
-    whole = merged(engine.stages.gather_objects(own))
+    whole = merged(engine.parts.gather_objects(own))
     for kind in own:
         theirs, ours = described[kind], whole[kind]
         for name in sorted(theirs.keys() | ours.keys()):
@@ -223,7 +255,7 @@ def _shown(name: str, kind: str, shapes: Mapping[str, Any]) -> str:
 def _shapes(engine: Engine, *, trained: bool) -> dict[str, list[int]]:
     flats = [flat for unit in engine.zero.units for flat in unit.flats]
     return {
-        name: list(param.shape)
+        name: list(whole_shape(param))
         for flat in flats
         if flat.settings.trained is trained
         for name, param in flat.params.items()
@@ -244,11 +276,11 @@ def _state(group: TrainedParams) -> Iterable[tuple[str, Tensor]]:
     return [(name, value) for name, value in group.state.items() if isinstance(value, Tensor)]
 
 
-def _buffers_of_earlier_stages(engine: Engine) -> set[str]:
-    """Those that an earlier stage of a pipeline has as well, and writes."""
-    stages = engine.stages
-    of_stages = stages.gather_objects(sorted(_buffers(engine)))
-    return {name for own in of_stages[: stages.rank] for name in own}
+def _buffers_of_earlier_parts(engine: Engine) -> set[str]:
+    """Those that a process with an earlier part of the model has as well, and writes."""
+    parts = engine.parts
+    of_parts = parts.gather_objects(sorted(_buffers(engine)))
+    return {name for own in of_parts[: parts.rank] for name in own}
 
 
 def _buffer_key(prefix: str, name: str, rank: int) -> str:

@@ -18,9 +18,11 @@ from pipeline.engine.masters import Kind, Masters, kind_of_masters
 from pipeline.engine.norms import squared_norms
 from pipeline.engine.optim import build_optimizer, steps_in_one_pass
 from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same
+from pipeline.engine.tensor_parts import Stretch, completed, counted
 from pipeline.errors import KernelError
 from pipeline.kernels.adamw.definition import COPIES, AdamW, Shard, Weights
 from pipeline.kernels.adamw.dispatch import adamw_, prepare
+from pipeline.parallel.group import ALONE, Group
 
 NOWHERE = slice(0, 0)
 """Where a parameter lies of which this process updates nothing."""
@@ -30,9 +32,17 @@ class TrainedParams:
     """A flat vector with what trains it: masters, summed gradients and an optimizer."""
 
     def __init__(
-        self, flat: FlatParams, pool: BufferPool, optim: OptimConfig, *, kernels: Kernels = "auto"
+        self,
+        flat: FlatParams,
+        pool: BufferPool,
+        optim: OptimConfig,
+        *,
+        kernels: Kernels = "auto",
+        tensor: Group = ALONE,
     ) -> None:
         self.flat, self.comm, self.optim = flat, flat.comm, optim
+        self.tensor = tensor
+        """The processes that have the parts of each layer."""
         self.kernels: Kernels = kernels
         kind = kind_of_masters(flat.settings.dtype, flat.placement, optim, kernels)
         self.one_pass = self._prepare(optim, kind)
@@ -100,9 +110,11 @@ class TrainedParams:
             yield name, slice(start - first, stop - first), slice(start - offset, stop - offset)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The reduced gradient of each parameter, whole, by name; all processes call it."""
-        self.gradients.settle()
-        full = self._gathered(self.gradients.sum.finish())
+        """The reduced gradient of each parameter, whole, by name; all processes call it.
+
+        Where layers are divided, of this process's part.
+        """
+        full = self._gathered(self._gradient())
         whole = {name: view.clone() for name, view in self.flat.cut(full).items()}
         self.gradients.pool.give_back(full)
         return whole
@@ -115,13 +127,27 @@ class TrainedParams:
         self.comm.all_gather(full, piece, self.flat.unit).wait()
         return full
 
+    def _gradient(self) -> Float[Tensor, " n"]:
+        """The sum over all micro-batches and processes, of the own piece."""
+        self.gradients.settle()
+        gradient = self.gradients.sum.finish()
+        return completed(gradient, self.flat.settings.role, self.tensor, self._stretches())
+
+    def _stretches(self) -> list[Stretch]:
+        """The parameters of the own piece."""
+        flat, first = self.flat, self.comm.rank * self.flat.shard_numel
+        return [
+            (flat.params[name], start - flat.offsets[name], slice(start - first, stop - first))
+            for name, start, stop in flat.stretches(first, first + flat.shard_numel)
+        ]
+
     def squared_norms(self) -> Tensor:
         """Sums of squares of the reduced gradient by stretches, of all processes' pieces.
 
         Float64, of `num_chunks` values; the other processes' stretches are zero.
         """
-        self.gradients.settle()
-        rows, total = num_chunks(self.comm.size), self.gradients.sum.finish()
+        rows, total = num_chunks(self.comm.size), self._gradient()
+        total = counted(total, self.flat.settings.role, self.tensor, self._stretches())
         values = torch.zeros(rows, dtype=torch.float64, device=total.device)
         if self.comm.copy == 0:  # all copies have the same sum, which counts once
             self.comm.piece(values).copy_(squared_norms(total, rows // self.comm.size))
@@ -148,8 +174,7 @@ class TrainedParams:
         self.comm.synchronize()  # before weights change that are being copied to the GPU
         self._set_numbers(lr_share, momentum)
         gathers = not self.flat.placement.shard_optimizer and self.comm.size > 1
-        self.gradients.settle()
-        gradient = self.gradients.sum.finish()
+        gradient = self._gradient()
         if multiplier != 1.0 and not self.one_pass:
             gradient.mul_(multiplier)
         if gathers:
@@ -179,8 +204,7 @@ class TrainedParams:
         if self.flat.placement.shard_params and placement.param_device != placement.device:
             return None
         self._set_numbers(lr_share, momentum)
-        self.gradients.settle()
-        gradient = self.gradients.sum.finish()
+        gradient = self._gradient()
         vectors = self._next_vectors(gradient, masters.room_for_weights())
         return [
             Shard(

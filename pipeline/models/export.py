@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipeline.engine.tensor_parts import part_of
 from pipeline.files.durable import settle, sync_directory
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
@@ -22,6 +23,7 @@ from pipeline.models.quantized import dequantized_weights, quantized_layers, rou
 from pipeline.models.stream_export import NamedTensors, as_saved, can_stream, stream_export
 from pipeline.models.variants import save_adapter
 from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
 from pipeline.parallel.transfer import receive_named, send_named
 
@@ -61,7 +63,8 @@ def export(
     plain, mesh = base_model(model), current_mesh()
     named = named_weights(plain, weights)
     adapter: dict[str, Tensor] = {}
-    ready = _as_exported(model, named, adapter)
+    joining = _Joining(plain, mesh.tensor)
+    ready = _as_exported(model, named, adapter, joining)
     if mesh.is_main:
         for stage in range(1, mesh.stages.size):
             device = local_device()
@@ -75,10 +78,10 @@ def export(
                 directory,
                 directory / ADAPTER_DIR,
             )
-    elif mesh.data.rank == 0:  # the first of another stage
+    elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first of another stage
         send_named(_with_adapter(ready, adapter), mesh.stages, to=0)
-    else:
-        for _ in named:
+    else:  # of the first copy with a part of its layers, which the others wait for
+        for _ in ready if mesh.data.rank == 0 else named:
             pass
     mesh.world.barrier()
 
@@ -112,14 +115,33 @@ def named_weights(
         yield name, tensor.detach()
 
 
+class _Joining:
+    """Makes whole tensors of the parts that the processes of a group have of a model's layers."""
+
+    def __init__(self, plain: PreTrainedModel, group: Group) -> None:
+        # Only the processes of the first copy of the model join its parts.
+        self._group = group.apart
+        state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
+        self._parts = {name: part_of(tensor) for name, tensor in state.items()}
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole tensor of this name in the model; all processes of the group call it."""
+        part = self._parts.get(name)
+        if part is None:
+            return tensor
+        return part.joined(self._group.gather(tensor, what="weights for an export"))
+
+
 def _as_exported(
-    model: nn.Module, weights: NamedTensors, adapter: dict[str, Tensor]
+    model: nn.Module, weights: NamedTensors, adapter: dict[str, Tensor], joining: _Joining
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights that the plain model has in its files; those of an adapter go into `adapter`."""
     plain = base_model(model)
     if isinstance(model, PeftModel):
-        merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter)
+        merged_weights = _merged(plain, dequantized_weights(plain, weights), adapter, joining)
         weights = rounded_weights(plain, merged_weights)
+    else:
+        weights = ((name, joining.whole(name, tensor)) for name, tensor in weights)
     left_out = _left_out(plain)
     kept = ((name, tensor) for name, tensor in weights if name not in left_out)
     yield from as_saved(plain, kept) if can_stream(plain) else kept
@@ -166,7 +188,7 @@ def _write(
         tokenizer.save_pretrained(staging)
         if isinstance(model, PeftModel):
             save_adapter(model, adapter, staging / ADAPTER_DIR)
-            if current_mesh().stages.size > 1:  # of which peft has written what the first one has
+            if current_mesh().parts.size > 1:  # of which peft has written what the first one has
                 own = {name.replace(".default.", "."): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         move_in(staging, directory)
@@ -184,7 +206,7 @@ def move_in(staging: Path, directory: Path) -> None:
 
 
 def _merged(
-    plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor]
+    plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor], joining: _Joining
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights as the plain model has them: adapters added into copies, never into the base.
 
@@ -199,15 +221,17 @@ def _merged(
         layer = layers.get(owner)
         own = ".lora_" in name or ".modules_to_save." in name
         if own or (layer is not None and layer in embeddings):  # peft keeps adapted tables whole
-            adapter[ADAPTER_PREFIX + name] = weight.to("cpu", copy=True)
+            adapter[ADAPTER_PREFIX + name] = joining.whole(name, weight).to("cpu", copy=True)
         if ".lora_" in name or ".original_module." in name:
             continue
         if leaf == "weight" and layer is not None:
-            yield f"{owner}.weight", merged(weight, layer).to(weight.dtype)
+            own = merged(weight, layer).to(weight.dtype)
+            yield f"{owner}.weight", joining.whole(name, own)
         elif leaf:
-            yield f"{owner}.{leaf}", weight
+            yield f"{owner}.{leaf}", joining.whole(name, weight)
         else:
-            yield name.replace(".modules_to_save.default.", "."), weight
+            whole = joining.whole(name, weight)
+            yield name.replace(".modules_to_save.default.", "."), whole
 
 
 def _left_out(plain: PreTrainedModel) -> set[str]:

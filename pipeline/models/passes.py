@@ -18,6 +18,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine
 from pipeline.models.forward import Policy
 from pipeline.models.stages import Passage, Stage, blocks_of, cut_stage
+from pipeline.models.tensor_cut import cut_layers
 from pipeline.models.trained import trained_causal_lm
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group
@@ -267,9 +268,8 @@ def learning_model(
         ConfigError: it can't be cut as the settings say.
         ModelError: it can't be used, or its family can't be cut.
     """
-    stages = mesh.stages
     model = trained_causal_lm(
-        settings, tokenizer, device=local_device(), seed=seed, in_stages=stages.size > 1
+        settings, tokenizer, device=local_device(), seed=seed, in_parts=mesh.parts.size > 1
     )
     passes = passes_of(
         model,
@@ -293,17 +293,24 @@ def passes_of(
     total_steps: int,
     name: str,
 ) -> Passes:
-    """The passes of a model that learns, whole or this process's stage of it, in an engine.
+    """The passes of a model that learns, whole or this process's part of it, in an engine.
 
     `whole` is that of `own_part`.
 
     Raises:
-        ConfigError, ModelError: as `own_part`.
+        ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
+    cut_layers(model, mesh.tensor)
     part, stage = own_part(model, parallel, stages, whole, kernels=settings.kernels)
     engine = Engine(
-        part, settings, total_steps=total_steps, name=name, group=mesh.data, stages=stages
+        part,
+        settings,
+        total_steps=total_steps,
+        name=name,
+        group=mesh.data,
+        parts=mesh.parts,
+        tensor=mesh.tensor,
     )
     if stages.size == 1:
         return Passes(engine)

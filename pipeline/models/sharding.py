@@ -9,8 +9,9 @@ families that it has none for.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -61,19 +62,33 @@ STYLES: Mapping[str, Style] = {
 class ShardedLayers:
     """The layers of a model of which each of `size` processes has a part; none for one process.
 
+    Args:
+        model: on any device.
+        size: processes that compute each layer together.
+        setting: that the user gave, as messages name it.
+        divides_head: whether the matrix that makes the logits may be divided.
+
     Raises:
         ConfigError: the family has no plan, or its heads or widths can't be cut into so many.
     """
 
-    def __init__(self, model: PreTrainedModel, size: int) -> None:
-        self.model, self.size = model, size
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        size: int,
+        *,
+        setting: str = "inference_tp_size",
+        divides_head: bool = True,
+    ) -> None:
+        self.model, self.size, self.setting = model, size, setting
+        self.divides_head = divides_head
         self.styles: dict[str, str] = {}
         """Style of each module that is divided, by name."""
         if size == 1:
             return
         settings = model.config.get_text_config()
         self.family = str(model.config.model_type)
-        self.plan = plan_of(model)
+        self.plan = plan_of(model, setting=setting)
         self.num_heads = int(settings.num_attention_heads)
         key_heads = self.plan.key_heads or getattr(settings, "num_key_value_heads", None)
         self.kv_heads = int(key_heads or self.num_heads)
@@ -90,10 +105,13 @@ class ShardedLayers:
             style = match(self.plan.styles, name)
             if style is not None and not style.startswith(REPLICATED):
                 raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
-        for name, module in self.model.named_modules():
+        for name, each in self.model.named_modules():
             style = match(self.plan.styles, name)
             if style is None or style.startswith(REPLICATED):
                 continue
+            if each is head and not self.divides_head:
+                continue
+            module = layer_of(each)
             if not isinstance(module, nn.Linear | Conv1D) or style not in STYLES:
                 raise ConfigError(self._sentence(f"{name} would be divided as {style}"))
             if style == "colwise_gather_output":
@@ -106,7 +124,7 @@ class ShardedLayers:
     def by_width(self) -> Iterator[tuple[nn.Linear | Conv1D, Style]]:
         """Layers that are cut into equal parts wherever that is; heads of keys may be copied."""
         for name, kind in self.styles.items():
-            module = self.model.get_submodule(name)
+            module = layer_of(self.model.get_submodule(name))
             if not name.endswith(OF_KEYS) and kind != "colwise_one_key_head":
                 assert isinstance(module, nn.Linear | Conv1D)
                 yield module, STYLES[kind]
@@ -118,21 +136,26 @@ class ShardedLayers:
             return
         require(
             self.num_heads % size == 0,
-            f"inference_tp_size {size} doesn't divide the {self.num_heads} attention heads of"
+            f"{self.setting} {size} doesn't divide the {self.num_heads} attention heads of"
             f" {self.family}; choose one that does",
         )
         packed = any(name.endswith(PACKED) for name in self.styles)
         require(
             self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
-            f"inference_tp_size {size} doesn't go with the {self.kv_heads} key heads of"
+            f"{self.setting} {size} doesn't go with the {self.kv_heads} key heads of"
             f" {self.family}; choose one that divides them",
         )
 
     def _sentence(self, reason: str) -> str:
         return (
-            f"inference_tp_size {self.size}: generation with {self.family} can't be divided,"
-            f" since {reason}; set it to 1"
+            f"{self.setting} {self.size}: the layers of {self.family} can't be divided, since"
+            f" {reason}; set it to 1"
         )
+
+
+def layer_of(module: nn.Module) -> nn.Module:
+    """The layer inside of its adapter, or the module itself."""
+    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
 
 def can_shard(model: PreTrainedModel, size: int) -> bool:
@@ -149,7 +172,7 @@ def can_shard(model: PreTrainedModel, size: int) -> bool:
     )
 
 
-def plan_of(model: PreTrainedModel) -> FamilyPlan:
+def plan_of(model: PreTrainedModel, *, setting: str = "inference_tp_size") -> FamilyPlan:
     """The plan for a model's family, by full names of its modules.
 
     Raises:
@@ -159,7 +182,7 @@ def plan_of(model: PreTrainedModel) -> FamilyPlan:
     plan = own_plan(model.config) or theirs
     require(
         bool(plan.styles),
-        f"inference_tp_size: there is no plan to divide {model.config.model_type}; set it to 1",
+        f"{setting}: there is no plan to divide {model.config.model_type}; set it to 1",
     )
 
     def named(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 HEADS = 4
 HEAD_SIZE = 8
 WIDTH = HEADS * HEAD_SIZE
+INNER = 48
 VOCABULARY = 64
 WINDOW = 4
 """Tokens of every sliding window and chunk of the copy, so that a dozen tokens are beyond it."""
@@ -33,7 +34,7 @@ _INNER = dict.fromkeys(
         "decoder_ffn_dim", "encoder_ffn_dim",
         "dense_intermediate_size", "prefix_dense_intermediate_size",
     ),
-    48,
+    INNER,
 )  # fmt: skip
 _HEADS = dict.fromkeys(
     (
@@ -93,14 +94,14 @@ KEY_HEADS = (
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
-def small_settings(settings: PreTrainedConfig) -> PreTrainedConfig:
+def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrainedConfig:
     """The settings with other sizes: as many layers, each of its kind, few of everything else.
 
     Heads that share keys still do, some experts of several are still chosen, and windows are
-    `WINDOW` tokens.
+    `WINDOW` tokens. With more `heads` than usual, an even number, layers are as much wider.
     """
     small = copy.deepcopy(settings)
-    _shrink(small)
+    _shrink(small, heads)
     return small
 
 
@@ -124,21 +125,21 @@ def small_copy(
     return made.eval()
 
 
-def _shrink(settings: PreTrainedConfig) -> None:
+def _shrink(settings: PreTrainedConfig, few: int) -> None:
     values = dict(vars(settings))
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), None)
     context = values.get("max_position_embeddings")
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
-            _shrink(value)
+            _shrink(value, few)
         elif name in ("rope_parameters", "rope_scaling"):
             _set(settings, name, _small_rope(value))
         elif name in WINDOWS:
             _set(settings, name, _small_window(value, context))
         elif name in KEY_HEADS and isinstance(value, int):
-            _set(settings, name, {1: 1, heads: HEADS}.get(value, HEADS // 2))
+            _set(settings, name, {1: 1, heads: few}.get(value, few // 2))
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            _set(settings, name, _small_size(name, value))
+            _set(settings, name, _small_size(name, value, few))
     if getattr(settings, "quantization_config", None) is not None:
         delattr(settings, "quantization_config")  # not declared by the base class
 
@@ -147,11 +148,13 @@ def _set(settings: PreTrainedConfig, name: str, value: object) -> None:
     object.__setattr__(settings, name, value)  # without checks against sizes not yet changed
 
 
-def _small_size(name: str, value: int) -> int:
+def _small_size(name: str, value: int, heads: int) -> int:
     if name in SPECIAL_TOKENS:
         return min(value, VOCABULARY - 1)
     if name in AT_MOST:
         return min(value, AT_MOST[name])
+    if name in _WIDTHS or name in _INNER or name in _HEADS:
+        return SIZES[name] * heads // HEADS
     return SIZES.get(name, value)
 
 

@@ -36,14 +36,14 @@ def trained_causal_lm(
     *,
     device: torch.device,
     seed: int,
-    in_stages: bool = False,
+    in_parts: bool = False,
 ) -> nn.Module:
     """The causal language model that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3, where they are quantized, and where the model is to be cut into stages, its
+    At ZeRO stage 3, where they are quantized, and where the model is to be cut into parts, its
     weights stay in their files until the engine reads its pieces of them.
     """
-    defer = in_stages or _defers(config)
+    defer = in_parts or _defers(config)
     model = load_causal_lm(config, device=device, seed=seed, defer=defer)
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:
@@ -59,14 +59,14 @@ def trained_classifier(
     device: torch.device,
     seed: int,
     num_labels: int = 1,
-    in_stages: bool = False,
+    in_parts: bool = False,
 ) -> nn.Module:
     """The reward model or critic that a step trains, with adapters if the settings ask for them.
 
-    At ZeRO stage 3, where they are quantized, and where the model is to be cut into stages, its
+    At ZeRO stage 3, where they are quantized, and where the model is to be cut into parts, its
     weights stay in their files until the engine reads its pieces of them.
     """
-    defer = in_stages or _defers(config)
+    defer = in_parts or _defers(config)
     model = load_classifier(config, device=device, seed=seed, defer=defer, num_labels=num_labels)
     _give_rows(model, tokenizer, config, seed=seed)
     if config.lora is None:

@@ -1,7 +1,7 @@
 """Some processes of a job, and the numbers and objects that they tell each other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -50,6 +50,11 @@ class Group:
     def others(self) -> tuple[int, ...]:
         """Ranks in the whole job of the others."""
         return self.ranks[: self.rank] + self.ranks[self.rank + 1 :]
+
+    @property
+    def apart(self) -> "Group":
+        """The same processes, which go their own ways: their collectives aren't counted."""
+        return replace(self, counted=False)
 
     @property
     def global_rank(self) -> int:
@@ -102,6 +107,19 @@ class Group:
         with HERE.waiting(self.others):
             all_gather(rows.view(-1), own.view(-1), self.process_group).wait()
         return rows.cpu()
+
+    def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:
+        """What `tensor` is on each process, in rank order; all are as large."""
+        if self.size == 1:
+            return [tensor]
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in self.ranks]
+        if own.is_meta:  # where memory is counted there are no numbers to exchange
+            return parts
+        self._enter_collective("all_gather", what)
+        with HERE.waiting(self.others):
+            dist.all_gather(parts, own, group=self.process_group)
+        return parts
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Give every process what `tensor` is on the process of rank `source`, in place."""

@@ -39,10 +39,23 @@ class Mesh:
     """Those that have the stages of one pipeline, in order: each some of the model's blocks, and
     all the same share of a batch."""
 
+    tensor: Group = ALONE
+    """Those that compute each layer together, on the same share of a batch."""
+
+    parts: Group = ALONE
+    """Those that have the parts of one copy of a model: the stages of a pipeline, each of `tensor`
+    processes, in order."""
+
     @property
     def is_main(self) -> bool:
         """True on the process that writes files and prints."""
         return self.world.rank == 0
+
+    @property
+    def in_step(self) -> range:
+        """Ranks of those that come to the same collectives as this process: all, or its stage's."""
+        size = self.world.size // self.stages.size
+        return range(self.stages.rank * size, (self.stages.rank + 1) * size)
 
     @property
     def local_size(self) -> int:
@@ -56,6 +69,7 @@ class Mesh:
         return {
             "processes": self.world.size,
             "stages": self.stages.size,
+            "tensor": self.tensor.size,
             "replicas": copies,
             "shards": self.data.size // copies,
         }
@@ -97,13 +111,14 @@ _cut: list[Mesh] = []
 
 
 @contextmanager
-def cut_mesh(*, replicas: int, pp: int = 1, timeout_seconds: float) -> Iterator[Mesh]:
+def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float) -> Iterator[Mesh]:
     """Divide the processes of the job, for as long as it lasts; all of them call it.
 
     Args:
         replicas: copies of each model; those of one copy are neighbours in rank, as are the
             processes of a machine.
         pp: stages of a pipeline. The first so-many-th of the processes have the first stage.
+        tp: processes that compute each layer together, neighbours in rank.
         timeout_seconds: for which one process may keep the others waiting.
 
     Raises:
@@ -112,38 +127,64 @@ def cut_mesh(*, replicas: int, pp: int = 1, timeout_seconds: float) -> Iterator[
     mesh = current_mesh()
     number = mesh.world.size
     require(
-        number % (pp * replicas) == 0,
-        f"{pp} stages of {replicas} replicas don't divide the {number} processes",
+        number % (pp * tp * replicas) == 0,
+        f"{pp} stages of {replicas} replicas, each layer on {tp} processes, don't divide the"
+        f" {number} processes",
     )
     stages = _rows(range(number), number // pp)
-    if pp > 1:
-        mesh = Mesh(
-            world=replace(mesh.world, in_step=False),
-            data=subgroup(stages, timeout_seconds=timeout_seconds),
-            stages=replace(
-                subgroup(zip(*stages, strict=True), timeout_seconds=timeout_seconds),
-                in_step=False,
-            ),
-        )
+    data = [stage[first::tp] for stage in stages for first in range(tp)]
+    if pp * tp > 1:
+        mesh = _in_parts(mesh, stages, data, tp=tp, timeout_seconds=timeout_seconds)
     if replicas > 1:
-        copies = [_rows(stage, len(stage) // replicas) for stage in stages]
-        across = [ranks for rows in copies for ranks in zip(*rows, strict=True)]
-        data = mesh.data
-        mesh = replace(
-            mesh,
-            data=DataGroup(
-                data.rank,
-                data.ranks,
-                data.process_group,
-                shards=subgroup(chain(*copies), timeout_seconds=timeout_seconds),
-                copies=subgroup(across, timeout_seconds=timeout_seconds),
-            ),
-        )
+        mesh = replace(mesh, data=_in_copies(mesh.data, data, replicas, timeout_seconds))
     _cut.append(mesh)
     try:
         yield mesh
     finally:
         _cut.pop()
+
+
+def _in_parts(
+    mesh: Mesh,
+    stages: Sequence[Sequence[int]],
+    data: Sequence[Sequence[int]],
+    *,
+    tp: int,
+    timeout_seconds: float,
+) -> Mesh:
+    """The mesh of models that are cut into stages, or into parts of each layer, or both."""
+    in_step = len(stages) == 1
+
+    def cut(rows: Iterable[Sequence[int]]) -> Group:
+        return subgroup(rows, timeout_seconds=timeout_seconds)
+
+    rows = [_rows(stage, tp) for stage in stages]
+    world, own = replace(mesh.world, in_step=in_step), cut(data)
+    tensor = cut(chain(*rows)) if tp > 1 else ALONE
+    if in_step:
+        return Mesh(world=world, data=own, tensor=tensor, parts=tensor)
+    of_stages = replace(cut(zip(*stages, strict=True)), in_step=False)
+    if tp == 1:
+        return Mesh(world=world, data=own, stages=of_stages, parts=of_stages)
+    # The first stage's processes, then the next one's: of each copy of the model.
+    parts = [list(chain(*row)) for row in zip(*rows, strict=True)]
+    all_parts = replace(cut(parts), in_step=False)
+    return Mesh(world=world, data=own, stages=of_stages, tensor=tensor, parts=all_parts)
+
+
+def _in_copies(
+    data: Group, rows: Sequence[Sequence[int]], replicas: int, timeout_seconds: float
+) -> DataGroup:
+    """The data axis, whose processes have so many copies of the model."""
+    copies = [_rows(row, len(row) // replicas) for row in rows]
+    across = [ranks for each in copies for ranks in zip(*each, strict=True)]
+    return DataGroup(
+        data.rank,
+        data.ranks,
+        data.process_group,
+        shards=subgroup(chain(*copies), timeout_seconds=timeout_seconds),
+        copies=subgroup(across, timeout_seconds=timeout_seconds),
+    )
 
 
 def _rows(ranks: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -92,6 +92,10 @@ def _mesh(config: StepConfig, world: int) -> Iterator[str]:
     """How the processes are divided, where they are."""
     replicas, shards = config.parallel.replicas, config.workload(world).shards
     yield from _stages(config, world)
+    if config.parallel.tp > 1:
+        groups = world // config.parallel.tp
+        where = f", in {groups} groups" if groups > 1 else ""
+        yield _line("tensor", f"{config.parallel.tp} processes compute each layer together{where}")
     if replicas > 1:
         each = "one process" if shards == 1 else f"{shards} processes, which share its states"
         yield _line("parallel", f"{replicas} replicas of each model that learns, each of {each}")

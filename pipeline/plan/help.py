@@ -65,7 +65,7 @@ GROUPS = (
     Group(
         "zero",
         "ZeRO and DeepSpeed files",
-        ("actor_zero_stage", "reward_zero_stage", "replicas", "zero_config"),
+        ("actor_zero_stage", "reward_zero_stage", "replicas", "tensor_parallel", "zero_config"),
         brief=True,
     ),
     Group(

@@ -72,6 +72,10 @@ class Request(Deployment, Autotuning):
     """Copies of the sharded models that all steps keep (HSDP, docs/parallel.md): each step's
     parallel.replicas; without it 1."""
 
+    tensor_parallel: int | None = None
+    """Processes that compute each layer together in all steps (docs/parallel.md): each step's
+    parallel.tp, and where step 3 generates its inference_tp_size; without it 1."""
+
     zero_config: Path | None = None
     """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It wins over
     --config, and the other options win over it; docs/deepspeed.md has its keys."""
@@ -163,13 +167,14 @@ class Request(Deployment, Autotuning):
     """Replace what an earlier run left in the output directory; other files stay."""
 
     save_every: int | str | None = None
-    """Steps between checkpoints, or a time as 15m; without it every 15 minutes."""
+    """Steps between checkpoints, or a time as 2h; without it 15m."""
 
     def __post_init__(self) -> None:
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 0 1 2 3")
-        for name in ("lr", "batch_size", "epochs", "lora", "max_length", "replicas"):
+        counts = ("batch_size", "epochs", "lora", "max_length", "replicas", "tensor_parallel")
+        for name in ("lr", *counts):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from evaluation.__main__ import main as evaluate
-from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig, ZeroConfig
+from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig, ZeroConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.embedded import build_tokenizer
+from pipeline.parallel.mesh import cut_mesh
 from pipeline.report.figures import before_after
 from pipeline.report.read import read_results
 from pipeline.report.write import write_report
@@ -105,6 +106,22 @@ def test_two_processes_measure_what_one_does(tmp_path: Path, stage: int) -> None
 
     assert logged(both.output_dir) == logged(config.output_dir)
     assert result(both.output_dir)["tasks"] == result(config.output_dir)["tasks"]
+
+
+def _train_together(config: SFTConfig) -> None:
+    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0):
+        train(config)
+
+
+@pytest.mark.grid
+def test_two_processes_that_compute_each_layer_together_answer_together(tmp_path: Path) -> None:
+    config = always_seven(tmp_path)
+    both = replace(config, output_dir=tmp_path / "both", parallel=ParallelConfig(tp=2))
+
+    train(config)
+    run_ranks(_train_together, both)
+
+    assert logged(both.output_dir) == logged(config.output_dir)
 
 
 def _train_ppo(config: PPOConfig) -> None:

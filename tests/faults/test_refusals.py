@@ -93,4 +93,4 @@ def test_checkpoints_of_which_none_can_be_used_are_not_begun_over(
     assert sentence.startswith(
         f"error: none of the {len(manifests)} checkpoints in {root} can be used: "
     )
-    assert "has format 999; this version of the program reads format 1" in sentence
+    assert "has format 999; this version of the program reads formats 1 and 2" in sentence

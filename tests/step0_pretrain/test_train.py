@@ -268,8 +268,9 @@ def test_a_bad_row_of_text_is_named_before_the_model_is_loaded(
         train(replace(config, data=replace(config.data, path=(str(tmp_path / "bad.jsonl"),))))
 
 
-def run_in_stages(config: PretrainConfig) -> None:
-    with cut_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
+def run_in_parts(config: PretrainConfig) -> None:
+    parallel = config.parallel
+    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
         train(config)
 
 
@@ -279,10 +280,22 @@ def test_two_stages_learn_what_one_process_does_to_the_bit(start: Path, tmp_path
     train(alone)
 
     staged = small(start, tmp_path / "staged", parallel=replace(parallel, pp=2))
-    run_ranks(run_in_stages, staged)
+    run_ranks(run_in_parts, staged)
 
     for name in ("loss", "grad_norm", "eval_perplexity"):
         assert logged(staged, name) == logged(alone, name)
     found, expected = (load_file(each.output_dir / "model.safetensors") for each in (staged, alone))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.grid
+def test_two_processes_that_divide_layers_learn_what_one_does(start: Path, tmp_path: Path) -> None:
+    alone = small(start, tmp_path / "alone", parallel=ParallelConfig(micro_batches=3))
+    train(alone)
+
+    together = small(start, tmp_path / "two", parallel=ParallelConfig(tp=2, micro_batches=3))
+    run_ranks(run_in_parts, together)
+
+    for name in ("loss", "grad_norm", "eval_perplexity"):
+        assert logged(together, name) == pytest.approx(logged(alone, name), rel=1e-4)

@@ -1,9 +1,7 @@
 """Step 1 through the stages of a pipeline ends as on one process, to the bit."""
 
-import hashlib
 import json
 import re
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,103 +10,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from pipeline.budget.machine import Machine
 from pipeline.budget.models import models_of
 from pipeline.budget.stages import parts_of
 from pipeline.budget.step import step_memory
-from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config import LoraConfig, ParallelConfig
 from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
-from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.predict import predict
 from pipeline.errors import ConfigError
-from pipeline.models.embedded import build_tokenizer
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import cut_mesh
 from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
-from step1_sft.train import learn_from, load_model, train
+from step1_sft.train import learn_from, load_model
 from step3_ppo.config import PPOConfig
 from tests.distributed import run_ranks
-from tests.families import tiny_causal_lm
 from tests.jobs import run_job
-
-BLOCKS = {"gpt2": {"n_layer": 3}}
-
-
-def make(directory: Path, family: str, **changes: Any) -> Path:
-    """A tiny random model of three blocks, and forty sums of all lengths."""
-    tokenizer = build_tokenizer()
-    blocks = BLOCKS.get(family, {"num_hidden_layers": 3})
-    model = tiny_causal_lm(family, vocab_size=len(tokenizer), **blocks, **changes)
-    model.save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
-    rows = [
-        {"prompt": f"Add {n} and 1.", "response": f"It is {'so ' * (n % 7)}{n + 1}."}
-        for n in range(40)
-    ]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return directory
-
-
-def settings(start: Path, out: Path, *, pp: int, model: Any = None, **changes: Any) -> SFTConfig:
-    optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, max_grad_norm=0.5)
-    own: dict[str, Any] = {
-        "parallel": ParallelConfig(pp=pp, micro_batches=3),
-        "max_steps": 3,
-        "batch_size": 8,
-        "micro_batch_size": 8,
-    }
-    return SFTConfig(
-        output_dir=out,
-        model=TrainedModelConfig(path=str(start / "base"), optim=optim, **(model or {})),
-        data=DataConfig(path=(str(start / "rows.jsonl"),), max_length=48),
-        **{**own, **changes},
-    )
-
-
-def run(config: SFTConfig) -> None:
-    parallel = config.parallel
-    with cut_mesh(replicas=parallel.replicas, pp=parallel.pp, timeout_seconds=60.0):
-        train(config)
-
-
-def ended(out: Path) -> dict[str, Any]:
-    """Hashes of the files of weights, and what was logged."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    names = ("loss", "grad_norm", "lr", "skipped", "eval_perplexity")
-    return {
-        "weights": {
-            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(out.rglob("*.safetensors"))
-            if "checkpoints" not in file.parts
-        },
-        "metrics": [{name: line[name] for name in names if name in line} for line in lines],
-    }
-
-
-def saved(out: Path, step: int) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint but the random number generators, which are each process's."""
-    checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")
-    checkpoint.verify()
-    keys = [key for key in sorted(checkpoint.keys()) if not key.startswith("random/")]
-    found = {key: torch.empty(checkpoint.numel(key), dtype=checkpoint.dtype(key)) for key in keys}
-    for key, tensor in found.items():
-        checkpoint.read(key, 0, tensor)
-    return found
-
-
-def cut_off(whole: Path, out: Path) -> Path:
-    """What is left of a run that was killed after its checkpoint of two steps."""
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "checkpoints" / "step_00000003")
-    (out / "result.json").unlink()
-    return out
-
+from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "untied": ("llama", {}, {"precision": "fp32"}),
@@ -282,6 +204,7 @@ def test_what_the_model_can_not_be_cut_into_is_refused_by_the_plan(
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
     "dropout": ({}, {"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout draws masks"),
+    "variant": ({}, {"lora": LoraConfig(variant="pissa")}, "model.lora.variant of parallel.pp 2"),
     "tasks": ({"eval_tasks": ("embedded",)}, {}, "eval_tasks are answered by the whole model"),
     "nvme": (
         {},

@@ -104,8 +104,8 @@ MODEL_KEYS = {
             " step 3's own setting; set it to 1 here and give --ppo.inference_tp_size",
             "sequence_parallel_size": "asks for sequences split among GPUs, which is not available;"
             " set it to 1",
-            "tensor_parallel": "asks for layers split among GPUs, which is not available; remove it"
-            " and take zero_optimization.stage 3",
+            "tensor_parallel": "asks for layers split among GPUs, which are settings of the steps"
+            " here; remove it and give --sft.parallel.tp, or that of another step",
         },
         0,
         1,

@@ -104,6 +104,11 @@ def _opened(path: Path, vocabulary: Vocabulary) -> TokenFile:
             f"{path} was packed with the tokenizer {file.origin.tokenizer}, and {vocabulary.name}"
             f" has another; pack the text again with --tokenizer {vocabulary.name}"
         )
+    if file.has_marks:
+        raise DataError(
+            f"{path} holds dialogues, on which step 1 trains; step 0 learns every token of texts,"
+            " which `python -m pipeline.data.store pack` packs without --rows dialogues"
+        )
     if not file.documents:
         raise DataError(f"{path} has no documents; pack it again")
     return file

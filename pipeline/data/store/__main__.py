@@ -1,8 +1,9 @@
 """Token files: `python -m pipeline.data.store pack 'corpus/*.jsonl' --tokenizer DIR --out X`."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cli import run_main, say
 from pipeline.command import choose_command, read_command
@@ -19,17 +20,21 @@ from pipeline.data.store.config import (
 )
 from pipeline.data.store.line_index import SUFFIX, LineIndex, index_path, write_index
 from pipeline.data.store.reader import TokenFile
+from pipeline.data.store.show import about, show_document, show_row
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.files.lock import RunLock
 from pipeline.files.output import check_output
 from pipeline.help import help_entry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MODULE = "pipeline.data.store"
 C = TypeVar("C")
 
 
 def pack(words: Sequence[str]) -> None:
-    """Write the texts of .jsonl files, also .gz and .zst, and of .txt files as one token file."""
+    """Write texts or dialogues of .jsonl files, also .gz and .zst, or .txt files as tokens."""
     names, config = _read(PackConfig, words, "pack", "FILE ... --tokenizer DIR --out X.tokens")
     check_output(config.target, option="--out")
 
@@ -38,13 +43,20 @@ def pack(words: Sequence[str]) -> None:
     from pipeline.data.store.sources import find_sources
     from pipeline.data.store.vocabulary import vocabulary_of
     from pipeline.logs import configure_logging
-    from pipeline.models.load import load_tokenizer
 
     configure_logging(is_main=True)
-    sources = find_sources(names)
-    tokenizer = load_tokenizer(FrozenModelConfig(path=config.tokenizer))
+    sources = find_sources(names, rows_alone=config.rows == "dialogues")
+    model, chat = FrozenModelConfig(path=config.tokenizer), None
+    if config.rows == "dialogues":
+        from pipeline.models.chat import load_chat
+
+        tokenizer, chat = load_chat(model, config.data)
+    else:
+        from pipeline.models.load import load_tokenizer
+
+        tokenizer = load_tokenizer(model)
     with RunLock(config.target.with_name(config.target.name + ".lock")):
-        packed = write(sources, vocabulary_of(tokenizer, config.tokenizer), config)
+        packed = write(sources, vocabulary_of(tokenizer, config.tokenizer), config, chat)
     layout, bad = packed.layout, packed.bad_rows
     left_out = f", {bad:,} bad {'row' if bad == 1 else 'rows'} left out" if bad else ""
     say(
@@ -67,13 +79,14 @@ def show(words: Sequence[str]) -> None:
     names, config = _read(ShowConfig, words, "show", "X.tokens [--document N]")
     for name in names:
         if name.endswith(SUFFIX):
-            _show_row(LineIndex(Path(name)), config.document)
+            show_row(LineIndex(Path(name)), config.document)
             continue
         file = TokenFile(name)
         if config.document is None:
-            say("\n".join(_about(file)))
+            say("\n".join(about(file)))
         else:
-            _show_document(file, config.document, config.tokenizer)
+            home = config.tokenizer or file.origin.tokenizer
+            show_document(file, config.document, partial(_tokenizer_of, file, home))
 
 
 def verify(words: Sequence[str]) -> None:
@@ -218,54 +231,28 @@ def _check_new(paths: Sequence[Path]) -> None:
         raise ConfigError(f"{there[0]} is there already; name another file, or remove it")
 
 
-def _about(file: TokenFile) -> list[str]:
-    origin, layout = file.origin, file.layout
-    more = origin.files - len(origin.names)
-    names = ", ".join([*origin.names, *([f"{more:,} more"] if more > 0 else [])])
-    return [
-        f"{file.path}: {layout.documents:,} documents, {layout.tokens:,} tokens of"
-        f" {layout.width} bytes, {layout.size:,} bytes in {layout.blocks:,} blocks",
-        f"  tokenizer   {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]},"
-        f" vocabulary {origin.vocabulary:,}, eos {origin.eos}",
-        f"  sources     {names}: {origin.bytes:,} bytes, field {origin.field}",
-        f"  left out    {origin.bad_rows:,} bad rows",
-    ]
+def _tokenizer_of(file: TokenFile, name: str) -> "PreTrainedTokenizerBase":
+    """The one at `name`, with the tokens of the dialogues' format.
 
-
-def _show_row(index: LineIndex, number: int | None) -> None:
-    if not index.is_intact():
-        raise DataError(f"{index.path} is damaged; index {index.source} again")
-    if number is None:
-        say(f"{index.path}: {index.rows:,} rows of {index.source}")
-        return
-    if not 0 <= number < index.rows:
-        last = index.rows - 1
-        raise ConfigError(f"--document {number} is not there: {index.path} has rows 0 to {last:,}")
-    say(index.row(number).decode("utf-8", "replace"))
-
-
-def _show_document(file: TokenFile, number: int, path: str | None) -> None:
-    if not 0 <= number < file.documents:
-        raise ConfigError(
-            f"--document {number} is not there: {file.path} has the documents 0 to"
-            f" {file.documents - 1:,}"
-        )
-    ids = file.tokens(number).tolist()
-
-    from pipeline.config import FrozenModelConfig
+    Raises:
+        DataError: it is not the one that the file was packed with.
+    """
+    from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.store.vocabulary import vocabulary_of
     from pipeline.models.load import load_tokenizer
 
-    name = path or file.origin.tokenizer
-    tokenizer = load_tokenizer(FrozenModelConfig(path=name))
+    model, rendering = FrozenModelConfig(path=name), file.origin.rendering
+    tokenizer = load_tokenizer(model)
+    if rendering is not None:  # whose format may have tokens of its own
+        from pipeline.models.chat import load_chat
+
+        tokenizer, _ = load_chat(model, DataConfig(format=rendering.format))
     if vocabulary_of(tokenizer, name).hash != file.origin.tokenizer_hash:
         raise DataError(
             f"the tokenizer {name} is not the one that {file.path} was packed with; name that one"
             " with --tokenizer"
         )
-    say(f"document {number}, {len(ids):,} tokens")
-    say(str(tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False)))
-    say(" ".join(map(str, ids)))
+    return tokenizer
 
 
 def _help() -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.data.store.reader import TokenFile
 
@@ -38,6 +39,10 @@ def _wrong_ends(file: TokenFile) -> Iterator[str]:
             yield f"{file.path}: document {number:,} ends after the last token"
             return
         first, last = int(ends[0]), int(ends[-1])
+        if file.has_marks:
+            yield from _wrong_marks(file, start, ends)
+            file.release()
+            continue
         unended = file.slice(first - 1, last)[ends - first] != file.origin.eos
         if unended.any():
             number = start + int(np.argmax(unended))
@@ -46,6 +51,21 @@ def _wrong_ends(file: TokenFile) -> Iterator[str]:
         file.release()
     if last != file.layout.tokens:
         yield f"{file.path}: its last document ends at token {last:,} of {file.layout.tokens:,}"
+
+
+def _wrong_marks(file: TokenFile, start: int, ends: NDArray[np.int64]) -> Iterator[str]:
+    """Dialogues end with the token that ends a turn, whichever that is, but learn no first token.
+
+    Args:
+        file: of dialogues.
+        start: number of the first document.
+        ends: of the documents: [documents].
+    """
+    begins = np.append(file.span(start)[0], ends[:-1])
+    learned = file.is_trained(begins)
+    if learned.any():
+        number = start + int(np.argmax(learned))
+        yield f"{file.path}: document {number:,} learns its first token, predicted from nothing"
 
 
 def _wrong_ids(file: TokenFile) -> Iterator[str]:

@@ -39,12 +39,18 @@ def equal_parts(file: TokenFile, count: int) -> Parts:
 
 
 def shared_parts(file: TokenFile, shares: Sequence[float], *, seed: int) -> Parts:
-    """Parts in proportion to `shares`, by a hash of each document: copies are in one part."""
+    """Parts in proportion to `shares`, by a hash of each document: copies are in one part.
+
+    Of dialogues it is the hash of the prompt: all that begin alike are in one part.
+    """
     bounds = np.cumsum(shares) / sum(shares)
 
     def assign(first: int, documents: Documents) -> NDArray[np.int64]:
-        numbers = range(first, first + len(documents.lengths))
-        draws = [draw(document_hash(file, n), seed=seed, purpose="part") for n in numbers]
+        if documents.marks is not None:
+            hashes = documents.marks.records["prompt"].tolist()
+        else:
+            hashes = [document_hash(file, first + n) for n in range(len(documents.lengths))]
+        draws = [draw(each, seed=seed, purpose="part") for each in hashes]
         return np.minimum(np.searchsorted(bounds, draws, side="right"), len(shares) - 1)
 
     return Parts(len(shares), assign)
@@ -62,13 +68,13 @@ def chunk(
     paths = {part: part_path(out, part, parts.count) for part in wanted}
     with ExitStack() as stack:
         writers = {
-            part: stack.enter_context(TokenWriter(path, file.layout.width))
+            part: stack.enter_context(TokenWriter(path, file.layout.width, marked=file.has_marks))
             for part, path in paths.items()
         }
         try:
             for part, documents in _assigned(file, parts):
                 if part in writers:
-                    writers[part].append(documents.ids, documents.lengths)
+                    writers[part].append(documents.ids, documents.lengths, documents.marks)
             _check_filled(file, writers)
             return {writer.path: writer.finish(file.origin) for writer in writers.values()}
         except BaseException:

@@ -1,10 +1,15 @@
 """The options of `python -m pipeline.data.store`."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline.config import DataConfig
 from pipeline.errors import require
+
+OF_DIALOGUES = ("fields", "format", "template_args", "template_date", "train_on", "history")
+"""Settings that dialogues are rendered by, in `pack` as in step 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +39,33 @@ class PackConfig(WritingConfig):
     workers: int = 1
     """Processes that tokenize; the file is the same for any number of them."""
 
+    rows: Literal["text", "dialogues"] = "text"
+    """What rows hold: a text, of which step 0 learns every token; or dialogues in any of the forms
+    that step 1 reads, with the tokens that it learns marked."""
+
     field: str = "text"
     """The field of each row that holds its text."""
+
+    fields: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Of dialogues the names of columns where they differ from the usual: `{"prompt": "question"}`,
+    as `data.fields` of step 1."""
+
+    format: str = "auto"
+    """Chat format of dialogues, as `data.format` of step 1."""
+
+    template_args: dict[str, bool | int | float | str] = dataclasses.field(
+        default_factory=dict[str, bool | int | float | str]
+    )
+    """Arguments of the chat template, as `data.template_args` of step 1."""
+
+    template_date: str = "2026-01-01"
+    """The date for chat templates that ask for it, as `data.template_date` of step 1."""
+
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of dialogues that are learned, as `data.train_on` of step 1."""
+
+    history: str = "all"
+    """Turns before a response that are kept, as `data.history` of step 1."""
 
     on_bad_row: Literal["stop", "skip"] = "stop"
     """What a row does that can't be used: end the command, or be named, counted and left out."""
@@ -51,6 +81,21 @@ class PackConfig(WritingConfig):
         require(bool(self.tokenizer), "tokenizer is missing; give its directory or model id")
         require(self.workers >= 1, f"workers must be at least 1, got {self.workers}")
         require(self.max_row >= 1, f"max_row must be at least 1, got {self.max_row}")
+        given, usual = self.data, DataConfig()
+        for name in OF_DIALOGUES:
+            require(
+                self.rows == "dialogues" or getattr(given, name) == getattr(usual, name),
+                f"{name} is of dialogues: give --rows dialogues too",
+            )
+        require(
+            self.rows == "text" or self.field == "text",
+            "field is of texts; columns of dialogues are named by fields",
+        )
+
+    @property
+    def data(self) -> DataConfig:
+        """How dialogues become tokens, as the settings of step 1 have it."""
+        return DataConfig(**{name: getattr(self, name) for name in OF_DIALOGUES})
 
 
 @dataclass(frozen=True, kw_only=True)

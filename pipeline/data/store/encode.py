@@ -1,13 +1,15 @@
 """A piece of the corpus as tokens: what a worker does, alone."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.store.documents import Documents
 from pipeline.data.store.pieces import BOM, Piece, lines_of, text_of
 
 if TYPE_CHECKING:
@@ -18,28 +20,56 @@ BATCH_BYTES = 256 * 2**10
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How rows are read."""
+class Limits:
+    """What all rows are read and written by."""
 
-    field: str
     max_row: int
+    """Bytes of the longest."""
+
     eos: int
     width: int
+    """Bytes of a token."""
 
 
 @dataclass(frozen=True)
 class Encoded:
     """The documents of a piece."""
 
-    ids: NDArray[Any]
-    """Tokens of all, each document ended by eos: [tokens]."""
-
-    lengths: NDArray[np.uint32]
-    """[documents]"""
-
+    documents: Documents
     lines: int
+
     bad: tuple[tuple[int, str], ...]
     """(line of the piece, counted from 0; what is wrong with it)."""
+
+    left_out: Counter[str] = field(default_factory=Counter[str])
+    """Rows with nothing to learn from, by the reason."""
+
+
+Encoder = Callable[[Piece], Encoded]
+
+
+class Recipe(Protocol):
+    """How pieces become tokens; it goes to the worker processes."""
+
+    def make(self) -> Encoder:
+        """What does it, in the process that calls this."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextRecipe:
+    """The texts in a field of the rows."""
+
+    definition: str
+    """Of the tokenizer, in JSON."""
+
+    field: str
+    limits: Limits
+
+    def make(self) -> Encoder:
+        """What turns pieces into tokens, in the process that calls this."""
+        tokenizer = make_encoder(self.definition)
+        return lambda piece: encode_texts(tokenizer, piece, self)
 
 
 def make_encoder(definition: str) -> "Tokenizer":
@@ -53,12 +83,13 @@ def make_encoder(definition: str) -> "Tokenizer":
     return tokenizer
 
 
-def encode_piece(tokenizer: "Tokenizer", piece: Piece, rows: Rows) -> Encoded:
-    """The documents of a piece.
+def encode_texts(tokenizer: "Tokenizer", piece: Piece, recipe: TextRecipe) -> Encoded:
+    """The documents of a piece, each ended by eos.
 
     Raises:
         DataError: its file can't be read.
     """
+    limits = recipe.limits
     ids: list[NDArray[Any]] = []
     lengths: list[int] = []
     bad: list[tuple[int, str]] = []
@@ -67,12 +98,12 @@ def encode_piece(tokenizer: "Tokenizer", piece: Piece, rows: Rows) -> Encoded:
 
     def encode() -> None:
         for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            document = np.array([*each.ids, rows.eos], dtype=f"<u{rows.width}")
+            document = np.array([*each.ids, limits.eos], dtype=f"<u{limits.width}")
             ids.append(document)
             lengths.append(len(document))
         texts.clear()
 
-    for number, (size, text) in enumerate(_texts(piece, rows), 1):
+    for number, (size, text) in enumerate(_texts(piece, recipe), 1):
         if isinstance(text, str):
             texts.append(text)
             waiting += size
@@ -82,8 +113,8 @@ def encode_piece(tokenizer: "Tokenizer", piece: Piece, rows: Rows) -> Encoded:
             encode()
             waiting = 0
     encode()
-    joined = np.concatenate(ids) if ids else np.zeros(0, f"<u{rows.width}")
-    return Encoded(joined, np.array(lengths, np.uint32), number, tuple(bad))
+    joined = np.concatenate(ids) if ids else np.zeros(0, f"<u{limits.width}")
+    return Encoded(Documents(joined, np.array(lengths, np.int64)), number, tuple(bad))
 
 
 @dataclass(frozen=True)
@@ -93,47 +124,51 @@ class BadRow:
     reason: str
 
 
-def _texts(piece: Piece, rows: Rows) -> Iterator[tuple[int, str | BadRow | None]]:
+def _texts(piece: Piece, recipe: TextRecipe) -> Iterator[tuple[int, str | BadRow | None]]:
     """Bytes and text of each row; of a file that is one text, of that."""
     if piece.is_text:
-        content = text_of(piece, rows.max_row)
-        yield len(content), whole_text(content, rows)
+        content = text_of(piece, recipe.limits.max_row)
+        yield len(content), whole_text(content, recipe.limits)
         return
-    for number, line in enumerate(lines_of(piece, rows.max_row), 1):
+    for size, row in rows_of(piece, recipe.limits):
+        yield size, _text_of(row, recipe.field) if isinstance(row, dict) else row
+
+
+def rows_of(piece: Piece, limits: Limits) -> Iterator[tuple[int, dict[str, Any] | BadRow | None]]:
+    """Bytes and columns of each row; None of an empty line."""
+    for number, line in enumerate(lines_of(piece, limits.max_row), 1):
         first = piece.begin == 0 and number == 1
-        yield len(line), read_text(line.removeprefix(BOM) if first else line, rows)
+        yield len(line), read_row(line.removeprefix(BOM) if first else line, limits)
 
 
-def whole_text(content: bytes, rows: Rows) -> str | BadRow | None:
+def whole_text(content: bytes, limits: Limits) -> str | BadRow | None:
     """The text of a file that is one; None of an empty one."""
-    if len(content) > rows.max_row:
-        return BadRow(f"it is longer than --max-row, {rows.max_row:,} bytes")
+    if len(content) > limits.max_row:
+        return BadRow(f"it is longer than --max-row, {limits.max_row:,} bytes")
     try:
         return content.removeprefix(BOM).decode("utf-8") or None
     except UnicodeDecodeError as error:
         return BadRow(f"it is no UTF-8 at byte {error.start}")
 
 
-def read_text(line: bytes, rows: Rows) -> str | BadRow | None:
-    """The text of a row; None of an empty line."""
-    if len(line) > rows.max_row and len(line.rstrip(b"\r\n")) > rows.max_row:
-        return BadRow(f"it is longer than --max-row, {rows.max_row:,} bytes")
+def read_row(line: bytes, limits: Limits) -> dict[str, Any] | BadRow | None:
+    """The columns of a row; None of an empty line."""
+    if len(line) > limits.max_row and len(line.rstrip(b"\r\n")) > limits.max_row:
+        return BadRow(f"it is longer than --max-row, {limits.max_row:,} bytes")
     if not line.strip():
         return None
     try:
-        text = _text_of(json.loads(line.rstrip().decode("utf-8")), rows.field)
+        row = json.loads(line.rstrip().decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(f"it is no UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
         return BadRow(f"it is no JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError):
         return BadRow("it is no JSON that can be read: nested too deep, or a number too long")
-    return text
+    return row if isinstance(row, dict) else BadRow(f"it is no object, but {_kind(row)}")
 
 
-def _text_of(row: object, field: str) -> str | BadRow:
-    if not isinstance(row, dict):
-        return BadRow(f"it is no object, but {_kind(row)}")
+def _text_of(row: dict[str, Any], field: str) -> str | BadRow:
     if field not in row:
         return BadRow(f"it has no field {field!r}")
     text = row[field]

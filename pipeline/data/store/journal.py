@@ -30,6 +30,9 @@ class Entry:
     bad_rows: int
     """In all files so far."""
 
+    left_out: int = 0
+    """Rows of dialogues with nothing to learn from, in all files so far."""
+
 
 START = Entry(0, 0, 0, 0, 0)
 

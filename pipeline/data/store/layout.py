@@ -3,11 +3,16 @@
 All numbers are little-endian. `align` is up to the next multiple of 64.
 
     0           header, 4,096 bytes
-                  magic "RLTOKENS" | version u32 | token width u8 (2 or 4) | flags u8 (0) | u16 (0)
+                  magic "RLTOKENS" | version u32 | token width u8 (2 or 4) | flags u8 | u16 (0)
                   | tokens u64 | documents u64 | length of the JSON u32 | CRC-32 of the header u32
                   | JSON in UTF-8 | zeros
     4,096       tokens, unsigned
     align       ends of the documents, u64 each: document i is tokens[ends[i - 1] : ends[i]]
+    next        of dialogues (version 2, flags 1; texts have version 1, flags 0) a record of each
+                document, 24 bytes:
+                  hash of its prompt u64 | hash of its texts u64
+                  | uses u64 (bit 0 demonstration, 1 pair, 2 prompt)
+    next        of dialogues a bit for each token, the lowest of a byte first: whether it is learned
     next        CRC-32 of each 16 MiB of all from 4,096 to here, u32 each
     next        footer, 40 bytes
                   begin of the ends u64 | begin of the CRCs u64 | number of CRCs u64
@@ -19,20 +24,28 @@ The CRC-32 is zlib's; that of the header is taken with its own field zero.
 import json
 import struct
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipeline.data.store.marks import RECORD
 from pipeline.errors import DataError
 
 MAGIC, END_MAGIC = b"RLTOKENS", b"RLTOKEND"
 VERSION = 1
+MARKED_VERSION = 2
+"""Of files of dialogues, which earlier programs must not take for texts."""
+
+MARKED = 1
+"""The flag of files of dialogues."""
+
 HEADER_BYTES = 4096
 BLOCK_BYTES = 16 * 2**20
 ALIGNMENT = 64
 END_BYTES, CRC_BYTES = 8, 4
+RECORD_BYTES = RECORD.itemsize
 
 _FIXED = struct.Struct("<8sIBBHQQI")
 _CRC = struct.Struct("<I")
@@ -47,6 +60,36 @@ _LONGEST_NAME = 100
 def token_width(vocabulary: int) -> int:
     """Bytes of a token whose id is below `vocabulary`."""
     return 2 if vocabulary <= 2**16 else 4
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How dialogues became tokens: a step that reads them must be set alike."""
+
+    format: str
+    """Name of the chat format."""
+
+    template: str
+    """SHA-256 of its text, hexadecimal."""
+
+    train_on: str
+    history: str
+
+    left_out: int = 0
+    """Rows with nothing to learn from, which are no documents."""
+
+    @property
+    def settings(self) -> tuple[str, str, str]:
+        """What decides the tokens and which of them are learned."""
+        return self.template, self.train_on, self.history
+
+    @property
+    def described(self) -> str:
+        """The same, for messages."""
+        return (
+            f"format {self.format} {self.template[:8]}, train_on {self.train_on}, history"
+            f" {self.history}"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +126,9 @@ class Origin:
     bad_rows: int = 0
     """Rows that were skipped."""
 
+    rendering: Rendering | None = None
+    """Of dialogues; None of texts."""
+
     @property
     def width(self) -> int:
         """Bytes of a token."""
@@ -91,7 +137,7 @@ class Origin:
     def shortened(self) -> "Origin":
         """With as many names as the header has room for."""
         names = tuple(name[:_LONGEST_NAME] for name in self.names[:_NAMED_FILES])
-        return Origin(**{**asdict(self), "tokenizer": self.tokenizer[-500:], "names": names})
+        return replace(self, tokenizer=self.tokenizer[-500:], names=names)
 
 
 @dataclass(frozen=True)
@@ -101,6 +147,9 @@ class Layout:
     width: int
     tokens: int
     documents: int
+
+    has_marks: bool = False
+    """Of dialogues."""
 
     @property
     def tokens_end(self) -> int:
@@ -113,9 +162,19 @@ class Layout:
         return -(-self.tokens_end // ALIGNMENT) * ALIGNMENT
 
     @property
+    def records_begin(self) -> int:
+        """Where the records of dialogues begin, which is the end of the ends."""
+        return self.ends_begin + END_BYTES * self.documents
+
+    @property
+    def bits_begin(self) -> int:
+        """Where the bits begin that say which tokens are learned."""
+        return self.records_begin + self.has_marks * RECORD_BYTES * self.documents
+
+    @property
     def crcs_begin(self) -> int:
         """Where the CRCs of the blocks begin, which is the end of the blocks."""
-        return self.ends_begin + END_BYTES * self.documents
+        return self.bits_begin + self.has_marks * -(-self.tokens // 8)
 
     @property
     def blocks(self) -> int:
@@ -135,12 +194,14 @@ class Layout:
 
 def encode_header(layout: Layout, origin: Origin) -> bytes:
     """The first 4,096 bytes."""
-    text = json.dumps(asdict(origin.shortened()), sort_keys=True).encode()
+    text = _encode_origin(origin.shortened())
     while len(text) > _JSON_ROOM:  # names in scripts that JSON escapes take six bytes a letter
         origin = Origin(**{**asdict(origin.shortened()), "names": origin.names[:-1]})
-        text = json.dumps(asdict(origin), sort_keys=True).encode()
-    numbers = (layout.width, 0, 0, layout.tokens, layout.documents, len(text))
-    fixed = _FIXED.pack(MAGIC, VERSION, *numbers)
+        text = _encode_origin(origin)
+    version = MARKED_VERSION if layout.has_marks else VERSION
+    flags = MARKED * layout.has_marks
+    numbers = (layout.width, flags, 0, layout.tokens, layout.documents, len(text))
+    fixed = _FIXED.pack(MAGIC, version, *numbers)
     rest = text.ljust(_JSON_ROOM, b"\0")
     return fixed + _CRC.pack(zlib.crc32(fixed + bytes(4) + rest)) + rest
 
@@ -156,26 +217,40 @@ def decode_header(path: Path, head: bytes) -> tuple[Layout, Origin]:
     if len(head) < HEADER_BYTES:
         raise DataError(f"{path} ends within its header: it was not copied whole; copy it again")
     _, version, width, flags, _, tokens, documents, length = _FIXED.unpack_from(head)
-    if version != VERSION or flags:
+    if (version, flags) not in ((VERSION, 0), (MARKED_VERSION, MARKED)):
         raise DataError(
             f"{path} is a token file of version {version} (flags {flags}), and this program reads"
-            f" version {VERSION}; pack it again"
+            f" versions {VERSION} and {MARKED_VERSION}; pack it again"
         )
     zeroed = head[: _FIXED.size] + bytes(4) + head[_JSON_BEGIN:]
     damaged = DataError(f"{path} has a damaged header; copy it again, or pack it again")
     if _CRC.unpack_from(head, _FIXED.size)[0] != zlib.crc32(zeroed):
         raise damaged
     try:
-        values: dict[str, Any] = json.loads(head[_JSON_BEGIN : _JSON_BEGIN + length])
-        origin = Origin(**{**values, "names": tuple(values["names"])})
+        origin = _decode_origin(head[_JSON_BEGIN : _JSON_BEGIN + length])
     except (ValueError, TypeError, KeyError) as error:
         raise damaged from error
-    if width != origin.width:
+    if width != origin.width or bool(flags) != (origin.rendering is not None):
         raise damaged
-    return Layout(width, tokens, documents), origin
+    return Layout(width, tokens, documents, bool(flags)), origin
 
 
 def encode_footer(layout: Layout, crcs: bytes) -> bytes:
     """The last 40 bytes; `crcs` are the CRCs of the blocks as they are stored."""
     text = _FOOTER.pack(layout.ends_begin, layout.crcs_begin, layout.blocks, zlib.crc32(crcs))
     return text + _CRC.pack(zlib.crc32(text)) + END_MAGIC
+
+
+def _encode_origin(origin: Origin) -> bytes:
+    values = asdict(origin)
+    if origin.rendering is None:  # files of texts have it not
+        del values["rendering"]
+    return json.dumps(values, sort_keys=True).encode()
+
+
+def _decode_origin(text: bytes) -> Origin:
+    """What `_encode_origin` gave; raises ValueError, TypeError or KeyError of anything else."""
+    values: dict[str, Any] = json.loads(text)
+    rendering = values.get("rendering")
+    values["rendering"] = rendering and Rendering(**rendering)
+    return Origin(**{**values, "names": tuple(values["names"])})

@@ -78,8 +78,13 @@ def write_megatron(file: TokenFile, out: Path) -> None:
     """Write `out`.bin and `out`.idx, a sequence for each document, each block checked.
 
     Raises:
-        DataError: a block is damaged, or a document too long for the format.
+        DataError: a block is damaged, a document too long for the format, or they are dialogues.
     """
+    if file.has_marks:
+        raise DataError(
+            f"{file.path} holds dialogues, and Megatron's format has no place for which tokens are"
+            " learned; convert token files of texts"
+        )
     code = 8 if file.origin.vocabulary < SMALL_VOCABULARY else 4
     dtype = np.dtype(TYPES[code])
     targets = [Path(f"{out}.bin"), Path(f"{out}.idx")]

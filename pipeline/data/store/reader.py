@@ -15,9 +15,11 @@ from pipeline.data.store.layout import (
     END_BYTES,
     FOOTER_BYTES,
     HEADER_BYTES,
+    RECORD_BYTES,
     decode_header,
     encode_footer,
 )
+from pipeline.data.store.marks import RECORD
 from pipeline.errors import DataError
 
 
@@ -48,11 +50,21 @@ class TokenFile:
         self._checked = np.zeros(layout.blocks, bool)
         self._tokens = np.frombuffer(self._map, layout.dtype, layout.tokens, HEADER_BYTES)
         self._ends = np.frombuffer(self._map, "<u8", layout.documents, layout.ends_begin)
+        marked = layout.documents * layout.has_marks
+        self._records = np.frombuffer(self._map, RECORD, marked, layout.records_begin)
+        self._bits = np.frombuffer(
+            self._map, np.uint8, layout.crcs_begin - layout.bits_begin, layout.bits_begin
+        )
 
     @property
     def documents(self) -> int:
         """Number of documents."""
         return self.layout.documents
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether its documents are dialogues, with marks."""
+        return self.layout.has_marks
 
     def span(self, document: int) -> tuple[int, int]:
         """The first token of a document among all tokens, and the one after its last.
@@ -102,6 +114,38 @@ class TokenFile:
         begin = self.layout.ends_begin
         self._check_bytes(begin + END_BYTES * start, begin + END_BYTES * end)
         return self._ends[start:end]
+
+    def trained(self, start: int, end: int) -> NDArray[np.bool_]:
+        """Which of tokens `start` to `end` are learned: [end - start]; of dialogues alone.
+
+        Raises:
+            DataError: a block that says it is damaged.
+        """
+        first, last = start // 8, -(-end // 8)
+        begin = self.layout.bits_begin
+        self._check_bytes(begin + first, begin + last)
+        bits = np.unpackbits(self._bits[first:last], bitorder="little")
+        return bits[start - 8 * first : end - 8 * first].view(np.bool_)
+
+    def is_trained(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which tokens of these ascending places are learned: [places]; of dialogues alone.
+
+        Raises:
+            DataError: a block that says it is damaged.
+        """
+        begin = self.layout.bits_begin
+        self._check_bytes(begin + int(places[0]) // 8, begin + int(places[-1]) // 8 + 1)
+        return (self._bits[places // 8] >> (places % 8).astype(np.uint8) & 1).view(np.bool_)
+
+    def records(self, start: int, end: int) -> NDArray[np.void]:
+        """The records of documents `start` to `end`: [end - start] of `RECORD`, a view.
+
+        Raises:
+            DataError: a block that they lie in is damaged.
+        """
+        begin = self.layout.records_begin
+        self._check_bytes(begin + RECORD_BYTES * start, begin + RECORD_BYTES * end)
+        return self._records[start:end]
 
     def document_at(self, token: int) -> int:
         """The number of the document that a token lies in; of those after the last, `documents`.

@@ -16,8 +16,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.store.documents import Documents, parts_of
-from pipeline.data.store.layout import Layout
+from pipeline.data.store.documents import Documents, joined, parts_of
+from pipeline.data.store.layout import RECORD_BYTES, Layout
+from pipeline.data.store.marks import RECORD, Marks
 from pipeline.data.store.reader import TokenFile
 from pipeline.data.store.writer import TokenWriter
 
@@ -40,12 +41,12 @@ def shuffle(file: TokenFile, out: Path, *, seed: int) -> Layout:
     Raises:
         DataError: a block is damaged.
     """
-    with TokenWriter(out, file.layout.width) as writer:
+    with TokenWriter(out, file.layout.width, marked=file.has_marks) as writer:
         try:
             with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as directory:
                 size = file.layout.width * file.layout.tokens
                 for documents in _sorted(_keyed(file, seed), size, Path(directory), BITS):
-                    writer.append(documents.ids, documents.lengths)
+                    writer.append(documents.ids, documents.lengths, documents.marks)
             return writer.finish(file.origin)
         except BaseException:
             writer.discard()
@@ -76,9 +77,7 @@ def _sorted(source: Iterable[Keyed], size: int, directory: Path, bits: int) -> I
         parts = list(source)
         if parts:
             keys = np.concatenate([keys for keys, _ in parts])
-            ids = np.concatenate([documents.ids for _, documents in parts])
-            lengths = np.concatenate([documents.lengths for _, documents in parts])
-            yield Documents(ids, lengths).chosen(np.argsort(keys))
+            yield joined([documents for _, documents in parts]).chosen(np.argsort(keys))
         return
     for number, bucket in enumerate(_deal_out(source, directory, bits)):
         below = directory / str(number)
@@ -93,11 +92,15 @@ class _Bucket:
 
     path: Path
     dtype: "np.dtype[np.generic]"
+    has_marks: bool
 
     def write(self, file: BinaryIO, keys: Keys, documents: Documents) -> None:
         sizes = np.array([len(keys), len(documents.ids)], np.int64)
-        for array in (sizes, keys, documents.lengths, documents.ids):
-            file.write(np.ascontiguousarray(array).data)
+        arrays = [sizes, keys, documents.lengths, documents.ids]
+        if documents.marks is not None:
+            arrays += [documents.marks.trained, documents.marks.records]
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
     def read(self) -> Iterator[Keyed]:
         with self.path.open("rb") as file:
@@ -106,7 +109,11 @@ class _Bucket:
                 keys = np.frombuffer(file.read(8 * count), np.uint64)
                 lengths = np.frombuffer(file.read(8 * count), np.int64)
                 ids = np.frombuffer(file.read(self.dtype.itemsize * tokens), self.dtype)
-                yield keys, Documents(ids, lengths)
+                marks = None
+                if self.has_marks:
+                    trained = np.frombuffer(file.read(tokens), np.bool_)
+                    marks = Marks(trained, np.frombuffer(file.read(RECORD_BYTES * count), RECORD))
+                yield keys, Documents(ids, lengths, marks)
 
 
 def _deal_out(source: Iterable[Keyed], directory: Path, bits: int) -> list[_Bucket]:
@@ -118,8 +125,9 @@ def _deal_out(source: Iterable[Keyed], directory: Path, bits: int) -> list[_Buck
             digits = (keys >> np.uint64(64 - bits)) & np.uint64(2**BITS - 1)
             for digit in np.unique(digits).tolist():
                 if digit not in buckets:
-                    buckets[digit] = _Bucket(directory / f"{digit}.bucket", documents.ids.dtype)
-                    file = buckets[digit].path.open("wb", BUFFER_BYTES)
+                    path, has_marks = directory / f"{digit}.bucket", documents.marks is not None
+                    buckets[digit] = _Bucket(path, documents.ids.dtype, has_marks)
+                    file = path.open("wb", BUFFER_BYTES)
                     files[digit] = stack.enter_context(file)
                 chosen = np.flatnonzero(digits == digit)
                 buckets[digit].write(files[digit], keys[chosen], documents.chosen(chosen))

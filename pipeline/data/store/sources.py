@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.data.store.compressed import check_readable
+from pipeline.data.store.pieces import TEXT
 from pipeline.errors import DataError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
@@ -23,8 +24,10 @@ class SourceFile:
     """Nanoseconds since 1970."""
 
 
-def find_sources(patterns: Sequence[str]) -> list[SourceFile]:
+def find_sources(patterns: Sequence[str], *, rows_alone: bool = False) -> list[SourceFile]:
     """The files that paths and patterns (`*`, `**`) name: in the order given, sorted in each.
+
+    With `rows_alone` a file that is one text is none of them.
 
     Raises:
         DataError: one names nothing, a directory, or a file of another kind.
@@ -36,6 +39,8 @@ def find_sources(patterns: Sequence[str]) -> list[SourceFile]:
         if not names:
             raise DataError(f"there is no file {pattern}")
         found |= dict.fromkeys(map(Path, names))
+    if rows_alone and (texts := [path for path in found if path.suffix == TEXT]):
+        raise DataError(f"{texts[0]} is one text, and dialogues are rows of .jsonl files")
     return [_source(path) for path in found]
 
 

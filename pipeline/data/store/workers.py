@@ -8,27 +8,22 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING
 
-from pipeline.data.store.encode import Encoded, Rows, encode_piece, make_encoder
+from pipeline.data.store.encode import Encoded, Encoder, Recipe
 from pipeline.data.store.pieces import Piece
 from pipeline.errors import DataError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 AHEAD = 2
 """Pieces in flight for each worker: one that it works on and one that waits."""
 
 
 def encode_all(
-    definition: str, rows: Rows, pieces: Iterable[Piece], workers: int
+    recipe: Recipe, pieces: Iterable[Piece], workers: int
 ) -> Generator[tuple[Piece, Encoded]]:
     """Each piece with its documents, in the order of the pieces.
 
     Args:
-        definition: of the tokenizer, in JSON.
-        rows: how rows are read.
+        recipe: how they become tokens.
         pieces: of the corpus.
         workers: processes; 1 is this one.
 
@@ -37,12 +32,12 @@ def encode_all(
     """
     if workers == 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        tokenizer = make_encoder(definition)
+        encode = recipe.make()
         for piece in pieces:
-            yield piece, encode_piece(tokenizer, piece, rows)
+            yield piece, encode(piece)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _begin, (definition, rows))
+    pool = ProcessPoolExecutor(workers, context, _begin, (recipe,))
     flying: deque[tuple[Piece, Future[Encoded]]] = deque()
     try:
         for piece in pieces:
@@ -68,16 +63,15 @@ def _first(flying: deque[tuple[Piece, Future[Encoded]]]) -> tuple[Piece, Encoded
 class _Worker:
     """What a worker process keeps from one piece to the next."""
 
-    tokenizer: "Tokenizer"
-    rows: Rows
+    encode: Encoder
 
 
-def _begin(definition: str, rows: Rows) -> None:
+def _begin(recipe: Recipe) -> None:
     """Make the process ready; it ends with its parent, however that ends, and leaves it Ctrl-C."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _Worker.tokenizer, _Worker.rows = make_encoder(definition), rows
+    _Worker.encode = staticmethod(recipe.make())
 
 
 def _end_with_parent() -> None:
@@ -88,4 +82,4 @@ def _end_with_parent() -> None:
 
 
 def _encode(piece: Piece) -> Encoded:
-    return encode_piece(_Worker.tokenizer, piece, _Worker.rows)
+    return _Worker.encode(piece)

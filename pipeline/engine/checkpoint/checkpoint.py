@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.checkpoint.header import DTYPE_NAMES, Entry, read_header
-from pipeline.engine.checkpoint.layout import file_name, parse_label
+from pipeline.engine.checkpoint.layout import Columns, file_name, parse_label
 from pipeline.engine.checkpoint.manifest import Manifest, StoredFile, StoredFragment
 from pipeline.engine.checkpoint.verify import Checked, verify_fragments
 from pipeline.errors import CheckpointError
@@ -18,6 +18,9 @@ from pipeline.files.tensor_io import bytes_of, read_at
 
 CHUNK_BYTES = 16 * 2**20
 """Of host memory, where elements can't be read straight to where they shall go."""
+
+ELEMENTS_AT_ONCE = 2**21
+"""Of a fragment of columns, between file and their places."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class _Stored:
     crc32: int
     start: int
     stop: int
+
+    columns: Columns | None
+    """Of the tensor, whose elements they are; None counts all of it."""
 
     def to_check(self) -> Checked:
         """As `verify_fragments` takes it."""
@@ -125,7 +131,7 @@ class Checkpoint:
 
     def numel(self, key: str) -> int:
         """Elements of one tensor."""
-        return max(piece.stop for piece in self._pieces(key))
+        return max(_end(piece) for piece in self._pieces(key))
 
     def dtype(self, key: str) -> torch.dtype:
         """The number format that one tensor is stored in."""
@@ -145,6 +151,9 @@ class Checkpoint:
             )
         out = out.detach()
         for piece in pieces:
+            if piece.columns is not None:
+                _read_columns(piece, piece.columns, start, out)
+                continue
             begin, end = max(start, piece.start), min(stop, piece.stop)
             if begin < end:
                 _read(piece, begin - piece.start, out[begin - start : end - start])
@@ -188,8 +197,10 @@ class Checkpoint:
         own = self._fragments.get(key, [])
         if self.base is not None and not own:
             own = self.base._fragments.get(key, [])  # noqa: SLF001  # of this class
-        pieces = own if _cover(own, start, stop) else self._pieces(key)
-        return pieces if _cover(pieces, start, stop) else None
+        if _cover(own, start, stop):
+            return own
+        pieces = self._pieces(key)
+        return pieces if 0 <= start <= stop <= max(_end(piece) for piece in pieces) else None
 
     def _pieces_of(self, name: str) -> list[_Stored]:
         """Of one file, whose header is read once."""
@@ -211,7 +222,10 @@ class Checkpoint:
             if not self._is_whole:
                 self._index(self.manifest.files)
                 for key, pieces in self._fragments.items():
-                    _check_cover(self.path, key, pieces)
+                    if any(each.columns is not None for each in pieces):
+                        _check_columns(self.path, key, pieces)
+                    else:
+                        _check_cover(self.path, key, pieces)
                 if self.base is not None:
                     twice = self._fragments.keys() & set(self.base.keys())
                     if twice:
@@ -224,6 +238,8 @@ class Checkpoint:
 
 def _cover(pieces: Iterable[_Stored], start: int, stop: int) -> bool:
     """Whether elements `start` to `stop` are in the pieces, of which no two have one in common."""
+    if any(piece.columns is not None for piece in pieces):
+        return False  # of columns it is known of all pieces together
     shared = (min(stop, piece.stop) - max(start, piece.start) for piece in pieces)
     there = any(piece.start <= start <= piece.stop for piece in pieces)
     return 0 <= start <= stop and there and sum(each for each in shared if each > 0) == stop - start
@@ -232,19 +248,20 @@ def _cover(pieces: Iterable[_Stored], start: int, stop: int) -> bool:
 def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
     entries = read_header(file, nbytes=stored.nbytes, crc32=stored.header_crc32)
     if stored.fragments is not None:
-        entries = _of_first_format(file, entries, stored.fragments)
+        entries = _of_first_formats(file, entries, stored.fragments)
     fragments: list[_Stored] = []
     for entry in entries:
         parsed = parse_label(entry.label)
-        if parsed is None or parsed[2] - parsed[1] != entry.numel:
+        if parsed is None or parsed.stop - parsed.start != entry.numel:
             raise CheckpointError(f"{file} has {entry.label!r}, which is no name of a fragment")
         if entry.crc32 is None:
             raise CheckpointError(f"{file} lacks the CRC-32 of {entry.label}")
-        fragments.append(_Stored(file, entry, entry.crc32, start=parsed[1], stop=parsed[2]))
+        crc32 = entry.crc32
+        fragments.append(_Stored(file, entry, crc32, parsed.start, parsed.stop, parsed.columns))
     return fragments
 
 
-def _of_first_format(
+def _of_first_formats(
     file: Path, entries: Sequence[Entry], stored: Mapping[str, StoredFragment]
 ) -> list[Entry]:
     """The entries with their CRC-32s, which the manifest had."""
@@ -252,6 +269,32 @@ def _of_first_format(
     if stored_types != {entry.label: DTYPE_NAMES[entry.dtype] for entry in entries}:
         raise CheckpointError(f"{file} holds other fragments than the manifest says")
     return [replace(entry, crc32=stored[entry.label].crc32) for entry in entries]
+
+
+def _end(piece: _Stored) -> int:
+    """Where the tensor of a fragment that is its last one ends."""
+    if piece.columns is None:
+        return piece.stop
+    return -(-piece.stop // piece.columns.run) * piece.columns.stride
+
+
+def _check_columns(path: Path, key: str, pieces: list[_Stored]) -> None:
+    """Whether columns stand side by side, and the fragments of each cover as many whole rows."""
+    by_columns: dict[Columns | None, list[_Stored]] = {}
+    for piece in pieces:
+        by_columns.setdefault(piece.columns, []).append(piece)
+    ends: set[int] = set()
+    column = 0
+    for columns in sorted(by_columns, key=lambda each: each or Columns(0, 0, 0)):
+        _check_cover(path, f"{key} {columns or 'as a whole'}", by_columns[columns])
+        if columns is None or columns.offset != column:
+            raise CheckpointError(f"{key} in {path}: its columns don't stand side by side")
+        column += columns.run
+        last = max(piece.stop for piece in by_columns[columns])
+        ends.add(_end(by_columns[columns][-1]) if last % columns.run == 0 else -1)
+    strides = {piece.columns.stride for piece in pieces if piece.columns is not None}
+    if len(ends) > 1 or -1 in ends or strides != {column}:
+        raise CheckpointError(f"{key} in {path}: its columns are not of the same rows")
 
 
 def _check_cover(path: Path, key: str, pieces: list[_Stored]) -> None:
@@ -271,6 +314,25 @@ def _check_cover(path: Path, key: str, pieces: list[_Stored]) -> None:
     end = max(piece.stop for piece in pieces)
     if position != end:
         raise CheckpointError(f"{key} in {path}: elements {position} to {end} are missing")
+
+
+def _read_columns(piece: _Stored, columns: Columns, start: int, out: Tensor) -> None:
+    """Write what a fragment of columns has of the elements from `start` on to their places."""
+    offset, run, stride = columns
+
+    def before(element: int) -> int:
+        """Elements of the columns before one of the tensor."""
+        return element // stride * run + min(max(element % stride - offset, 0), run)
+
+    first = max(piece.start, before(start))
+    last = min(piece.stop, before(start + out.numel()))
+    for low in range(first, last, ELEMENTS_AT_ONCE):
+        high = min(low + ELEMENTS_AT_ONCE, last)
+        values = torch.empty(high - low, dtype=out.dtype)
+        _read(piece, low - piece.start, values)
+        number = torch.arange(low, high)
+        places = number // run * stride + offset + number % run - start
+        out[places.to(out.device)] = values.to(out.device)
 
 
 def _read(piece: _Stored, offset: int, out: Tensor) -> None:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,12 +16,34 @@ REMOVING = ".removing-"
 
 _STEP = re.compile(r"step_(\d{8,})")
 _BASE = re.compile(r"base-[A-Za-z0-9_.-]+")
-_LABEL = re.compile(r"([^|\x00-\x1f\x7f]+)\|(\d+):(\d+)")
+_LABEL = re.compile(r"([^|\x00-\x1f\x7f]+)\|(\d+):(\d+)(?:@(\d+)/(\d+)/(\d+))?")
+
+
+class Columns(NamedTuple):
+    """Some columns of a tensor, whose elements are counted by themselves, row after row."""
+
+    offset: int
+    """Elements of each row before them."""
+
+    run: int
+    """Elements of each row in them."""
+
+    stride: int
+    """Elements of each row."""
+
+
+class Label(NamedTuple):
+    """The name of a fragment, read."""
+
+    key: str
+    start: int
+    stop: int
+    columns: Columns | None
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements `start` to `start + len(tensor)` of a flattened tensor."""
+    """Elements `start` to `start + len(tensor)` of a flattened tensor, or of columns of it."""
 
     key: str
     """The whole tensor's name: any text without `|` and control characters."""
@@ -30,6 +53,9 @@ class Fragment:
     tensor: Tensor
     """1-D and contiguous, on any device; stored in its own dtype."""
 
+    columns: Columns | None = None
+    """Of which they are elements; None counts all of the tensor."""
+
     def __post_init__(self) -> None:
         if self.tensor.ndim != 1 or not self.tensor.is_contiguous():
             raise ValueError(f"the fragment of {self.key} must be flat and contiguous")
@@ -38,17 +64,23 @@ class Fragment:
 
     @property
     def label(self) -> str:
-        """`key|start:stop`."""
-        return f"{self.key}|{self.start}:{self.start + self.tensor.numel()}"
+        """`key|start:stop`, and of columns `key|start:stop@offset/run/stride`."""
+        place = "" if self.columns is None else "@" + "/".join(map(str, self.columns))
+        return f"{self.key}|{self.start}:{self.start + self.tensor.numel()}{place}"
 
 
-def parse_label(label: str) -> tuple[str, int, int] | None:
-    """The key, start and stop of `key|start:stop`; None if it is no such text."""
+def parse_label(label: str) -> Label | None:
+    """What a label says; None if it is no such text, or of columns that no tensor has."""
     match = _LABEL.fullmatch(label)
     if match is None:
         return None
-    key, start, stop = match.groups()
-    return key, int(start), int(stop)
+    key, start, stop, *place = match.groups()
+    if place[0] is None:
+        return Label(key, int(start), int(stop), None)
+    columns = Columns(*map(int, place))
+    if columns.run == 0 or columns.offset + columns.run > columns.stride:
+        return None
+    return Label(key, int(start), int(stop), columns)
 
 
 def step_name(step: int) -> str:

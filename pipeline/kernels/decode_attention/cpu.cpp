@@ -8,6 +8,8 @@
 // score over the numbers of a head, where it is shorter than two pieces, into halves. A head of keys is turned
 // once for all query heads that share it.
 
+#include <vector>
+
 #include "../include/softmax.h"
 
 namespace {
@@ -167,64 +169,123 @@ Ahead keys_of(const Attention& by, int64_t item) {
     return {key + (place + seen.start) * bytes, key + (place + seen.end) * bytes};
 }
 
+// Turns the keys of a block that are seen; the block's values are fetched meanwhile.
+void turn_block(const Attention& by, const Stored* key, const Stored* value, const Keys& keys, Bits* turned) {
+    const int units = int(by.size) / Number::NUMBERS;
+    const int64_t bytes = LANES * by.size * int64_t(sizeof(Stored));  // of a tile
+    Ahead values = {reinterpret_cast<const char*>(value + keys.first * by.size),
+                    reinterpret_cast<const char*>(value + keys.end * by.size)};
+    for (int tile = keys.first / LANES; tile * LANES < keys.end; tile++) {
+        values.fetch(bytes);
+        turn_keys(key + tile * LANES * by.size, by.size, keys.end - tile * LANES, turned + tile * units);
+    }
+}
+
+// Adds a block of keys to what is known of a query head. Of the keys those before `seen` are masked.
+void add_block(const Attention& by, const Stored* query, const Stored* value, const Keys& keys, int seen, bool is_first,
+               Ahead& ahead, Room& room, Head& known) {
+    Bits* turned = room.turned;
+    float* weights = room.weights;
+    const int units = int(by.size) / Number::NUMBERS;
+    const int64_t bytes = LANES * by.size * int64_t(sizeof(Stored));  // of a tile
+    const int last = (keys.end + LANES - 1) / LANES;
+    int tile = keys.first / LANES;
+    for (; tile + 4 <= last; tile += 4) {
+        ahead.fetch(4 * bytes);
+        score<4>(by, query, turned + tile * units, weights + tile * LANES);
+    }
+    for (; tile + 2 <= last; tile += 2) {
+        ahead.fetch(2 * bytes);
+        score<2>(by, query, turned + tile * units, weights + tile * LANES);
+    }
+    for (; tile < last; tile++) {
+        ahead.fetch(bytes);
+        score<1>(by, query, turned + tile * units, weights + tile * LANES);
+    }
+    for (int t = keys.first; t < seen; t++) weights[t] = -INFINITY;
+    for (int t = keys.end; t < last * LANES; t++) weights[t] = -INFINITY;
+    const float shrink = weigh(weights, keys.first, keys.end, known.softmax);
+    if (!is_first)
+        for (Vector& part : known.values.sum) part = part * shrink;
+    add_values(value, by.size, weights, keys, known.values);
+}
+
+void write(const Attention& by, const Head& known, Stored* out) {
+    const float share = known.softmax.sum == 0 ? 1 : 1 / known.softmax.sum;
+    for (int64_t d = 0; d < by.size; d++)
+        out[d] = Number::narrow(known.values.sum[d / LANES][d % LANES] * share);
+}
+
+// Which keys of a block a row sees, counted from the block's first one; `masked` are not seen before that.
+Keys keys_in(const Seen& by_row, int64_t block, int& masked) {
+    masked = by_row.start > block ? int(by_row.start - block) : 0;
+    const int64_t end = by_row.end - block;
+    return {masked / LANES * LANES, int(end < BLOCK ? end : BLOCK)};
+}
+
 // `ahead` is memory that the next call will read.
 void attend(const Attention& by, int64_t item, Ahead ahead, Room& room) {
     const int64_t row = item / by.kv_heads, kv_head = item % by.kv_heads;
     const int64_t group = by.heads / by.kv_heads;
-    const auto [start, length] = seen_by(by, row);
+    const Seen seen = seen_by(by, row);
     const int64_t place = item * by.width * by.size;
     const auto* key = static_cast<const Stored*>(by.key) + place;
     const auto* value = static_cast<const Stored*>(by.value) + place;
     const auto* query = static_cast<const Stored*>(by.query) + row * by.query_row;
     auto* out = static_cast<Stored*>(by.out) + row * by.heads * by.size;
-    Bits* turned = room.turned;
-    float* weights = room.weights;
-    const int units = int(by.size) / Number::NUMBERS;
 
     for (int64_t each = 0; each < group; each++) {
         const int64_t head = kv_head * group + each;
         Head known;
-        for (int64_t block = start / BLOCK * BLOCK; block < length; block += BLOCK) {
-            const int seen = start > block ? int(start - block) : 0;
-            const Keys keys = {seen / LANES * LANES, int(length - block < BLOCK ? length - block : BLOCK)};
-            const int last = (keys.end + LANES - 1) / LANES, begin = keys.first / LANES;
+        for (int64_t block = seen.start / BLOCK * BLOCK; block < seen.end; block += BLOCK) {
+            int masked;
+            const Keys keys = keys_in(seen, block, masked);
             // One block of keys stays turned for the group; more are turned again.
-            const int64_t bytes = LANES * by.size * int64_t(sizeof(Stored));  // of a tile
-            Ahead values = {reinterpret_cast<const char*>(value + (block + keys.first) * by.size),
-                            reinterpret_cast<const char*>(value + (block + keys.end) * by.size)};
-            if (each == 0 || length > BLOCK)
-                for (int tile = begin; tile < last; tile++) {
-                    values.fetch(bytes);
-                    turn_keys(key + (block + tile * LANES) * by.size, by.size, keys.end - tile * LANES, turned + tile * units);
-                }
-            int tile = begin;
-            for (; tile + 4 <= last; tile += 4) {
-                ahead.fetch(4 * bytes);
-                score<4>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
-            }
-            for (; tile + 2 <= last; tile += 2) {
-                ahead.fetch(2 * bytes);
-                score<2>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
-            }
-            for (; tile < last; tile++) {
-                ahead.fetch(bytes);
-                score<1>(by, query + head * by.query_head, turned + tile * units, weights + tile * LANES);
-            }
-            for (int t = keys.first; t < seen; t++) weights[t] = -INFINITY;
-            for (int t = keys.end; t < last * LANES; t++) weights[t] = -INFINITY;
-            const float shrink = weigh(weights, keys.first, keys.end, known.softmax);
-            if (block > start)
-                for (Vector& part : known.values.sum) part = part * shrink;
-            add_values(value + block * by.size, by.size, weights, keys, known.values);
+            if (each == 0 || seen.end > BLOCK)
+                turn_block(by, key + block * by.size, value + block * by.size, keys, room.turned);
+            add_block(by, query + head * by.query_head, value + block * by.size, keys, masked, block <= seen.start,
+                      ahead, room, known);
         }
-        const float share = known.softmax.sum == 0 ? 1 : 1 / known.softmax.sum;
-        for (int64_t d = 0; d < by.size; d++)
-            out[head * by.size + d] = Number::narrow(known.values.sum[d / LANES][d % LANES] * share);
+        write(by, known, out + head * by.size);
     }
+}
+
+// Rows of one sequence, the first one's: each block of keys is turned once for all of them.
+void attend_together(const Attention& by, int64_t kv_head, Room& room) {
+    const int64_t group = by.heads / by.kv_heads, place = kv_head * by.width * by.size;
+    const auto* key = static_cast<const Stored*>(by.key) + place;
+    const auto* value = static_cast<const Stored*>(by.value) + place;
+    const auto* query = static_cast<const Stored*>(by.query);
+    auto* out = static_cast<Stored*>(by.out);
+    Ahead nothing = {nullptr, nullptr};
+    Seen all = {by.width, 0};  // what any row sees
+    for (int64_t row = 0; row < by.rows; row++) {
+        const Seen seen = seen_by(by, row);
+        if (seen.start < all.start) all.start = seen.start;
+        if (seen.end > all.end) all.end = seen.end;
+    }
+    std::vector<Head> known(size_t(by.rows * group));
+    for (int64_t block = all.start / BLOCK * BLOCK; block < all.end; block += BLOCK) {
+        int masked;
+        turn_block(by, key + block * by.size, value + block * by.size, keys_in(all, block, masked), room.turned);
+        for (int64_t row = 0; row < by.rows; row++) {
+            const Seen seen = seen_by(by, row);
+            if (block >= seen.end || block + BLOCK <= seen.start) continue;
+            const Keys keys = keys_in(seen, block, masked);
+            for (int64_t each = 0; each < group; each++)
+                add_block(by, query + row * by.query_row + (kv_head * group + each) * by.query_head,
+                          value + block * by.size, keys, masked, block <= seen.start, nothing, room,
+                          known[size_t(row * group + each)]);
+        }
+    }
+    for (int64_t row = 0; row < by.rows; row++)
+        for (int64_t each = 0; each < group; each++)
+            write(by, known[size_t(row * group + each)], out + (row * by.heads + kv_head * group + each) * by.size);
 }
 
 struct Work {
     const Attention* attention;
+    bool together;  // whether all rows are of one sequence
     int64_t share;  // items that a thread takes at once: neighbours in memory
     int64_t next;   // the first that no thread has taken
 };
@@ -232,14 +293,18 @@ struct Work {
 void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
     const Attention& by = *work.attention;
-    const int64_t items = by.rows * by.kv_heads;
+    const int64_t items = work.together ? by.kv_heads : by.rows * by.kv_heads;
     static thread_local Room room;
     for (;;) {
         int64_t item = __atomic_fetch_add(&work.next, work.share, __ATOMIC_RELAXED);
         const int64_t end = item + work.share < items ? item + work.share : items;
         if (item >= items) return;
-        for (; item < end; item++)
-            attend(by, item, item + 1 < end ? keys_of(by, item + 1) : Ahead{nullptr, nullptr}, room);
+        for (; item < end; item++) {
+            if (work.together)
+                attend_together(by, item, room);
+            else
+                attend(by, item, item + 1 < end ? keys_of(by, item + 1) : Ahead{nullptr, nullptr}, room);
+        }
     }
 }
 
@@ -252,6 +317,12 @@ extern "C" int64_t structure_bytes() { return sizeof(Attention); }
 // The bits don't depend on how many threads there are.
 extern "C" void decode_attention(const Attention* attention, Parallel parallel, int32_t threads) {
     const int64_t share = attention->rows * attention->kv_heads / (SHARES * threads);
-    Work work{attention, share > 1 ? share : 1, 0};
+    Work work{attention, false, share > 1 ? share : 1, 0};
+    on_threads(parallel, threads, run, &work);
+}
+
+// The same of rows that are tokens of one sequence, that of the first slot.
+extern "C" void sequence_attention(const Attention* attention, Parallel parallel, int32_t threads) {
+    Work work{attention, true, 1, 0};
     on_threads(parallel, threads, run, &work);
 }

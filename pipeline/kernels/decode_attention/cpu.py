@@ -124,6 +124,30 @@ def decode_attention(
     return out
 
 
+def sequence_attention(
+    query: Float[Tensor, "T H D"],
+    key: Float[Tensor, "1 G M D"],
+    value: Float[Tensor, "1 G M D"],
+    lengths: Int[Tensor, " T"],
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    built: Built,
+    out: Float[Tensor, "T H D"],
+) -> None:
+    """Attention of tokens of one sequence, of each to its first `lengths` keys; nothing is checked.
+
+    Each has the bits that `decode_attention` gives it alone; keys are read once for all of them.
+    """
+    call = prepare(
+        query, key, value, out, scaling=scaling, sliding_window=sliding_window, built=built
+    ).call
+    call.lengths = lengths.data_ptr()
+    built.library.sequence_attention(
+        ctypes.byref(call), parallel(), ctypes.c_int32(torch.get_num_threads())
+    )
+
+
 @functools.cache
 def kernel(dtype: torch.dtype, size: int) -> Built | str:
     """The kernel for heads of this size, if it has the bits of PyTorch's; else why not, a clause.

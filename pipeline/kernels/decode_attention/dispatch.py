@@ -56,6 +56,40 @@ def decode_attention(
     return result if out is None else out.copy_(result)
 
 
+def sequence_attention(
+    query: Float[Tensor, "T H D"],
+    key: Float[Tensor, "1 G M D"],
+    value: Float[Tensor, "1 G M D"],
+    *,
+    first: int,
+    scaling: float,
+    sliding_window: int | None,
+    out: Float[Tensor, "T H D"],
+) -> bool:
+    """Attention of T tokens of one sequence, from place `first` on, by the CPU's kernel.
+
+    Written into `out`, contiguous memory; False where there is no such kernel for these.
+
+    Raises:
+        KernelError: kernels are required, and there is none for these.
+    """
+    built = kernel_for(query, key, value)
+    if not isinstance(built, Built) or not out.is_contiguous():
+        return False
+    lengths = torch.arange(first + 1, first + 1 + len(query), dtype=torch.int32)
+    cpu.sequence_attention(
+        query,
+        key,
+        value,
+        lengths,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        built=built,
+        out=out,
+    )
+    return True
+
+
 def prepare(
     query: Float[Tensor, "B H D"],
     key: Float[Tensor, "B G M D"],

@@ -255,19 +255,38 @@ def test_where_angles_depend_on_the_length_of_a_pass_nothing_is_taken_over(
     assert tickets[1].num_reused == 0
 
 
-def test_tokens_come_between_two_chunks_of_a_long_prompt(model: PreTrainedModel) -> None:
-    """Others wait for one chunk, not for the prompt."""
-    batch = opened(model, slots=2)
+@pytest.mark.parametrize(("chunk", "order"), [(32, [True] * 10), (96, [False, True] * 3)])
+def test_a_token_comes_with_each_chunk_of_a_long_prompt(
+    model: PreTrainedModel, chunk: int, order: list[bool]
+) -> None:
+    """Others wait for one chunk, not for the prompt: 300 tokens in 10 passes, or 4."""
+    batch = opened(model, slots=2, chunk=chunk)
     runs = batch.submit(replace(asked(TEXTS[2]), max_new_tokens=100))
     batch.step()
-    batch.submit(asked(TEXTS[1]))
+    long = batch.submit(asked(TEXTS[1]))
 
     steps: list[bool] = []
-    while not steps or len(runs.response.ids) < 13:
-        steps.append(any(isinstance(event, Token) for event in batch.step()))
+    while not long.response.ids:
+        events = batch.step()
+        steps.append(any(isinstance(event, Token) and event.ticket is runs for event in events))
 
-    # 300 tokens in chunks of 32, each followed by a token of the other.
-    assert steps[:19] == [True, *[False, True] * 9]
+    assert steps[: len(order)] == order
+    finish(batch)
+    assert long.response == read_anew(model, long.request)
+    assert runs.response == read_anew(model, runs.request)
+
+
+def test_prompts_within_a_budget_of_time_have_the_same_bits(model: PreTrainedModel) -> None:
+    batch = OpenBatch(model, num_slots=4, capacity=CAPACITY, chunk=96, gap=1.5)
+    tickets = [batch.submit(asked(TEXTS[0], length=60))]
+    for text in TEXTS[1:]:
+        for _ in range(7):
+            batch.step()
+        tickets.append(batch.submit(asked(text)))
+    finish(batch)
+
+    for ticket in tickets:
+        assert ticket.response == read_anew(model, ticket.request)
 
 
 @pytest.mark.parametrize(

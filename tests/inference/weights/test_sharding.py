@@ -13,11 +13,12 @@ from inference.engine.sampling import Sampler
 from inference.generation import generate, generate_each, slots_within
 from inference.tp_group import kv_heads_here, tp_group_of
 from inference.weights.replica import Replica
-from inference.weights.sharding import Shard, Sharding, ShardSpec
+from inference.weights.sharding import Sharding
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.packing import how_to_run
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.shards import Shard, ShardSpec
 from tests.distributed import rank, run_ranks
 from tests.families import FAMILIES, random_rows, tiny_causal_lm
 
@@ -130,10 +131,10 @@ def test_a_key_head_for_two_processes_counts_once() -> None:
     ]
 
     assert specs == [
-        ShardSpec(0, (Shard(0, 8),)),
-        ShardSpec(0, (Shard(0, 8, counts=False),)),
-        ShardSpec(0, (Shard(8, 16),)),
-        ShardSpec(0, (Shard(8, 16, counts=False),)),
+        ShardSpec(0, (Shard(0, 8, 2),)),
+        ShardSpec(0, (Shard(0, 8, 2, counts=False),)),
+        ShardSpec(0, (Shard(8, 16, 2),)),
+        ShardSpec(0, (Shard(8, 16, 2, counts=False),)),
     ]
 
 

@@ -100,7 +100,7 @@ def place_in_copies() -> tuple[Any, ...]:
 
 
 def test_a_copy_is_kept_by_neighbours_and_pieces_are_summed_across() -> None:
-    shape = {"processes": 4, "stages": 1, "replicas": 2, "shards": 2}
+    shape = {"processes": 4, "stages": 1, "tensor": 1, "replicas": 2, "shards": 2}
     assert run_ranks(place_in_copies, world_size=4) == [
         ((0, 1), (0, 2), (4, 1, 2), shape),
         ((0, 1), (1, 3), (4, 1, 4), shape),

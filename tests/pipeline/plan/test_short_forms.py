@@ -55,6 +55,17 @@ def test_a_file_that_has_epochs_and_steps_keeps_its_steps(tmp_path: Path) -> Non
     assert configs(*file, "--epochs", "3")["sft"].max_steps is None
 
 
+def test_tensor_parallel_divides_every_model_and_has_them_generate_together() -> None:
+    given = configs("--tensor-parallel", "2", "--ppo.inference_tp_size", "1", "--replicas", "3")
+
+    assert [config.parallel.tp for config in given.values()] == [2, 2, 2]
+    assert [config.parallel.replicas for config in given.values()] == [3, 3, 3]
+    assert given["ppo"].inference_tp_size == 1  # a step's own setting is the more specific
+    assert configs("--tensor-parallel", "2")["ppo"].inference_tp_size == 2
+    with pytest.raises(ConfigError, match="--tensor-parallel must be above 0, got 0"):
+        configs("--tensor-parallel", "0")
+
+
 def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
     given = configs("--lora", "4", "--lr", "1e-3")
     models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)

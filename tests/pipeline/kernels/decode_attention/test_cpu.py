@@ -40,6 +40,27 @@ def require_kernel(dtype: torch.dtype, size: int) -> None:
         pytest.skip(found)
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_one_sequence_have_together_the_bits_that_each_has_alone(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    for first, count in ((0, 3), (505, 20), (1030, 1)):
+        built = cpu.build_for(dtype, cpu.PIECES_BF16[0])
+        key, value = cache(dtype, first + count + 9)
+        query = asked(dtype, count)[0].transpose(0, 1)  # of strides of its own
+        lengths = torch.arange(first + 1, first + 1 + count, dtype=torch.int32)
+        settings: Any = {"scaling": 0.2, "sliding_window": window, "built": built}
+        together = query.new_empty(query.shape)
+
+        cpu.sequence_attention(query, key, value, lengths, out=together, **settings)
+
+        for row in range(count):
+            one = slice(row, row + 1)
+            alone = cpu.decode_attention(query[one], key, value, lengths[one], **settings)
+            assert torch.equal(together[one], alone)
+
+
 @pytest.mark.parametrize("size", [2, 16, 48, 80, 128, 194, 218, 254, 256])
 @pytest.mark.parametrize("pieces", cpu.PIECES_BF16)
 @pytest.mark.parametrize("dtype", DTYPES)

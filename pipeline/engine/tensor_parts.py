@@ -1,0 +1,153 @@
+"""Parameters of layers that several processes compute together: what each has, and who counts it.
+
+A process has a part of some parameters and all of the others. Of a whole one every process finds
+the whole gradient, where all that leads to it is the same on all of them, or a part of it, where it
+is used with one process's heads alone. So each parameter has a role, by which its gradient is
+completed, once for each optimizer step and in fp32, and by which each element counts once in the
+norm and in a checkpoint.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
+from pipeline.parallel.shards import ShardSpec
+from pipeline.parallel.sums import tree_sum
+
+Role = Literal["whole", "partial", "part", "shared"]
+"""whole: every process has all of it and finds its gradient; partial: has all of it, and finds a
+part of its gradient; part: has elements that no other has; shared: some of them others have too."""
+
+_PART, _ROLE = "tensor_part", "tensor_role"
+"""Attributes of parameters."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of which this process has a part."""
+
+    whole: torch.Size
+    """Shape of the whole one."""
+
+    specs: tuple[ShardSpec, ...]
+    """What each process of the group has, in rank order."""
+
+    rank: int
+    """Of this process."""
+
+    @property
+    def own(self) -> ShardSpec:
+        """What this process has."""
+        return self.specs[self.rank]
+
+    @property
+    def role(self) -> Role:
+        """Whether others have some of it too."""
+        return "shared" if any(each.copies > 1 for each in self.own.shards) else "part"
+
+    @property
+    def inner(self) -> int:
+        """Elements of the whole parameter for each one along the dimension that is cut."""
+        return self.whole[self.own.dim + 1 :].numel()
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The whole parameter from every process's part."""
+        whole = parts[0].new_empty(self.whole)
+        for spec, part in zip(self.specs, parts, strict=True):
+            spec.put(part.view(spec.shape(self.whole)), whole)
+        return whole
+
+    def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
+        """Elements of the flattened part that others have too, who, and whether they count here."""
+        assert self.own.dim == 0
+        inner = self.inner
+        for shard, begin in self.own.placed():
+            if shard.copies > 1:
+                first = self.rank - self.rank % shard.copies
+                holders = list(range(first, first + shard.copies))
+                yield slice(begin * inner, (begin + shard.size) * inner), holders, shard.counts
+
+
+def mark_part(param: Tensor, part: Part) -> None:
+    """Say that a parameter is a part of a whole one."""
+    setattr(param, _PART, part)
+
+
+def mark_partial(param: Tensor) -> None:
+    """Say that each process finds a part of a parameter's gradient."""
+    setattr(param, _ROLE, "partial")
+
+
+def part_of(param: Tensor) -> Part | None:
+    """What a parameter is a part of; None of a whole one."""
+    return getattr(param, _PART, None)
+
+
+def role_of(param: Tensor) -> Role:
+    """How a parameter's gradient is completed."""
+    part = part_of(param)
+    return getattr(param, _ROLE, "whole") if part is None else part.role
+
+
+def whole_shape(param: Tensor) -> torch.Size:
+    """Of the parameter that it is a part of, or its own."""
+    part = part_of(param)
+    return param.shape if part is None else part.whole
+
+
+Stretch = tuple[Tensor, int, slice]
+"""A parameter, which of its elements is the first, and where they lie in a vector."""
+
+
+def completed(
+    gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
+) -> Float[Tensor, " n"]:
+    """A gradient with what the other processes of the group have found for the same elements.
+
+    Sums are trees in rank order, the same bits on all of them. All of them call it.
+    """
+    if group.size == 1 or role in ("whole", "part"):
+        return gradient
+    on_device = gradient.to(local_device())  # from where it may have been offloaded
+    parts = group.gather(on_device, what="gradients of shared weights")
+    parts = [each.to(gradient.device) for each in parts]
+    if role == "partial":
+        return tree_sum(parts)
+    own = gradient.clone()
+    for place, holders, _ in _shared(stretches):
+        own[place] = tree_sum([parts[each][place] for each in holders])
+    return own
+
+
+def counted(
+    gradient: Float[Tensor, " n"], role: Role, group: Group, stretches: list[Stretch]
+) -> Float[Tensor, " n"]:
+    """A gradient with zeros for what counts on another process of the group."""
+    if group.size == 1 or role == "part":
+        return gradient
+    if role in ("whole", "partial"):
+        return gradient if group.rank == 0 else torch.zeros_like(gradient)
+    own = gradient.clone()
+    for place, _, counts in _shared(stretches):
+        if not counts:
+            own[place] = 0
+    return own
+
+
+def _shared(stretches: list[Stretch]) -> Iterator[tuple[slice, list[int], bool]]:
+    """Places in a vector that others have too."""
+    for param, first, place in stretches:
+        part = part_of(param)
+        assert part is not None
+        last = first + place.stop - place.start
+        for elements, holders, counts in part.shared_elements():
+            start, stop = max(first, elements.start), min(last, elements.stop)
+            if start < stop:
+                at = place.start + start - first
+                yield slice(at, at + stop - start), holders, counts

@@ -1,0 +1,233 @@
+"""A model of which this process has a part of each layer, to be trained.
+
+The user's model runs unmodified on its own heads and widths. What reaches a layer that is cut by
+its outputs comes through `copy_to_group`, once for all layers of a branch that read the same, as
+queries, keys and values do; what leaves one that is cut by its inputs goes through
+`sum_over_group`, and its bias is added to the sum. Embeddings, norms and the output matrix are
+whole everywhere.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.engine.part_elements import read_part
+from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
+from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
+from pipeline.models.forward import base_model
+from pipeline.models.sharding import STYLES, can_shard, layer_of, match
+from pipeline.models.tensor_roles import partial_parameters
+from pipeline.models.tensor_shards import TensorShards
+from pipeline.parallel.group import Group
+from pipeline.parallel.shards import ShardSpec
+from pipeline.parallel.tensor import (
+    copy_to_group,
+    join_over_group,
+    split_over_group,
+    sum_over_group,
+)
+
+logger = logging.getLogger(__name__)
+
+SETTING = "parallel.tp"
+
+PARTIAL = "replicated_with_grad_allreduce"
+"""What plans of `transformers` say of whole weights that are used with a process's heads alone."""
+
+
+def cut_layers(model: nn.Module, group: Group) -> None:
+    """Leave in a model what this process of the group has of each layer; all of them call it.
+
+    Parameters keep their names. Weights that are still in their files are read in parts.
+
+    Raises:
+        ConfigError: the layers of the model can't be divided so.
+        ModelError: those of its family can't be trained this way.
+    """
+    if group.size == 1:
+        return
+    plain = base_model(model)
+    shards = _shards_of(plain, group)
+    partial = partial_parameters(plain, group, divide)
+    _divide(plain, shards, partial)
+
+
+def cut_where_possible(model: PreTrainedModel, group: Group) -> None:
+    """`cut_layers` of a model that only answers; one that can't be divided stays whole.
+
+    It may be of another family than what learns, such as an encoder without a plan.
+    """
+    if can_shard(model, group.size):
+        cut_layers(model, group)
+    else:
+        logger.info(
+            "%s models have no layers to divide among %d processes: each has this one whole",
+            model.config.model_type,
+            group.size,
+        )
+
+
+def divide(model: PreTrainedModel, group: Group) -> None:
+    """`cut_layers` without a look at the gradients of its family."""
+    _divide(model, _shards_of(model, group), frozenset())
+
+
+def cut_for_plan(model: nn.Module, size: int) -> None:
+    """Leave in a model on the meta device what one of so many processes has of each layer.
+
+    Raises:
+        ConfigError: the layers of the model can't be divided so.
+    """
+    plain = base_model(model)
+    shards = _shards_of(plain, Group(0, tuple(range(size))))
+    partial = {
+        name.replace(".base_layer.", ".")
+        for name, _ in plain.named_parameters()
+        if match(shards.plan.styles, name.rpartition(".")[0]) == PARTIAL
+    }
+    _divide(plain, shards, frozenset(partial))
+
+
+def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
+    return TensorShards(plain, group, setting=SETTING, divides_head=False)
+
+
+def _divide(plain: PreTrainedModel, shards: TensorShards, partial: frozenset[str]) -> None:
+    group, branches = shards.tp_group, dict[str, _Branch]()
+    for name, param in plain.named_parameters():
+        if name.replace(".base_layer.", ".") in partial:
+            mark_partial(param)
+    for name, kind in shards.styles.items():
+        module, style = plain.get_submodule(name), STYLES[kind]
+        bias = _cut_layer(shards, name, module)
+        if style.splits:
+            module.register_forward_pre_hook(_splitting(group))
+        if style.joins:
+            module.register_forward_hook(_joining(group))
+        if style.by_outputs:
+            owner = name.rpartition(".")[0]
+            branches.setdefault(owner, _Branch(group)).feeds(module)
+        else:
+            module.register_forward_hook(_summing(group, bias))
+    shards.narrow()
+
+
+def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
+    """Leave this process's part of a layer, and of its adapter; the layer with a bias to add.
+
+    It is one that is cut by its inputs and has a bias, which it doesn't add itself any more.
+    """
+    layer = cast("nn.Linear | Conv1D", layer_of(module))
+    by_outputs = STYLES[shards.styles[name]].by_outputs
+    specs = _cut(layer, "weight", shards, name)
+    has_bias = layer.bias is not None
+    if has_bias and by_outputs:
+        _cut(layer, "bias", shards, name)
+    elif has_bias:
+        object.__setattr__(layer, "forward", functools.partial(_product, layer))
+    if isinstance(module, LoraLayer):
+        down, up = module.lora_A["default"], module.lora_B["default"]
+        cut, whole = (up, down) if by_outputs else (down, up)
+        dim = 0 if by_outputs else 1
+        _replace(cut, "weight", tuple(replace(spec, dim=dim) for spec in specs), shards)
+        mark_partial(cast("Tensor", whole.weight))
+    return layer if has_bias and not by_outputs else None
+
+
+def _cut(layer: nn.Module, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
+    shape = layer.get_parameter(leaf).shape
+    specs = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
+    known = tuple(spec for spec in specs if spec is not None)
+    _replace(layer, leaf, known, shards)
+    return known
+
+
+def _replace(
+    layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], shards: TensorShards
+) -> None:
+    """Have a layer's parameter be this process's part of it."""
+    param = layer.get_parameter(leaf)
+    part = Part(param.shape, specs, shards.tp_group.rank)
+    if isinstance(param, StoredParameter):
+        like = torch.empty(part.own.shape(param.shape), dtype=param.dtype, device="meta")
+        read = functools.partial(_read, part, param.read, param.dtype)
+        own: nn.Parameter = stored_like(like, read, param.device)
+    else:
+        own = nn.Parameter(part.own.of(param.detach()).clone(memory_format=torch.contiguous_format))
+    own.requires_grad_(param.requires_grad)
+    mark_part(own, part)
+    setattr(layer, leaf, own)
+
+
+def _read(part: Part, whole: ReadElements, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Elements of a part, from where those of the whole are."""
+    out = torch.empty(stop - start, dtype=dtype)
+
+    def fill(first: int, values: Tensor) -> None:
+        values.copy_(whole(first, first + len(values)))
+
+    read_part(part, start, out, fill)
+    return out
+
+
+def _product(layer: nn.Linear | Conv1D, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
+    """What a layer computes without its bias."""
+    if isinstance(layer, Conv1D):
+        return values @ layer.weight
+    return F.linear(values, layer.weight)
+
+
+class _Branch:
+    """Layers of one module that read the same and have parts of it each process for itself.
+
+    What they read is copied once for all of them, so that its gradients are added here before the
+    processes sum them.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._layers = self._left = 0
+        self._given: Tensor | None = None
+        self._copied: Tensor | None = None
+
+    def feeds(self, layer: nn.Module) -> None:
+        """Have a layer read the copy."""
+        layer.register_forward_pre_hook(self._copy)
+        self._layers += 1
+
+    def _copy(self, _layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given, *rest = args
+        if given is not self._given or self._copied is None:
+            self._given, self._left = given, self._layers
+            self._copied = copy_to_group(given, self._group)
+        copied = self._copied
+        self._left -= 1
+        if self._left == 0:
+            self._given = self._copied = None
+        return (copied, *rest)
+
+
+def _summing(group: Group, biased: nn.Module | None) -> Callable[..., Tensor]:
+    def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        total = sum_over_group(output, group)
+        return total if biased is None else total + biased.get_parameter("bias")
+
+    return hook
+
+
+def _joining(group: Group) -> Callable[..., Tensor]:
+    return lambda _module, _args, output: join_over_group(output, group)
+
+
+def _splitting(group: Group) -> Callable[..., tuple[Tensor]]:
+    return lambda _module, args: (split_over_group(args[0], group),)

@@ -1,0 +1,144 @@
+"""Two processes that compute each layer together find the gradients of one, parameter by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, StableLmConfig
+
+from pipeline.config import TrainedModelConfig
+from pipeline.data.batches import TokenBatch, collate
+from pipeline.engine.engine import Engine
+from pipeline.engine.tensor_parts import part_of, role_of
+from pipeline.errors import ConfigError, ModelError
+from pipeline.models.forward import Policy
+from pipeline.models.packing import how_to_run
+from pipeline.models.tensor_cut import cut_layers, divide
+from pipeline.models.tensor_roles import partial_parameters
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import Mesh, current_mesh, cut_mesh
+from tests.distributed import run_ranks
+from tests.families import FAMILIES, random_rows, tiny_causal_lm
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "falcon, ALiBi": ("falcon", {"alibi": True}),
+    "falcon, a key head for each": ("falcon", {"multi_query": False, "bias": True}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+}
+PARTIAL = {"qwen3": {"q_norm", "k_norm"}}
+"""Modules with whole weights of whose gradient each process finds a part."""
+
+SHARED = {"falcon": {"query_key_value"}, "falcon, ALiBi": {"query_key_value"}}
+SHARED["llama, one key head"] = {"k_proj", "v_proj"}
+"""Modules with rows that both processes have."""
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "num_local_experts": 2,
+}
+
+
+def batch() -> TokenBatch:
+    return collate(random_rows((9, 14, 5)))
+
+
+def learned(family: str, changes: dict[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+    """The gradients of a loss, whole, by name; the norm; which parameters have which role."""
+    model = tiny_causal_lm(family, **changes)
+    if how_to_run(model).packed:
+        model.set_attn_implementation("ragged")
+    mesh = mesh or current_mesh()
+    cut_layers(model, mesh.tensor)
+    engine = Engine(
+        Policy(model),
+        TrainedModelConfig(),
+        total_steps=1,
+        group=mesh.data,
+        parts=mesh.parts,
+        tensor=mesh.tensor,
+    )
+    engine.backward(-engine(batch()).logprobs.sum())
+    params = dict(engine.model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for name, gradient in engine.gradients().items():
+        part = part_of(params[name])
+        parts = engine.tensor.gather(gradient, what="a test")
+        found[name] = gradient if part is None else part.joined(parts)
+    roles: dict[str, set[str]] = {}
+    for name, param in params.items():
+        roles.setdefault(role_of(param), set()).add(name.split(".")[-2])
+    return {"gradients": found, "norm": engine.step().grad_norm, "roles": roles}
+
+
+def learned_together() -> dict[str, dict[str, Any]]:
+    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+        return {name: learned(*variant, mesh) for name, variant in VARIANTS.items()}
+
+
+def test_two_processes_find_the_gradients_of_one_in_every_family() -> None:
+    together, other = run_ranks(learned_together)
+
+    for name, (family, changes) in VARIANTS.items():
+        alone, found = learned(family, changes), together[name]
+        assert found["gradients"].keys() == alone["gradients"].keys()
+        noise = 1e-6 * alone["norm"]  # which is all the gradient of keys' biases
+        for key, expected in alone["gradients"].items():
+            distance = (found["gradients"][key] - expected).norm()
+            assert distance <= 1e-5 * expected.norm() + noise, f"{name}: {key}"
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6), name
+        assert found["roles"].get("partial", set()) == PARTIAL.get(name, set())
+        assert found["roles"].get("shared", set()) == SHARED.get(name, set())
+        theirs = other[name]["gradients"]
+        assert all(torch.equal(found["gradients"][key], each) for key, each in theirs.items())
+
+
+BROKEN = {
+    "no sum": ("model.layers.1.self_attn.o_proj", "_forward_hooks", "they compute something else"),
+    "no sum on the way back": (
+        "model.layers.1.mlp.up_proj",
+        "_forward_pre_hooks",
+        "the gradient of model.layers.0.self_attn.q_proj.weight is another",
+    ),
+}
+"""A layer, its hooks that are left out, and what is said then."""
+
+
+def broken(name: str) -> str:
+    module, hooks, _ = BROKEN[name]
+
+    def divide_badly(model: PreTrainedModel, group: Group) -> None:
+        divide(model, group)
+        getattr(model.get_submodule(module), hooks).clear()
+
+    with (
+        cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh,
+        pytest.raises(ModelError) as raised,
+    ):
+        partial_parameters(tiny_causal_lm("qwen3"), mesh.tensor, divide_badly)
+    return str(raised.value)
+
+
+def test_a_family_that_would_learn_something_else_is_refused_by_the_name_of_a_parameter() -> None:
+    for name, (_, _, sentence) in BROKEN.items():
+        for said in run_ranks(broken, name):
+            assert sentence in said, name
+            assert said.startswith("qwen3 models can't be divided among processes that train")
+
+
+def test_layers_that_can_not_be_divided_are_refused() -> None:
+    three = Group(0, (0, 1, 2))
+
+    with pytest.raises(ConfigError, match=r"parallel\.tp 3 doesn't divide the 4 attention heads"):
+        cut_layers(tiny_causal_lm("llama"), three)
+    with pytest.raises(ConfigError, match=r"parallel\.tp: there is no plan to divide stablelm"):
+        cut_layers(AutoModelForCausalLM.from_config(StableLmConfig(**SMALL)), three)
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj would be divided as"):
+        cut_layers(AutoModelForCausalLM.from_config(MixtralConfig(**SMALL)), three)

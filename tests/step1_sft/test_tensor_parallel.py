@@ -1,0 +1,254 @@
+"""Step 1 with layers that several processes compute together learns what one process does."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pipeline.budget.machine import RUNTIME_CPU, Machine
+from pipeline.budget.models import models_of
+from pipeline.budget.stages import part_of_layers
+from pipeline.budget.step import step_memory
+from pipeline.config import LoraConfig, ParallelConfig
+from pipeline.config.zero import ZeroConfig
+from pipeline.engine.checkpoint.__main__ import consolidate
+from pipeline.engine.predict import predict
+from pipeline.errors import ConfigError
+from pipeline.next_token import next_token_nll
+from pipeline.offline import load_rows
+from pipeline.parallel.mesh import cut_mesh
+from pipeline.run import Run
+from step1_sft.batches import cut, encode
+from step1_sft.config import SFTConfig
+from step1_sft.train import learn_from, load_model
+from step3_ppo.config import PPOConfig
+from tests.distributed import run_ranks
+from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
+
+ONE = Machine(1, 1, None, 2**34, "it")
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
+    # Family, its changes, settings of the model, and how far losses may be apart.
+    "grouped heads, untied": ("llama", {}, {"precision": "fp32"}, 1e-6),
+    "adapters, stage 3": ("gpt2", {}, {"lora": LoraConfig(rank=2), "zero_stage": 3}, 1e-6),
+    "norms of heads, biases": ("qwen3", {"attention_bias": True}, {"zero_stage": 2}, 2e-6),
+    "one key head, tied, padded": ("falcon", {}, {"precision": "fp32"}, 1e-6),
+    "tied, bf16, checkpointing": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"precision": "bf16", "gradient_checkpointing": True, "zero_stage": 3},
+        3e-3,
+    ),
+    "tied, fp16, adapters": ("opt", {}, {"precision": "fp16", "lora": LoraConfig(rank=2)}, 1e-3),
+}
+SOME = ("grouped heads, untied", "adapters, stage 3")
+"""That every run of the tests goes through; the others are the grid."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+)
+def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
+    family, changes, model, bound = CASES[case]
+    start = make(tmp_path, family, **changes)
+    run(settings(start, tmp_path / "alone", model=model))
+
+    run_ranks(run, settings(start, tmp_path / "together", tp=2, model=model))
+
+    alone, together = (ended(tmp_path / name) for name in ("alone", "together"))
+    for expected, line in zip(alone["metrics"], together["metrics"], strict=True):
+        assert line.keys() == expected.keys()
+        for name in expected:
+            far = 100 if name == "grad_norm" else 20  # after steps that rounding changed
+            found, wanted = line[name], expected[name]
+            if name == "eval_perplexity":  # whose logarithm is a loss
+                found, wanted = math.log(found), math.log(wanted)
+            assert found == pytest.approx(wanted, rel=far * bound), name
+    first, after = together["metrics"][1], alone["metrics"][1]
+    assert first["loss"] == pytest.approx(after["loss"], rel=bound)
+    assert first["grad_norm"] == pytest.approx(after["grad_norm"], rel=5 * bound)
+    assert together["weights"].keys() == alone["weights"].keys()
+    model_of = AutoModelForCausalLM.from_pretrained
+    whole, expected = model_of(tmp_path / "together"), model_of(tmp_path / "alone")
+    ids = torch.arange(3, 30)[None]
+    found, wanted = whole(ids).logits.float(), expected(ids).logits.float()
+    # AdamW's first steps go by the sign of a gradient: in 16 bits, where rounding turns that of
+    # small ones, weights of one process are as far from those of fp32 as from these.
+    if bound < 1e-5:
+        assert (found - wanted).norm() <= 20 * bound * wanted.norm()
+    shape = {"processes": 2, "stages": 1, "tensor": 2, "replicas": 1, "shards": 1}
+    assert json.loads((tmp_path / "together" / "result.json").read_text())["mesh"] == shape
+
+
+TREE = {"zero": ZeroConfig(reduction="deterministic"), "precision": "bf16"}
+MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    # Processes, division, and settings of the model, beside two processes to a layer.
+    "stages": (4, {"pp": 2}, {"precision": "bf16", "zero_stage": 1}),
+    "shards": (4, {"micro_batches": 2}, {**TREE, "zero_stage": 3}),
+    "replicas": (4, {"micro_batches": 2, "replicas": 2}, {**TREE, "zero_stage": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "stages" else pytest.mark.grid) for n in MIXTURES]
+)
+def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) -> None:
+    world, division, model = MIXTURES[name]
+    start = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    parallel = ParallelConfig(tp=2, micro_batches=4)
+    plain = settings(start, tmp_path / "plain", parallel=parallel, model=model)
+    run_ranks(run, plain)
+
+    mixed = replace(parallel, **division)
+    run_ranks(
+        run,
+        settings(start, tmp_path / "mixed", parallel=mixed, model=model),
+        world_size=world,
+    )
+
+    assert ended(tmp_path / "mixed") == ended(tmp_path / "plain")
+
+
+def take_up(config: SFTConfig, step: int) -> None:
+    """Load the newest state of a run, and save it again under another step."""
+    parallel = config.parallel
+    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0) as mesh:
+        rows = load_rows(config, config.model, step=1)
+        with Run(config, name="step1_sft", total_steps=3, mesh=mesh) as opened:
+            checkpoints = load_model(config, rows, opened).checkpoints
+            assert checkpoints.done == step - 1
+            checkpoints.save(step)
+            assert list(checkpoints.steps(enough=lambda: True)) == []  # waits for the files
+
+
+def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> None:
+    start = make(tmp_path, "gpt2")
+    often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
+    run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))
+    expected = ended(tmp_path / "two")
+
+    same = cut_off(tmp_path / "two", tmp_path / "two to two")
+    run_ranks(run, settings(start, same, tp=2, resume=True, **often))
+    assert ended(same) == expected
+    assert equal(saved(same, 3), saved(tmp_path / "two", 3))
+
+    # From two to one, from there to two stages of two, and back to two.
+    state, out = saved(tmp_path / "two", 2), cut_off(tmp_path / "two", tmp_path / "others")
+    for step, (pp, tp) in enumerate(((1, 1), (2, 2), (1, 2)), start=3):
+        config = settings(start, out, pp=pp, tp=tp, resume=True, **often)
+        run_ranks(take_up, config, step, world_size=pp * tp)
+        assert equal(saved(out, step), state), f"{pp} stages of {tp}"
+
+    consolidate([str(tmp_path / "two" / "checkpoints" / "step_00000003"), str(tmp_path / "c")])
+    made, model = (load_file(tmp_path / name / "model.safetensors") for name in ("c", "two"))
+    assert equal(made, model)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def overflows(config: SFTConfig) -> tuple[list[bool], list[float]]:
+    """Two optimizer steps, with a gradient that is not finite in the second process's part."""
+    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+        rows = load_rows(config, config.model, step=1)
+        with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as opened:
+            sft = load_model(config, rows, opened)
+            up = sft.model.get_submodule("model.layers.1.mlp.up_proj").get_parameter("weight")
+            skipped, norms = list[bool](), list[float]()
+            for step in range(2):
+                batches = cut(encode(rows.next_examples(), rows.chat, config), config)
+                hook = up.register_hook(lambda found: found * torch.inf)
+                if step == 1 or mesh.tensor.rank == 0:
+                    hook.remove()
+                sft.passes.learn(
+                    batches,
+                    lambda each: next_token_nll(sft.engine(each, uniform=True).logprobs),
+                    divisor=100.0,
+                )
+                hook.remove()
+                result = sft.engine.step()
+                skipped.append(result.skipped)
+                norms.append(result.grad_norm)
+    return skipped, norms
+
+
+def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(
+    tmp_path: Path,
+) -> None:
+    config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=2)
+
+    (skipped, norms), other = run_ranks(overflows, config)
+
+    assert skipped == [True, False]
+    assert (skipped, norms[1]) == (other[0], other[1][1])
+
+
+def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of this process's vectors after a step, and those of the plan."""
+    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+        rows = load_rows(config, config.model, step=1)
+        with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
+            sft = load_model(config, rows, opened)
+            learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
+            flats = [flat for unit in sft.engine.zero.units for flat in unit.flats]
+            held = {
+                "weights": sum(flat.full.nbytes for flat in flats),
+                "moments": sum(each.nbytes for g in sft.engine.groups for each in g.moments()),
+            }
+        workload = config.workload(2)
+        model = part_of_layers(models_of(workload, {}, has_gpu=False)[0], workload)
+        sizes = predict(model.present, config.model, world=1)
+    return held, {kind: sizes[kind] for kind in held}
+
+
+def test_each_process_holds_what_the_plan_says(tmp_path: Path) -> None:
+    config = settings(make(tmp_path, "qwen3"), tmp_path / "out", tp=2)
+
+    processes = run_ranks(held_and_predicted, config)
+
+    assert all(held == predicted for held, predicted in processes)
+    whole = step_memory(replace(config, parallel=ParallelConfig()), machine=ONE)
+    part = step_memory(config, machine=replace(ONE, processes=2, world=2))
+    assert part.peak("device") - RUNTIME_CPU < 0.7 * (whole.peak("device") - RUNTIME_CPU)
+
+
+def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Path) -> None:
+    config = settings(make(tmp_path, "llama"), tmp_path / "out", tp=3)
+
+    with pytest.raises(ConfigError, match=r"parallel\.tp 3 doesn't divide the 4 attention heads"):
+        step_memory(config, machine=replace(ONE, processes=3, world=3))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "4 bits": ({"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
+    "dropout": ({"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout would draw other masks"),
+    "dora": ({"lora": LoraConfig(variant="dora")}, "model.lora.variant dora looks at whole"),
+    "compile": ({"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_settings_that_contradict_divided_layers_are_refused(name: str, tmp_path: Path) -> None:
+    model, sentence = WRONG[name]
+
+    with pytest.raises(ConfigError, match=sentence):
+        settings(tmp_path, tmp_path, tp=2, model=model)
+
+
+def test_other_steps_and_numbers_of_processes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.environment plays with each process by itself"):
+        PPOConfig(parallel=ParallelConfig(tp=2), environment="guessing")
+    with pytest.raises(ConfigError, match="tp 3 doesn't divide the 4 processes; take 2"):
+        ParallelConfig(tp=3).check(4)
+    with pytest.raises(ConfigError, match="tp 4 doesn't divide the 2 processes of each stage"):
+        ParallelConfig(tp=4, pp=2).check(4)
+    with pytest.raises(ConfigError, match="replicas 2 doesn't divide the 1 processes with the"):
+        ParallelConfig(tp=2, replicas=2).check(2)

@@ -1,0 +1,54 @@
+"""Step 2 with layers that two processes compute together learns what one process does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.budget.machine import RUNTIME_CPU, Machine
+from pipeline.budget.step import step_memory
+from pipeline.config import LoraConfig, ParallelConfig
+from pipeline.parallel.mesh import cut_mesh
+from step2_reward.config import RewardConfig
+from step2_reward.train import train
+from tests.distributed import run_ranks
+from tests.step2_reward.labelled import rows_of, save_base, write_jsonl
+from tests.step2_reward.test_pipeline import ended, settings
+
+CASES: dict[str, tuple[str, dict[str, Any], float]] = {
+    # Kind of label, settings of the model, and how far figures may be apart.
+    "pairs": ("pairs", {"zero_stage": 3}, 1e-5),
+    "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}, 1e-5),
+    "thresholds, bf16": ("ordinal", {"precision": "bf16", "zero_stage": 1}, 3e-2),
+}
+
+
+def run(config: RewardConfig) -> None:
+    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n == "pairs" else pytest.mark.grid) for n in CASES]
+)
+def test_two_processes_learn_what_one_does(case: str, tmp_path: Path) -> None:
+    kind, model, bound = CASES[case]
+    save_base(tmp_path / "base")
+    write_jsonl(tmp_path / "rows.jsonl", rows_of(kind))
+    alone = settings(tmp_path, tmp_path / "alone", kind, pp=1, model=model)
+    together = replace(
+        settings(tmp_path, tmp_path / "together", kind, pp=1, model=model),
+        parallel=ParallelConfig(tp=2, micro_batches=3),
+    )
+    run(alone)
+
+    run_ranks(run, together)
+
+    found, expected = ended(together.output_dir), ended(alone.output_dir)
+    for line, other in zip(found["metrics"], expected["metrics"], strict=True):
+        assert line == pytest.approx(other, rel=bound, abs=bound)
+    assert found["config"].keys() == expected["config"].keys()
+    memory = step_memory(together, machine=Machine(2, 2, None, 2**34, "it"))
+    whole = step_memory(alone, machine=Machine(1, 1, None, 2**34, "it"))
+    assert memory.peak("device") - RUNTIME_CPU < whole.peak("device") - RUNTIME_CPU

@@ -1,0 +1,49 @@
+"""Preference methods on two processes that compute each layer together."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import LoraConfig, ParallelConfig
+from pipeline.errors import ConfigError
+from pipeline.parallel.mesh import cut_mesh
+from step3_preference.config import PreferenceConfig
+from step3_preference.train import train
+from tests.distributed import run_ranks
+from tests.step3_preference.toy import metrics, toy_config
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", {"zero_stage": 3}),
+    "kto, adapters": ("kto", {"lora": LoraConfig(rank=2)}),
+}
+
+
+def run(config: PreferenceConfig) -> None:
+    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n == "dpo" else pytest.mark.grid) for n in CASES]
+)
+def test_two_processes_learn_what_one_does(case: str, toy: Path, tmp_path: Path) -> None:
+    method, model = CASES[case]
+    alone = toy_config(toy, method, output_dir=tmp_path / "alone", model=model, eval_prompts=4)
+    together = replace(alone, output_dir=tmp_path / "both", parallel=ParallelConfig(tp=2))
+    train(alone)
+
+    run_ranks(run, together)
+
+    for line, expected in zip(metrics(together.output_dir), metrics(alone.output_dir), strict=True):
+        figures = {name: each for name, each in expected.items() if isinstance(each, float | int)}
+        found = {name: line[name] for name in figures}
+        assert found == pytest.approx(figures, rel=1e-3, abs=1e-3)
+    AutoModelForCausalLM.from_pretrained(together.output_dir / "actor")
+
+
+def test_stages_are_refused(toy: Path) -> None:
+    with pytest.raises(ConfigError, match="this step needs its models whole"):
+        toy_config(toy, parallel=ParallelConfig(pp=2))
