@@ -197,7 +197,7 @@ def gates_of(part: Part, result: Mapping[str, Any], args: argparse.Namespace) ->
         return found
     try:
         return [*found, *part.gates(args.output / part.name)]
-    except (OSError, KeyError, ValueError, IndexError) as error:
+    except (OSError, LookupError, ValueError, ArithmeticError) as error:
         return [*found, (f"{part.name} left no figures: {error!r}", False)]
 
 

@@ -57,6 +57,8 @@ ELSEWHERE = {
     "--actor-zero-stage 3": "tests/test_steps_at_every_stage.py",
     "--config my.yaml": "tests/test_train_cli.py",
     "--replicas 2": "tests/test_steps_at_every_stage.py",
+    "--tensor-parallel 2": "test_tensor_parallel.py of each step",
+    "--sft.parallel.tp 2": "tests/step1_sft/test_tensor_parallel.py",
     "--threads 1": "tests/pipeline/test_compute_threads.py",
     "--save-every": "tests/test_resume.py",
     "... --resume": "tests/test_resume.py",

@@ -30,7 +30,17 @@ from inference.engine.exchange import SharedTickets
 from inference.engine.pace import Pace
 from inference.engine.padded import PaddedRows
 from inference.engine.reported import reported
-from inference.engine.requests import Ended, Event, Reason, Reported, Request, Ticket, Token
+from inference.engine.requests import (
+    Choice,
+    Ended,
+    Event,
+    Reason,
+    Reported,
+    Request,
+    Ticket,
+    Token,
+    chosen_elsewhere,
+)
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.sampling import Sampler
 from inference.engine.slots import PREFILL, Slots
@@ -40,9 +50,6 @@ from pipeline.errors import DataError
 from pipeline.models.forward import base_model, context_length, is_ragged
 
 logger = logging.getLogger(__name__)
-
-Choice = tuple[int, float] | Exception
-"""A token and its log-probability, or why there is none."""
 
 Rows = Slots | PaddedRows
 """The running sequences of a model."""
@@ -190,6 +197,8 @@ class OpenBatch:
                 self._pace.forget()
             return
         choices = choose_tokens(tickets, logits)
+        if self._shared is not None:
+            choices = self._shared.settle(tickets, choices)
         self._pace.end(self._decoded, self._rows.tokens_read)
         wanted = reports(tickets, logits, choices)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
@@ -248,7 +257,7 @@ class OpenBatch:
         if isinstance(choice, Exception):
             if ticket.ended:
                 return
-            if self._shared is not None:
+            if self._shared is not None and ticket.request.guide is None:
                 raise choice  # the peers may have chosen a token
             yield self._end(ticket, "error", choice)
             return
@@ -277,7 +286,7 @@ def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
     """
     groups: dict[tuple[int, bool], list[int]] = {}
     for row, ticket in enumerate(tickets):
-        is_guided = ticket.request.guide is not None
+        is_guided = has_guide(ticket)
         groups.setdefault((id(ticket.sampler), is_guided), []).append(row)
     if len(groups) == 1:
         return _choose_alike(tickets, logits)
@@ -309,12 +318,17 @@ def _choose_alike(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> li
     return [_choose_alike([ticket], row)[0] for ticket, row in rows]
 
 
+def has_guide(ticket: Ticket) -> bool:
+    """Whether its tokens are chosen among those that a guide of this process allows."""
+    return ticket.request.guide not in (None, chosen_elsewhere)
+
+
 def _guided(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> Bool[Tensor, "B V"] | None:
     """The tokens that the guides of all sequences allow; None where they have none."""
     masks = [
         ticket.request.guide(ticket.response.ids)
         for ticket in tickets
-        if ticket.request.guide is not None
+        if ticket.request.guide is not None and has_guide(ticket)
     ]
     return torch.from_numpy(np.stack(masks)).to(logits.device) if masks else None
 

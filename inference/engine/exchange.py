@@ -5,7 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from inference.engine.requests import Event, Finished, OnToken, StopWhen, Ticket, Token
+from inference.engine.requests import (
+    Choice,
+    Event,
+    Finished,
+    OnToken,
+    Request,
+    StopWhen,
+    Ticket,
+    Token,
+    chosen_elsewhere,
+)
 from pipeline.parallel.group import Group
 
 
@@ -116,7 +126,7 @@ class SharedTickets:
         for ticket in submitted:
             self._add(own, ticket)
         names = [self._names[ticket] for ticket in cancelled if ticket in self._names]
-        requests = [ticket.request for ticket in submitted]
+        requests = [without_guide(ticket.request) for ticket in submitted]
         everyones = self._tp_group.gather_objects((requests, names, self._chosen))
         require_equal([chosen for _, _, chosen in everyones])
         tickets: list[Ticket] = []
@@ -127,6 +137,22 @@ class SharedTickets:
                 tickets += [self._add(rank, Ticket(request)) for request in theirs]
         gone = [name for _, theirs, _ in everyones for name in theirs]
         return tickets, [self._tickets[name] for name in gone]
+
+    def settle(self, tickets: Sequence[Ticket], choices: Sequence[Choice]) -> list[Choice]:
+        """The choices of all, of guided rows those of the process that has the guide."""
+        guided = [row for row, ticket in enumerate(tickets) if ticket.request.guide is not None]
+        settled = list(choices)
+        if not guided:
+            return settled
+        own: dict[int, tuple[int, float] | str] = {}
+        for row in guided:
+            choice = choices[row]
+            if tickets[row].request.guide is not chosen_elsewhere:
+                own[row] = str(choice) if isinstance(choice, Exception) else choice
+        for theirs in self._tp_group.gather_objects(own):
+            for row, choice in theirs.items():
+                settled[row] = RuntimeError(choice) if isinstance(choice, str) else choice
+        return settled
 
     def _add(self, rank: int, ticket: Ticket) -> Ticket:
         name = rank, self._counts[rank]
@@ -147,6 +173,13 @@ class SharedTickets:
             elif event.ticket in self._names:
                 del self._tickets[self._names.pop(event.ticket)]
         return mine
+
+
+def without_guide(request: Request) -> Request:
+    """The request as another process has it: a guide stays where it is."""
+    if request.guide is None:
+        return request
+    return replace(request, guide=chosen_elsewhere)
 
 
 def require_equal(chosen: Sequence[int]) -> None:

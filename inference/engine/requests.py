@@ -20,6 +20,12 @@ Guide = Callable[[Sequence[int]], Bool[np.ndarray, " V"]]
 """Which tokens may follow a response so far: called before each of its tokens, perhaps again.
 Whatever it raises ends that response alone."""
 
+
+def chosen_elsewhere(response: Sequence[int]) -> Bool[np.ndarray, " V"]:
+    """Stands for the guide of a request that another process has: that one chooses its tokens."""
+    raise RuntimeError(f"another process has the guide of this response of {len(response)} tokens")
+
+
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a response ended: at a stop token, at its longest, or as its caller or an error had it."""
 
@@ -136,6 +142,10 @@ class Reported(NamedTuple):
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens with their log-probabilities, the likeliest first."""
+
+
+Choice = tuple[int, float] | Exception
+"""A token and its log-probability, or why there is none."""
 
 
 class Token(NamedTuple):

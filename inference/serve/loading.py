@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from inference.serve.adapter_files import trained_on
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
+from inference.serve.followers import Followers
 from inference.serve.lanes import open_lanes
 from inference.serve.memory import plan_memory
 from inference.serve.metrics import Metrics
@@ -17,12 +18,19 @@ from inference.serve.served import load_model, serve_model
 from inference.serve.state import State
 from pipeline.cli import remark
 from pipeline.models.ready import check_ready
+from pipeline.parallel.group import ALONE, Group
 
 
 def load(
-    config: ServeConfig, places: Sequence[ModelPath], reward: str | None, keys: Mapping[str, str]
+    config: ServeConfig,
+    places: Sequence[ModelPath],
+    reward: str | None,
+    keys: Mapping[str, str],
+    group: Group = ALONE,
 ) -> State:
     """The state of a server that is about to begin.
+
+    Several processes divide the models among them; the first has the reward model alone.
 
     Raises:
         UserError: there is no such model, or no room for it.
@@ -32,21 +40,31 @@ def load(
             check_ready(place.path)
     if reward is not None:
         check_ready(reward, scores=True)
-    rooms = plan_memory(places, reward, config)
-    state = State(config=config, keys=keys, metrics=Metrics(), broker=Broker(config))
-    if reward is not None:
+    own = plan_memory(places, reward, config, group) if group.rank == 0 else None
+    rooms = group.gather_objects(own)[0]
+    assert rooms is not None
+    state = State(
+        config=config,
+        keys=keys,
+        metrics=Metrics(),
+        broker=Broker(config),
+        followers=Followers(group),
+    )
+    if reward is not None and group.rank == 0:
         state.reward = load_reward(reward)
         remark(f"reward: {reward}")
     models: dict[str, PreTrainedModel] = {}
+    weights: dict[str, int] = {}
     for place in places:
         remark(f"{place.name}: {_what(place)}, {rooms[place.name].words}")
         base = models[place.base] if place.base else None
-        models[place.name] = load_model(place, config, base)
+        models[place.name], weights[place.name] = load_model(place, config, base, group)
     seats = open_lanes(places, models, rooms, config)
     for place in places:
-        served = serve_model(place, models[place.name], seats[place.name])
-        state.models[place.name] = served
-        state.metrics.serves(place.name, served.lane.num_slots)
+        name = place.name
+        served = serve_model(place, models[name], seats[name], weights=weights[name])
+        state.models[name] = served
+        state.metrics.serves(name, served.lane.num_slots)
     return state
 
 

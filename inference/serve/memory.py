@@ -21,6 +21,7 @@ from pipeline.models.attention import KEY_BLOCK, round_up
 from pipeline.models.forward import context_length
 from pipeline.models.kv import kv_bytes_per_token, num_key_heads
 from pipeline.models.meta import model_on_meta
+from pipeline.parallel.group import ALONE, Group
 
 MOST_CONTEXT = 8192
 """Tokens of a sequence, where the settings don't say."""
@@ -53,9 +54,12 @@ class Room:
 
 
 def plan_memory(
-    places: Sequence[ModelPath], reward: str | None, config: ServeConfig
+    places: Sequence[ModelPath],
+    reward: str | None,
+    config: ServeConfig,
+    group: Group = ALONE,
 ) -> dict[str, Room]:
-    """How many slots of which length each model has.
+    """How many slots of which length each model has, with the memory of all of a group.
 
     Raises:
         ConfigError: the weights don't fit, or not one sequence does.
@@ -68,6 +72,8 @@ def plan_memory(
     if reward is not None:
         total += _bytes(_on_meta(reward, config, device, scores=True))
     free = _free_bytes(device)
+    if device.type == "cuda":
+        free *= group.size
     if total > free:
         needed, there = in_words(total, free)
         raise ConfigError(

@@ -12,6 +12,7 @@ from inference.engine.requests import Reported
 from inference.serve.answers import RowSoFar, Usage, head, new_id, text_logprobs
 from inference.serve.body import read_json
 from inference.serve.errors import ApiError, json_response
+from inference.serve.followers import Score
 from inference.serve.generation import Piece, Wanted
 from inference.serve.prompt_logprobs import prompt_logprobs
 from inference.serve.sampling import check_prompt, check_tokens, seed_of, wanted_of
@@ -143,7 +144,10 @@ async def _echoed(read: Completion) -> list[list[Reported | None]]:
         return []
     served, top = read.served, read.request.logprobs
     return [
-        await read.state.broker.call(lambda prompt=prompt: prompt_logprobs(served, prompt, top))
+        await read.state.broker.call(
+            lambda prompt=prompt: prompt_logprobs(served, prompt, top),
+            Score(served.name, tuple(prompt), top),
+        )
         for prompt in read.prompts
     ]
 

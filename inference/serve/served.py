@@ -4,12 +4,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.serve.adapter_files import tokenizer_directory
 from inference.serve.adapters import with_adapter
 from inference.serve.config import ServeConfig
+from inference.serve.divided import load_divided
 from inference.serve.errors import ApiError
 from inference.serve.guides import Guides
 from inference.serve.lanes import Lane, Seat
@@ -23,6 +23,8 @@ from pipeline.data.resolve_format import resolve_format
 from pipeline.data.template import Argument, never_read
 from pipeline.errors import ModelError, UserError
 from pipeline.models.load import lacks_tokens, load_causal_lm, load_tokenizer
+from pipeline.parallel.device import local_device
+from pipeline.parallel.group import ALONE, Group
 
 logger = logging.getLogger(__name__)
 
@@ -126,23 +128,29 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def load_model(
-    place: ModelPath, config: ServeConfig, base: PreTrainedModel | None
-) -> PreTrainedModel:
-    """Load a model; an adapter over its `base`.
+    place: ModelPath, config: ServeConfig, base: PreTrainedModel | None, group: Group = ALONE
+) -> tuple[PreTrainedModel, int]:
+    """A model, or this process's part of it, and the hash of its weights; an adapter over `base`.
 
     Raises:
         ModelError: there is none, or a part of it is missing or damaged.
+        ConfigError: it can't be divided among so many processes.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = local_device()
     if place.adapter is not None and base is not None:
-        return with_adapter(base, place.adapter)
+        model = with_adapter(base, place.adapter)
+        return model, weights_hash(model)
     settings = FrozenModelConfig(path=place.path, precision=config.precision)
+    if group.size > 1:
+        return load_divided(settings, device=device, seed=place.seed, group=group)
     model = load_causal_lm(settings, device=device, seed=place.seed)
-    return model.requires_grad_(requires_grad=False)
+    return model.requires_grad_(requires_grad=False), weights_hash(model)
 
 
-def serve_model(place: ModelPath, model: PreTrainedModel, seat: Seat) -> ServedModel:
-    """All that belongs to a model that is loaded.
+def serve_model(
+    place: ModelPath, model: PreTrainedModel, seat: Seat, *, weights: int
+) -> ServedModel:
+    """All that belongs to a model that is loaded, whose weights have this hash.
 
     Raises:
         ModelError: its tokenizer is missing or damaged, or has tokens that the model lacks.
@@ -159,7 +167,7 @@ def serve_model(place: ModelPath, model: PreTrainedModel, seat: Seat) -> ServedM
         tokenizer=tokenizer,
         chat=chat,
         seat=seat,
-        weights_hash=f"{weights_hash(model):013x}",
+        weights_hash=f"{weights:013x}",
         bytes_of=bytes_of,
         guides=Guides(
             place.name, bytes_of, vocabulary=vocabulary_of(model), stop_ids=chat.stop_ids

@@ -11,6 +11,7 @@ from inference.ratings.file import RatingsFile
 from inference.serve.broker import Broker
 from inference.serve.config import ServeConfig
 from inference.serve.errors import ApiError
+from inference.serve.followers import Followers
 from inference.serve.metrics import Metrics
 from inference.serve.response_format import Grammar
 from inference.serve.served import ServedModel
@@ -37,6 +38,7 @@ class State:
     """By the name that the log has for each; empty where everybody is let in."""
     metrics: Metrics
     broker: Broker
+    followers: Followers = field(default_factory=Followers)
     models: dict[str, ServedModel] = field(default_factory=dict)
     reward: "ServedReward | None" = None
     ratings: RatingsFile | None = None

@@ -94,6 +94,17 @@ class Slot:
         return own if self.spec is None else self.spec.of(own)
 
 
+class InPlace:
+    """The weights of a model that lies whole in this process, for `Replica.load`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
+        """All of them at once."""
+        yield list(self._model.parameters())
+
+
 class Replica:
     """The model to generate with, made of a trained one.
 

@@ -26,6 +26,7 @@ from pipeline.models.class_values import expected_value
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.padding import unpad
 from pipeline.models.step_scores import response_scores
+from pipeline.models.vocabulary import words_of
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,11 @@ class Policy(nn.Module):
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]
         head = self._output_matrix(batch)
-        if head is not None and len(targets) * head.out_features > (self.tile or WHOLE):
+        words = words_of(head)
+        is_large_batch = head is not None and len(targets) * head.out_features > (
+            self.tile or WHOLE
+        )
+        if head is not None and (words is not None or is_large_batch):
             computed = linear_logprobs(
                 self._hidden(batch),
                 head.weight,
@@ -93,6 +98,7 @@ class Policy(nn.Module):
                 entropy_learns=entropy_learns,
                 uniform=uniform,
                 tile=self.tile,
+                words=words,
             )
         elif self.kernels == "off" or (entropy and entropy_learns and torch.is_grad_enabled()):
             computed = logprobs_of(
@@ -111,6 +117,10 @@ class Policy(nn.Module):
                 at_once=self.tile,
             )
         return TokenLogprobs(*computed)
+
+    def settle(self, batch: TokenBatch) -> None:
+        """Find out how the model makes logits, once, with some tokens of a batch."""
+        self._output_matrix(batch)
 
     def likeliest(
         self, batch: TokenBatch, ids: Int[Tensor, " K"]
@@ -138,7 +148,7 @@ class Policy(nn.Module):
             KernelError: it doesn't, and the kernel is required.
         """
         head = base_model(self.model).get_output_embeddings()
-        if self.kernels == "off" or not is_large(head):
+        if words_of(head) is None and (self.kernels == "off" or not is_large(head)):
             return None
         if self._is_product is None:
             self._is_product = is_product(self.model, batch)
@@ -294,7 +304,7 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
         logits: Tensor = model(**inputs).logits
     finally:
         model.train(training)
-    return torch.equal(logits, F.linear(hidden, head.weight, head.bias))
+    return torch.equal(logits, head(hidden))
 
 
 def _say_whole(family: str, kernels: Kernels) -> None:

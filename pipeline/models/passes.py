@@ -166,6 +166,8 @@ class StagedPasses(Passes):
         """Take a micro-batch on; on the last stage, where it ends, what is found there."""
         stage, number = self._stage, at.micro_batch
         received: Tensor | None = None
+        if isinstance(self.engine.model, Policy):  # before it has what came for this micro-batch
+            self.engine.model.settle(batch)
         if stage.inlet is not None:
             received = torch.empty(
                 1, batch.num_tokens, stage.width, dtype=stage.dtype, device=batch.input_ids.device

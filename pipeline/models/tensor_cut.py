@@ -3,8 +3,8 @@
 The user's model runs unmodified on its own heads and widths. What reaches a layer that is cut by
 its outputs comes through `copy_to_group`, once for all layers of a branch that read the same, as
 queries, keys and values do; what leaves one that is cut by its inputs goes through
-`sum_over_group`, and its bias is added to the sum. Embeddings, norms and the output matrix are
-whole everywhere.
+`sum_over_group`, and its bias is added to the sum. Norms are whole everywhere, and so are embedding
+and output matrix where they are small (`vocabulary.py`).
 """
 
 import functools
@@ -28,6 +28,7 @@ from pipeline.models.forward import base_model
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.tensor_roles import partial_parameters
 from pipeline.models.tensor_shards import TensorShards
+from pipeline.models.vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.tensor import (
@@ -57,9 +58,12 @@ def cut_layers(model: nn.Module, group: Group) -> None:
     if group.size == 1:
         return
     plain = base_model(model)
-    shards = _shards_of(plain, group)
-    partial = partial_parameters(plain, group, divide)
+    shards, tables = _shards_of(plain, group), divisible_tables(plain, group.size)
+    partial = partial_parameters(
+        plain, group, lambda copy, group: divide(copy, group, words=len(tables) > 0)
+    )
     _divide(plain, shards, partial)
+    _divide_tables(tables, shards)
 
 
 def cut_where_possible(model: PreTrainedModel, group: Group) -> None:
@@ -77,9 +81,12 @@ def cut_where_possible(model: PreTrainedModel, group: Group) -> None:
         )
 
 
-def divide(model: PreTrainedModel, group: Group) -> None:
-    """`cut_layers` without a look at the gradients of its family."""
-    _divide(model, _shards_of(model, group), frozenset())
+def divide(model: PreTrainedModel, group: Group, *, words: bool = False) -> None:
+    """`cut_layers` without a look at the gradients of its family; with `words` small tables too."""
+    shards = _shards_of(model, group)
+    _divide(model, shards, frozenset())
+    if words:
+        _divide_tables(divisible_tables(model, group.size, least=0), shards)
 
 
 def cut_for_plan(model: nn.Module, size: int) -> None:
@@ -95,7 +102,9 @@ def cut_for_plan(model: nn.Module, size: int) -> None:
         for name, _ in plain.named_parameters()
         if match(shards.plan.styles, name.rpartition(".")[0]) == PARTIAL
     }
+    tables = divisible_tables(plain, size)
     _divide(plain, shards, frozenset(partial))
+    _divide_tables(tables, shards)
 
 
 def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
@@ -120,6 +129,23 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, partial: frozenset[str
         else:
             module.register_forward_hook(_summing(group, bias))
     shards.narrow()
+
+
+def _divide_tables(tables: list[nn.Module], shards: TensorShards) -> None:
+    """Leave this process's rows of embedding and output matrix, once of one that is both."""
+    group, made = shards.tp_group, dict[int, nn.Parameter]()
+    for module in tables:
+        weight = cast("nn.Parameter", module.weight)
+        rows, known = weight.shape[0], id(weight)
+        specs = tuple(rows_of(module, rank, group.size) for rank in range(group.size))
+        if known in made:
+            setattr(module, "weight", made[known])  # noqa: B010  # which pyright takes for a Tensor
+        else:
+            _replace(module, "weight", specs, shards)
+            made[known] = module.get_parameter("weight")
+        if getattr(module, "bias", None) is not None:
+            _replace(module, "bias", specs, shards)
+        divide_table(module, rows, group)
 
 
 def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:

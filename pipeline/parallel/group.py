@@ -97,17 +97,6 @@ class Group:
             dist.all_gather_object(values, value, group=self.process_group)
         return values  # pyright: ignore[reportReturnType]  # every entry was filled
 
-    def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
-        """As many numbers of each process, in rank order, on the host of every process."""
-        own = torch.tensor([values], dtype=torch.float64, device=local_device())
-        if self.process_group is None:
-            return own
-        rows = own.new_empty(self.size, len(values))
-        self._enter_collective("all_gather", "a few numbers", rows.nbytes)
-        with HERE.waiting(self.others):
-            all_gather(rows.view(-1), own.view(-1), self.process_group).wait()
-        return rows.cpu()
-
     def gather(self, tensor: Tensor, *, what: str) -> list[Tensor]:
         """What `tensor` is on each process, in rank order; all are as large."""
         if self.size == 1:
@@ -120,6 +109,17 @@ class Group:
         with HERE.waiting(self.others):
             dist.all_gather(parts, own, group=self.process_group)
         return parts
+
+    def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
+        """As many numbers of each process, in rank order, on the host of every process."""
+        own = torch.tensor([values], dtype=torch.float64, device=local_device())
+        if self.process_group is None:
+            return own
+        rows = own.new_empty(self.size, len(values))
+        self._enter_collective("all_gather", "a few numbers", rows.nbytes)
+        with HERE.waiting(self.others):
+            all_gather(rows.view(-1), own.view(-1), self.process_group).wait()
+        return rows.cpu()
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Give every process what `tensor` is on the process of rank `source`, in place."""

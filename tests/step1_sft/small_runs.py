@@ -23,8 +23,8 @@ BLOCKS = {"gpt2": {"n_layer": 3}}
 def make(directory: Path, family: str, **changes: Any) -> Path:
     """A tiny random model of three blocks, and forty sums of all lengths."""
     tokenizer = build_tokenizer()
-    blocks = BLOCKS.get(family, {"num_hidden_layers": 3})
-    model = tiny_causal_lm(family, vocab_size=len(tokenizer), **blocks, **changes)
+    sizes = {"vocab_size": len(tokenizer), **BLOCKS.get(family, {"num_hidden_layers": 3})}
+    model = tiny_causal_lm(family, **{**sizes, **changes})
     model.save_pretrained(directory / "base")
     tokenizer.save_pretrained(directory / "base")
     rows = [

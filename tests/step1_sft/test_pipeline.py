@@ -20,6 +20,7 @@ from pipeline.config.zero import OffloadConfig, ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.predict import predict
 from pipeline.errors import ConfigError
+from pipeline.models.vocabulary import LARGE
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import cut_mesh
@@ -36,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "untied": ("llama", {}, {"precision": "fp32"}),
     "tied, bf16, checkpointing": (
         "llama",
-        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": True, "vocab_size": LARGE},
         {"precision": "bf16", "gradient_checkpointing": True, "zero_stage": 1},
     ),
     "tied gpt2, fp16": ("gpt2", {}, {"precision": "fp16"}),

@@ -21,6 +21,7 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.predict import predict
 from pipeline.errors import ConfigError
+from pipeline.models.vocabulary import LARGE
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import cut_mesh
@@ -101,7 +102,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 )
 def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) -> None:
     world, division, model = MIXTURES[name]
-    start = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    start = make(tmp_path, "qwen3", tie_word_embeddings=True, vocab_size=LARGE)
     parallel = ParallelConfig(tp=2, micro_batches=4)
     plain = settings(start, tmp_path / "plain", parallel=parallel, model=model)
     run_ranks(run, plain)
@@ -129,7 +130,7 @@ def take_up(config: SFTConfig, step: int) -> None:
 
 
 def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> None:
-    start = make(tmp_path, "gpt2")
+    start = make(tmp_path, "gpt2", vocab_size=LARGE)
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
     run_ranks(run, settings(start, tmp_path / "two", tp=2, **often))
     expected = ended(tmp_path / "two")
@@ -210,7 +211,7 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
 
 
 def test_each_process_holds_what_the_plan_says(tmp_path: Path) -> None:
-    config = settings(make(tmp_path, "qwen3"), tmp_path / "out", tp=2)
+    config = settings(make(tmp_path, "qwen3", vocab_size=LARGE), tmp_path / "out", tp=2)
 
     processes = run_ranks(held_and_predicted, config)
 

@@ -29,6 +29,9 @@ from pipeline.help import help_entry
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from pipeline.data.chat_format import ChatFormat
+    from pipeline.data.store.vocabulary import Vocabulary
+
 MODULE = "pipeline.data.store"
 C = TypeVar("C")
 
@@ -38,25 +41,20 @@ def pack(words: Sequence[str]) -> None:
     names, config = _read(PackConfig, words, "pack", "FILE ... --tokenizer DIR --out X.tokens")
     check_output(config.target, option="--out")
 
-    from pipeline.config import FrozenModelConfig
     from pipeline.data.store.pack import pack as write
     from pipeline.data.store.sources import find_sources
-    from pipeline.data.store.vocabulary import vocabulary_of
     from pipeline.logs import configure_logging
 
     configure_logging(is_main=True)
     sources = find_sources(names, rows_alone=config.rows == "dialogues")
-    model, chat = FrozenModelConfig(path=config.tokenizer), None
     if config.rows == "dialogues":
-        from pipeline.models.chat import load_chat
-
-        tokenizer, chat = load_chat(model, config.data)
+        vocabulary, chat = _chat_of(config)
     else:
-        from pipeline.models.load import load_tokenizer
+        from pipeline.models.store_vocabulary import load_vocabulary_apart
 
-        tokenizer = load_tokenizer(model)
+        vocabulary, chat = load_vocabulary_apart(config.tokenizer), None
     with RunLock(config.target.with_name(config.target.name + ".lock")):
-        packed = write(sources, vocabulary_of(tokenizer, config.tokenizer), config, chat)
+        packed = write(sources, vocabulary, config, chat)
     layout, bad = packed.layout, packed.bad_rows
     left_out = f", {bad:,} bad {'row' if bad == 1 else 'rows'} left out" if bad else ""
     say(
@@ -172,13 +170,10 @@ def convert(words: Sequence[str]) -> None:
             write_megatron(file, out)
             layout = file.layout
         else:
-            from pipeline.config import FrozenModelConfig
             from pipeline.data.store.convert import to_tokens
-            from pipeline.data.store.vocabulary import vocabulary_of
-            from pipeline.models.load import load_tokenizer
+            from pipeline.models.store_vocabulary import load_vocabulary
 
-            tokenizer = load_tokenizer(FrozenModelConfig(path=config.tokenizer))
-            layout = to_tokens(source, vocabulary_of(tokenizer, config.tokenizer), out)
+            layout = to_tokens(source, load_vocabulary(config.tokenizer), out)
     names_written = " and ".join(map(str, written))
     say(f"{names_written}: {layout.documents:,} documents, {layout.tokens:,} tokens")
 
@@ -229,6 +224,16 @@ def _check_new(paths: Sequence[Path]) -> None:
     """Raise where a file is there already."""
     if there := [path for path in paths if path.exists()]:
         raise ConfigError(f"{there[0]} is there already; name another file, or remove it")
+
+
+def _chat_of(config: PackConfig) -> "tuple[Vocabulary, ChatFormat]":
+    """The tokenizer with the chat format of dialogues, whose tokens are among its own."""
+    from pipeline.config import FrozenModelConfig
+    from pipeline.data.store.vocabulary import vocabulary_of
+    from pipeline.models.chat import load_chat
+
+    tokenizer, chat = load_chat(FrozenModelConfig(path=config.tokenizer), config.data)
+    return vocabulary_of(tokenizer, config.tokenizer), chat
 
 
 def _tokenizer_of(file: TokenFile, name: str) -> "PreTrainedTokenizerBase":

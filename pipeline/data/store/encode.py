@@ -15,8 +15,9 @@ from pipeline.data.store.pieces import BOM, Piece, lines_of, text_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES = 256 * 2**10
-"""Text handed to the tokenizer at a time: what it returns takes 300 bytes a token."""
+BATCH_BYTES = 16 * 2**10
+"""Text handed to the tokenizer at a time: what it returns takes 300 bytes a token, and small
+batches use the same memory again and again."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,13 @@ def encode_texts(tokenizer: "Tokenizer", piece: Piece, recipe: TextRecipe) -> En
     waiting = number = 0
 
     def encode() -> None:
+        batch: list[int] = []
         for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            document = np.array([*each.ids, limits.eos], dtype=f"<u{limits.width}")
-            ids.append(document)
-            lengths.append(len(document))
+            before = len(batch)
+            batch.extend(each.ids)
+            batch.append(limits.eos)
+            lengths.append(len(batch) - before)
+        ids.append(np.array(batch, f"<u{limits.width}"))
         texts.clear()
 
     for number, (size, text) in enumerate(_texts(piece, recipe), 1):
@@ -113,8 +117,7 @@ def encode_texts(tokenizer: "Tokenizer", piece: Piece, recipe: TextRecipe) -> En
             encode()
             waiting = 0
     encode()
-    joined = np.concatenate(ids) if ids else np.zeros(0, f"<u{limits.width}")
-    return Encoded(Documents(joined, np.array(lengths, np.int64)), number, tuple(bad))
+    return Encoded(Documents(np.concatenate(ids), np.array(lengths, np.int64)), number, tuple(bad))
 
 
 @dataclass(frozen=True)

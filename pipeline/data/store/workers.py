@@ -68,7 +68,8 @@ class _Worker:
 
 def _begin(recipe: Recipe) -> None:
     """Make the process ready; it ends with its parent, however that ends, and leaves it Ctrl-C."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # One thread of the tokenizer's own, whose memory is apart from Python's: a tenth faster.
+    os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "true", "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.encode = staticmethod(recipe.make())

@@ -199,8 +199,8 @@ class Checkpoint:
             own = self.base._fragments.get(key, [])  # noqa: SLF001  # of this class
         if _cover(own, start, stop):
             return own
-        pieces = self._pieces(key)
-        return pieces if 0 <= start <= stop <= max(_end(piece) for piece in pieces) else None
+        pieces = self._pieces(key)  # without a gap
+        return pieces if 0 <= start <= stop <= max(map(_end, pieces)) else None
 
     def _pieces_of(self, name: str) -> list[_Stored]:
         """Of one file, whose header is read once."""
@@ -236,10 +236,13 @@ class Checkpoint:
         return self._fragments
 
 
-def _cover(pieces: Iterable[_Stored], start: int, stop: int) -> bool:
-    """Whether elements `start` to `stop` are in the pieces, of which no two have one in common."""
+def _cover(pieces: Sequence[_Stored], start: int, stop: int) -> bool:
+    """Whether elements `start` to `stop` are in the pieces, of which no two have one in common.
+
+    Some columns alone have never all elements of a row.
+    """
     if any(piece.columns is not None for piece in pieces):
-        return False  # of columns it is known of all pieces together
+        return False
     shared = (min(stop, piece.stop) - max(start, piece.start) for piece in pieces)
     there = any(piece.start <= start <= piece.stop for piece in pieces)
     return 0 <= start <= stop and there and sum(each for each in shared if each > 0) == stop - start
@@ -248,7 +251,7 @@ def _cover(pieces: Iterable[_Stored], start: int, stop: int) -> bool:
 def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
     entries = read_header(file, nbytes=stored.nbytes, crc32=stored.header_crc32)
     if stored.fragments is not None:
-        entries = _of_first_formats(file, entries, stored.fragments)
+        entries = _of_first_format(file, entries, stored.fragments)
     fragments: list[_Stored] = []
     for entry in entries:
         parsed = parse_label(entry.label)
@@ -256,12 +259,13 @@ def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
             raise CheckpointError(f"{file} has {entry.label!r}, which is no name of a fragment")
         if entry.crc32 is None:
             raise CheckpointError(f"{file} lacks the CRC-32 of {entry.label}")
-        crc32 = entry.crc32
-        fragments.append(_Stored(file, entry, crc32, parsed.start, parsed.stop, parsed.columns))
+        fragments.append(
+            _Stored(file, entry, entry.crc32, parsed.start, parsed.stop, parsed.columns)
+        )
     return fragments
 
 
-def _of_first_formats(
+def _of_first_format(
     file: Path, entries: Sequence[Entry], stored: Mapping[str, StoredFragment]
 ) -> list[Entry]:
     """The entries with their CRC-32s, which the manifest had."""

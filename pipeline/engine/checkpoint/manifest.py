@@ -3,7 +3,7 @@
 A line for each field, in an order: what is asked of many checkpoints comes first, and is read
 without the rest. The last line is the CRC-32 of all before it. What a file holds stands in its own
 header, of which the manifest has the CRC-32, so that it is short however many tensors there are.
-The first two formats had that in the manifest as well.
+The first format had that in the manifest as well.
 """
 
 import json
@@ -20,12 +20,9 @@ from typing import Any
 from pipeline.engine.checkpoint.layout import MANIFEST, file_name, is_base_name
 from pipeline.errors import CheckpointError
 
-FORMAT = 3
+FORMAT = 2
 
-WITH_MANIFESTS = (1, 2)
-"""Earlier formats, whose manifests name every fragment; in the second these may be columns."""
-
-READABLE = (*WITH_MANIFESTS, FORMAT)
+READABLE = (1, 2)
 
 MAX_BYTES = 2**30
 
@@ -144,7 +141,7 @@ class Manifest:
         if content.get("format") not in READABLE:
             raise CheckpointError(
                 f"{path} has format {content.get('format')!r}; this version of the program reads"
-                f" formats {', '.join(map(str, READABLE))}"
+                f" formats {' and '.join(map(str, READABLE))}"
             )
         if not _is_undamaged(raw, content):
             raise CheckpointError(f"{path} is damaged: it is not what its CRC-32 says")
@@ -226,9 +223,9 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
 def _is_undamaged(raw: bytes, content: Mapping[str, Any]) -> bool:
     """Whether the last field is the CRC-32 of the others' bytes.
 
-    In the first formats it is that of a form that was made of them.
+    In the first format it is that of a form that was made of them.
     """
-    if content["format"] in WITH_MANIFESTS:
+    if content["format"] == 1:
         others = {name: value for name, value in content.items() if name != "crc32"}
         return content.get("crc32") == f"{zlib.crc32(_canonical(others)):08x}"
     end = _END.search(raw, max(0, len(raw) - 64))

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.kernels.logprobs import definition
+from pipeline.kernels.logprobs.divided import Words, divided_logprobs
 from pipeline.kernels.logprobs.rows import RowLogprobs
 from pipeline.kernels.logprobs.tiles import FusedGradLogprobs, RecomputeLogprobs
 
@@ -36,6 +37,7 @@ def linear_logprobs(
     entropy_learns: bool = True,
     uniform: bool = False,
     tile: int | None = None,
+    words: Words | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Log-probability of each target under softmax(hidden @ weight.T + bias), and the entropy.
 
@@ -50,6 +52,7 @@ def linear_logprobs(
         uniform: whether the loss will weigh all log-probabilities the same; it decides about speed.
         tile: logits of a tile; by default `TILE` or `VOCABULARY_TILE` of them, and a single one up
             to `WHOLE`.
+        words: where other processes have the rows of other words, which these are.
 
     Returns:
         Log-probabilities and entropies in nats, fp32; None for an entropy that nobody asked for.
@@ -61,6 +64,10 @@ def linear_logprobs(
         ValueError: shapes, number formats or devices don't fit together.
     """
     definition.check(hidden, weight, bias, targets)
+    of_words = tile or VOCABULARY_TILE.get(weight.device.type, VOCABULARY_TILE["cpu"])
+    if words is not None and len(targets) > 0:
+        inputs = (hidden, weight, bias, targets, words)
+        return divided_logprobs(*inputs, temperature=temperature, entropy=entropy, tile=of_words)
     if len(targets) * len(weight) <= (WHOLE if tile is None else tile):
         return definition.linear_logprobs(
             hidden,
@@ -75,8 +82,7 @@ def linear_logprobs(
     if torch.is_grad_enabled() and not entropy and (uniform or not matrix_learns):
         tile = tile or TILE.get(weight.device.type, TILE["cpu"])
         return FusedGradLogprobs.apply(hidden, weight, bias, targets, temperature, tile), None
-    tile = tile or VOCABULARY_TILE.get(weight.device.type, VOCABULARY_TILE["cpu"])
-    return RecomputeLogprobs.apply(hidden, weight, bias, targets, temperature, tile, entropy)
+    return RecomputeLogprobs.apply(hidden, weight, bias, targets, temperature, of_words, entropy)
 
 
 def row_logprobs(

@@ -41,26 +41,8 @@ class RecomputeLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
         ctx.temperature, ctx.tile = temperature, tile
-        # What no tile has stays NaN: a target that is no word must not go unnoticed.
-        chosen = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
-        # Not -inf, from which a tile that is nothing else could not be subtracted.
-        largest = torch.full_like(chosen, torch.finfo(torch.float32).min)
-        # Of exp(z - largest), and of (z - largest) times that.
-        total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)
-        for words in _vocabulary_tiles(weight, len(targets), tile):
-            logits = _logits(hidden, weight, bias, words, temperature)
-            here, places = _targets_in(targets, words)
-            chosen = torch.where(here, logits.gather(1, places), chosen)
-            before, largest = largest, torch.maximum(largest, logits.amax(dim=1, keepdim=True))
-            shrunk = (before - largest).exp()
-            if entropy:
-                moved = torch.where(total > 0, total * (before - largest), total)
-                weighted = (weighted + moved) * shrunk
-            exponentials = logits.sub_(largest).exp() if entropy else logits.sub_(largest).exp_()
-            total = total * shrunk + exponentials.sum(dim=1, keepdim=True)
-            if entropy:
-                weighted = weighted + exponentials.mul_(logits).sum(dim=1, keepdim=True)
-            del logits, exponentials  # before the next tile is made
+        sums = tile_sums(hidden, weight, bias, targets, temperature, tile, entropy=entropy)
+        chosen, largest, total, weighted = sums
         entropies = total.log() - weighted / total if entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropies)
         logprobs = (chosen - largest - total.log()).squeeze(1)
@@ -71,7 +53,7 @@ class RecomputeLogprobs(torch.autograd.Function):
         """Gradients of hidden states, matrix and bias."""
         of_logprobs, of_entropy = (None if grad is None else grad[:, None] for grad in grads)
         hidden, weight, bias, targets, largest, total, entropies = ctx.saved_tensors
-        return *_gradients(
+        return *tile_gradients(
             (hidden, weight, bias),
             targets,
             (largest, total),
@@ -81,6 +63,43 @@ class RecomputeLogprobs(torch.autograd.Function):
             temperature=ctx.temperature,
             tile=ctx.tile,
         ), *[None] * 4
+
+
+def tile_sums(
+    hidden: Float[Tensor, "K d"],
+    weight: Float[Tensor, "V d"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " K"],
+    temperature: float,
+    tile: int,
+    *,
+    entropy: bool,
+) -> Float[Tensor, "4 K 1"]:
+    """What log-probabilities follow from, by tiles of the vocabulary, fp32.
+
+    With z the logits: that of each target, NaN where it is no word of the matrix; the largest; the
+    sum of exp(z - largest); and of (z - largest) times that, or 0 without `entropy`.
+    """
+    # What no tile has stays NaN: a target that is no word must not go unnoticed.
+    chosen = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
+    # Not -inf, from which a tile that is nothing else could not be subtracted.
+    largest = torch.full_like(chosen, torch.finfo(torch.float32).min)
+    total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)
+    for words in _vocabulary_tiles(weight, len(targets), tile):
+        logits = _logits(hidden, weight, bias, words, temperature)
+        here, places = _targets_in(targets, words)
+        chosen = torch.where(here, logits.gather(1, places), chosen)
+        before, largest = largest, torch.maximum(largest, logits.amax(dim=1, keepdim=True))
+        shrunk = (before - largest).exp()
+        if entropy:
+            moved = torch.where(total > 0, total * (before - largest), total)
+            weighted = (weighted + moved) * shrunk
+        exponentials = logits.sub_(largest).exp() if entropy else logits.sub_(largest).exp_()
+        total = total * shrunk + exponentials.sum(dim=1, keepdim=True)
+        if entropy:
+            weighted = weighted + exponentials.mul_(logits).sum(dim=1, keepdim=True)
+        del logits, exponentials  # before the next tile is made
+    return torch.stack([chosen, largest, total, weighted])
 
 
 class FusedGradLogprobs(torch.autograd.Function):
@@ -137,7 +156,7 @@ class FusedGradLogprobs(torch.autograd.Function):
         matrix_learns = wanted[1] or wanted[2]
         same = not matrix_learns or _is_uniform(grad)
         if ctx.ahead is None or not same:
-            return *_gradients(
+            return *tile_gradients(
                 (hidden, weight, bias),
                 targets,
                 (largest, total),
@@ -168,7 +187,7 @@ def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
     return True
 
 
-def _gradients(
+def tile_gradients(
     inputs: tuple[Tensor, Tensor, Tensor | None],
     targets: Int[Tensor, " K"],
     sums: tuple[Float[Tensor, "K 1"], Float[Tensor, "K 1"]],

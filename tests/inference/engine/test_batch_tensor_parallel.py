@@ -1,6 +1,9 @@
 """An open batch whose model is divided among processes: they take the same steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from inference.engine.batch import OpenBatch
 from inference.engine.requests import Event, Ticket
@@ -10,6 +13,8 @@ from pipeline.parallel.group import Group
 from tests.distributed import rank, run_ranks
 from tests.inference.engine.test_batch import PROMPTS, WARM, alone, asked, reasons
 from tests.inference.weights.test_sharding import divided, prepared
+
+ENDLESS = replace(WARM, stop_ids=())
 
 
 def run_tensor_parallel() -> dict[str, object]:
@@ -46,6 +51,36 @@ def test_peers_agree_on_what_each_of_them_submits_and_cancels() -> None:
         for number, ids in enumerate(heard["ids"]):
             expected = alone(model, asked(number + 3 * of, greedy)).ids
             assert ids == expected[: len(ids)]
+
+
+def run_guided() -> list[tuple[list[int], str]]:
+    """Responses of a process whose peer has no guide, and has requests of its own."""
+    model = divided(prepared("llama", {}), 2)
+    vocabulary: int = model.config.vocab_size
+    batch = OpenBatch(model, num_slots=3, capacity=40)
+
+    def even(response: Sequence[int]) -> np.ndarray:
+        if len(response) == 3 + rank():
+            raise ValueError("there is no more")
+        return np.arange(vocabulary) % 2 == 0
+
+    requests = [asked(0, ENDLESS), replace(asked(1 + rank(), ENDLESS), guide=even)]
+    tickets = [batch.submit(each) for each in requests]
+    events: list[Event] = []
+    while batch.busy:
+        events += batch.step()
+    ended = reasons(events)
+    return [(ticket.response.ids, ended[ticket][0]) for ticket in tickets]
+
+
+def test_a_guided_response_is_chosen_by_the_process_that_has_its_guide() -> None:
+    expected = alone(prepared("llama", {}), asked(0, ENDLESS)).ids
+
+    for of, (free, guided) in enumerate(run_ranks(run_guided)):
+        assert free == (expected, "length")
+        assert guided[1] == "error"
+        assert len(guided[0]) == 3 + of
+        assert all(token % 2 == 0 for token in guided[0])
 
 
 def count_talk() -> int:

@@ -16,6 +16,7 @@ from tests.inference.serve.serving import (
     receive,
     request_bytes,
     serving,
+    until,
 )
 
 BODIES: tuple[bytes, ...] = (
@@ -130,7 +131,7 @@ def test_no_request_is_an_error_of_the_server(short: Running) -> None:
     check_requests(short, 500, seed=1)
 
     assert post(short, CHAT, chat(seed=1, max_tokens=4)).json["choices"] == before
-    assert short.is_idle()
+    assert until(short.is_idle)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:24]))
@@ -139,7 +140,7 @@ def test_a_body_that_is_none_is_refused(short: Running, body: bytes) -> None:
         answer = post(short, path, body)
 
         assert answer.status in (200, 400, 413), answer
-    assert short.is_idle()
+    assert until(short.is_idle)
 
 
 @pytest.mark.serve
@@ -151,4 +152,4 @@ def test_20000_requests_are_no_error_of_the_server_and_leave_no_memory(short: Ru
     check_requests(short, 18_000, seed=3)
 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
-    assert short.is_idle()
+    assert until(short.is_idle)

@@ -1,18 +1,17 @@
 """A model divided among processes says what the whole one says, for every family with a plan."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inference.engine.exchange import GroupDisagreesError
 from inference.engine.sampling import Sampler
 from inference.generation import generate, generate_each, slots_within
 from inference.tp_group import kv_heads_here, tp_group_of
-from inference.weights.replica import Replica
+from inference.weights.replica import InPlace, Replica
 from inference.weights.sharding import Sharding
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.packing import how_to_run
@@ -41,16 +40,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"new_decoder_architecture": True, "num_kv_heads": 2},
     ),
 }
-
-
-class InPlace:
-    """Weights that are always there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        yield list(self.model.parameters())
 
 
 def divided(model: PreTrainedModel, size: int) -> PreTrainedModel:

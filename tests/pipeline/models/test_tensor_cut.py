@@ -1,5 +1,6 @@
 """Two processes that compute each layer together find the gradients of one, parameter by name."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,16 +17,20 @@ from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
 from pipeline.models.tensor_cut import cut_layers, divide
 from pipeline.models.tensor_roles import partial_parameters
+from pipeline.models.vocabulary import LARGE
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh, current_mesh, cut_mesh
 from tests.distributed import run_ranks
-from tests.families import FAMILIES, random_rows, tiny_causal_lm
+from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     "falcon, ALiBi": ("falcon", {"alibi": True}),
     "falcon, a key head for each": ("falcon", {"multi_query": False, "bias": True}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama, many words": ("llama", {"vocab_size": LARGE}),
+    "gpt2, many words, tied": ("gpt2", {"vocab_size": LARGE}),
+    "gemma2, many words, capped": ("gemma2", {"vocab_size": LARGE, "tie_word_embeddings": False}),
 }
 PARTIAL = {"qwen3": {"q_norm", "k_norm"}}
 """Modules with whole weights of whose gradient each process finds a part."""
@@ -46,8 +51,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def batch() -> TokenBatch:
-    return collate(random_rows((9, 14, 5)))
+def batch(words: int) -> TokenBatch:
+    """A few tokens, of all words."""
+    rows = random_rows((9, 14, 5))
+    spread = [[each * (words // VOCAB) for each in row.input_ids] for row in rows]
+    return collate([replace(row, input_ids=ids) for row, ids in zip(rows, spread, strict=True)])
 
 
 def learned(family: str, changes: dict[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
@@ -65,7 +73,10 @@ def learned(family: str, changes: dict[str, Any], mesh: Mesh | None = None) -> d
         parts=mesh.parts,
         tensor=mesh.tensor,
     )
-    engine.backward(-engine(batch()).logprobs.sum())
+    rows = batch(model.config.vocab_size)
+    outputs = engine(rows, temperature=0.7, entropy=True)
+    loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
+    engine.backward(loss)
     params = dict(engine.model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, gradient in engine.gradients().items():
@@ -75,7 +86,9 @@ def learned(family: str, changes: dict[str, Any], mesh: Mesh | None = None) -> d
     roles: dict[str, set[str]] = {}
     for name, param in params.items():
         roles.setdefault(role_of(param), set()).add(name.split(".")[-2])
-    return {"gradients": found, "norm": engine.step().grad_norm, "roles": roles}
+    logits = Policy(model).logits(rows).sum().item()
+    norm = engine.step().grad_norm
+    return {"gradients": found, "norm": norm, "roles": roles, "loss": loss.item(), "logits": logits}
 
 
 def learned_together() -> dict[str, dict[str, Any]]:
@@ -93,7 +106,8 @@ def test_two_processes_find_the_gradients_of_one_in_every_family() -> None:
         for key, expected in alone["gradients"].items():
             distance = (found["gradients"][key] - expected).norm()
             assert distance <= 1e-5 * expected.norm() + noise, f"{name}: {key}"
-        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6), name
+        for figure in ("norm", "loss", "logits"):
+            assert found[figure] == pytest.approx(alone[figure], rel=1e-5), f"{name}: {figure}"
         assert found["roles"].get("partial", set()) == PARTIAL.get(name, set())
         assert found["roles"].get("shared", set()) == SHARED.get(name, set())
         theirs = other[name]["gradients"]

@@ -151,7 +151,7 @@ def set_field(name: str, value: object) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (set_field("format", 4), "has format 4; this version of the program reads formats 1, 2, 3"),
+        (set_field("format", 3), "has format 3; this version of the program reads formats 1 and 2"),
         (set_field("extra", 1), "lacks or has too much: extra"),
         (lambda manifest: manifest.pop("state"), "lacks or has too much: state"),
         (set_field("step", "2"), "step is '2'"),

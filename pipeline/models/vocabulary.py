@@ -1,0 +1,86 @@
+"""Embeddings and output matrices of which each process has the rows of some words.
+
+Looked up are a process's own words, zeros for the others, and the processes sum what they found: so
+each token's row comes from one of them. Of the output matrix each computes the logits of its own
+words. `Policy` makes log-probabilities of these without joining them; whoever calls the layer
+itself gets the joined logits.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipeline.kernels.logprobs.divided import Words
+from pipeline.parallel.group import Group
+from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
+
+LARGE = 8192
+"""Below so many words a table takes less than what a block has."""
+
+_WORDS = "divided_words"
+"""Attribute of an output matrix."""
+
+
+def words_of(head: nn.Module | None) -> Words | None:
+    """Which words an output matrix has the rows of; None where it has those of all."""
+    return getattr(head, _WORDS, None)
+
+
+def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -> list[nn.Module]:
+    """Embedding and output matrix, as far as their rows can be shared out.
+
+    One that is no plain table, as where a family scales what it looks up or peft adapts it, stays
+    whole, and with it one that is tied to it.
+    """
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is table.weight
+    found = [
+        each for each in (table, head) if each is not None and _is_divisible(each, size, least)
+    ]
+    return [] if tied and len(found) < 2 else found
+
+
+def _is_divisible(module: nn.Module, size: int, least: int) -> bool:
+    if type(module) not in (nn.Embedding, nn.Linear):
+        return False
+    rows = cast("Tensor", module.weight).shape[0]
+    return rows >= least and rows % size == 0
+
+
+def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
+    """The rows that a process has."""
+    share = cast("Tensor", module.weight).shape[0] // size
+    return ShardSpec(0, (Shard(rank * share, (rank + 1) * share),))
+
+
+def divide_table(module: nn.Module, rows: int, group: Group) -> None:
+    """Have an embedding or output matrix, of so many rows in all, compute with this process's."""
+    words = Words(group.rank * (rows // group.size), group)
+    if isinstance(module, nn.Embedding):
+        _divide_embedding(module, words)
+        return
+    setattr(module, _WORDS, words)
+
+    def join(_module: nn.Module, _args: object, logits: Tensor) -> Tensor:
+        return join_over_group(logits, group)
+
+    module.register_forward_pre_hook(lambda _module, args: (copy_to_group(args[0], group),))
+    module.register_forward_hook(join)
+
+
+def _divide_embedding(module: nn.Embedding, words: Words) -> None:
+    padding = module.padding_idx
+
+    def look_up(ids: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
+        count = module.weight.shape[0]
+        here = (ids >= words.first) & (ids < words.first + count)
+        found = F.embedding(torch.where(here, ids - words.first, 0), module.weight)
+        learns = here if padding is None else here & (ids != padding)
+        found = torch.where(learns[..., None], found, found.detach())
+        return sum_over_group(torch.where(here[..., None], found, 0.0), words.group)
+
+    object.__setattr__(module, "forward", look_up)
