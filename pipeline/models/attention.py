@@ -26,6 +26,7 @@ from pipeline.config import Kernels
 from pipeline.kernels.causal_attention.dispatch import causal_attention
 from pipeline.kernels.causal_attention.dispatch import continued_attention as by_kernel
 from pipeline.kernels.decode_attention.pieces import whole_pieces
+from pipeline.models import varlen
 from pipeline.models.padding import pad, unpad
 from pipeline.parallel.device import send
 
@@ -129,10 +130,19 @@ class Ragged:
     ) -> Float[Tensor, "1 N H E"]:
         """Causal attention of each sequence to itself.
 
-        Padding sits on the right, for the attention alone: under a causal mask no real token sees
-        what comes after it, so padding needs no mask. In fp32 there are so many keys that what a
+        On a GPU in 16 bits they need no padding (`varlen.py`). Otherwise it sits on the right, for
+        the attention alone: under a causal mask no real token sees what comes after it, so padding
+        needs no mask. In fp32 there are so many keys that what a
         token sees is added up alike on a CPU, to the bit, whatever comes after it.
         """
+        if self.kernels != "off" and varlen.takes(query, key, value, dropout=dropout):
+            return varlen.attend(
+                *(query, key, value),
+                bounds=self._bounds,
+                longest=max(self.lengths),
+                scaling=scaling,
+                sliding_window=sliding_window,
+            )
         if key.shape[1] != query.shape[1]:
             key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -157,6 +167,11 @@ class Ragged:
                 )
             outputs.append(attended)  # (B, H, T, E)
         return self.padded.collect(outputs)
+
+    @cached_property
+    def _bounds(self) -> Tensor:
+        """Where the sequences begin and the last one ends, on the device."""
+        return send(varlen.bounds_of(self.lengths), self.device)
 
     @cached_property
     def padded(self) -> Padded:

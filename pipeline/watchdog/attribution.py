@@ -53,7 +53,7 @@ class Attribution:
 
     def alike(self) -> tuple[int, ...]:
         """The others that do the same as this process; another stage does something else."""
-        return self._mesh().data.others
+        return tuple(rank for rank in self._mesh().in_step if rank != self.rank)
 
     def elsewise(self) -> tuple[int, ...]:
         """Processes of other stages that this one waits for."""
@@ -210,7 +210,7 @@ class Attribution:
 
     def _without_a_word(self, other: int) -> Failure:
         """Where sizes don't match gloo ends a process on the spot: then that is what happened."""
-        mismatch = self.elsewhere([other]) if other in self._mesh().data.ranks else None
+        mismatch = self.elsewhere([other]) if other in self._mesh().in_step else None
         if mismatch is not None:
             return Failure(other, f"{mismatch.what}; this ended rank {other}", 1)
         here = self._position

@@ -173,4 +173,4 @@ class Lookout:
     @property
     def _key(self) -> str:
         """Of the processes that do the same."""
-        return str(self._mesh().data.ranks[0])
+        return str(self._mesh().in_step[0])

@@ -225,6 +225,21 @@ def test_a_rank_that_hangs_in_one_copy_of_a_model_is_named_by_the_others() -> No
     assert lines(job)[0].startswith("rank 3 did not come to all_gather of root (engine), ")
 
 
+def hangs_beside_its_layer() -> None:
+    with cut_mesh(replicas=1, tp=2, timeout_seconds=30) as mesh:
+        mesh.world.sum(1)
+        if rank() == 1:
+            time.sleep(1000)
+        mesh.tensor.sum(1)
+
+
+def test_a_rank_that_hangs_is_named_by_the_one_that_computes_each_layer_with_it() -> None:
+    job = run_job(hangs_beside_its_layer, timeout_seconds=2)
+
+    assert job.codes == [1] * 2
+    assert lines(job)[0].startswith("rank 1 did not come to all_reduce of a few numbers, ")
+
+
 def hangs(shared_memory: bool) -> None:
     engine = engine_of(3, shared_memory=shared_memory)
     train(engine)
