@@ -13,7 +13,7 @@ class TaskSettings:
     """Tasks beside the evaluation of a step."""
 
     eval_tasks: tuple[str, ...] = ()
-    """Tasks of docs/evaluation.md that each evaluation asks too: gsm8k, embedded, ..."""
+    """Tasks (docs/evaluation.md) that evaluations ask too: gsm8k, embedded, ..."""
 
     eval_task_data: dict[str, str] = field(default_factory=dict)
     """Rows of tasks, as {"gsm8k": "FILE_OR_NAME"}."""

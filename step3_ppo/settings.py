@@ -58,7 +58,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """The reward model, where one is used; a null path takes step 2's output."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model before step 1, for the comparison in the report; a null path leaves it out."""
+    """The model before step 1, for the report; a null path leaves it out."""
 
     batch_size: int = 64
     """Sequences in an optimizer step (a PPO minibatch), over all processes."""

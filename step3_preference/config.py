@@ -48,7 +48,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     where the run has one; null judges by the embedded task's program alone, where that can."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The model before step 1, for the comparison in the report; a null path leaves it out."""
+    """The model before step 1, for the report; a null path leaves it out."""
 
     shares: tuple[Literal[1, 2, 3], ...] = (2, 3)
     """Parts of `data.split` that are learned from: train.py adds those of steps that don't run."""

@@ -112,8 +112,8 @@ class StepConfig(ABC):
     """Go on from the newest checkpoint that verifies; without one, begin."""
 
     peak_tflops: float | None = None
-    """TFLOP/s of each device at most, which `mfu` is a share of; null takes those of a GPU's data
-    sheet, or measures a product of matrices."""
+    """Peak TFLOP/s of a device, for `mfu`; null takes those of a GPU's data sheet, or measures a
+    product of matrices."""
 
     def __post_init__(self) -> None:
         require(
