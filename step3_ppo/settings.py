@@ -55,7 +55,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """What the KL penalty holds the actor to; a null path is the actor as it starts."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """The reward model, where one is used; a null path takes step 2's output."""
+    """The reward model, where one is used; null takes step 2's output."""
 
     base: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model before step 1, for the report; a null path leaves it out."""
