@@ -7,6 +7,7 @@ from pipeline.budget.start import check_memory
 from pipeline.cli import parse_step
 from pipeline.compute_threads import compute_threads
 from pipeline.config import StepConfig
+from pipeline.gpu_numerics import gpu_numerics
 from pipeline.logs import configure_logging
 from pipeline.parallel import launched
 from pipeline.parallel.mesh import cut_mesh
@@ -40,6 +41,7 @@ def run_step(
         cut_mesh(
             replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=patience
         ) as mesh,
+        gpu_numerics(config),
     ):
         configure_logging(is_main=mesh.is_main)
         train(config)

@@ -83,9 +83,12 @@ class StepConfig(ABC):
     """Processor threads of each process; null takes RLHF_THREADS, else one for each core of its
     share. Another number may round otherwise."""
 
+    tf32: bool = False
+    """Multiply fp32 matrices on GPUs in TF32, whose mantissa has 10 bits."""
+
     timeout_seconds: float = 1800.0
     """A process that keeps the others waiting for so long is named, and the step ends; more
-    than the longest time that one process works alone."""
+    than one ever works alone."""
 
     eval_every: int | None = None
     """Evaluate every so many steps; null chooses, up to 10 times a run in at most 8 % of its work;

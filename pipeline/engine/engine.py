@@ -15,7 +15,7 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.collectives import make_collectives
 from pipeline.engine.host_memory import keep_freed_memory
 from pipeline.engine.lr import lr_factor, momentum
-from pipeline.engine.norms import NormsOfParts
+from pipeline.engine.norms import NormsOfParts, added_up
 from pipeline.engine.precision import LossScaler
 from pipeline.engine.rollout_offload import KINDS, Kind, RolloutOffload
 from pipeline.engine.setup import build_units, placement_of, store_on_disk
@@ -267,7 +267,7 @@ class Engine:
         packed = torch.cat([*norms, norms[0].new_tensor([not all(found)])])
         self.comm.all_reduce(packed)
         # All that the host reads of the device between the first pass and the update.
-        *own, lacking = packed.tolist()
+        *own, lacking = added_up(packed, vectors=len(norms)).tolist()
         squares, all_used = self._norms.gathered(own, flag=lacking == 0)
         bad = next((at for at, each in enumerate(squares) if not math.isfinite(each)), None)
         if bad is not None:

@@ -17,6 +17,9 @@ from pipeline.parallel.group import Group
 BLOCK = 262144
 """Elements that are brought to fp64 at once: 2 MiB, of which a call is worth its start."""
 
+MOST_READ = 256
+"""Stretches of a vector whose sums the host adds, exactly."""
+
 RUN = 4096
 """Elements that are summed at once: PyTorch shares rows among threads, never a row of so few, so
 that the order of addition is the same for each number of threads."""
@@ -30,6 +33,19 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
     # On a CPU a reduction that casts as it goes is twenty times slower than these two passes.
     block = torch.empty(BLOCK, dtype=torch.float64)
     return torch.tensor([_sum_of_squares(row, block) for row in stretches], dtype=torch.float64)
+
+
+def added_up(packed: Float[Tensor, " n"], *, vectors: int) -> Float[Tensor, " m"]:
+    """Sums of squares of all vectors' stretches and one number more, of not too many stretches.
+
+    Where there are thousands of processes each has a stretch of every vector: then those of a
+    vector are added up where they are, in one order for so many processes, for the host to read a
+    number for each vector.
+    """
+    stretches = packed[:-1].view(vectors, -1)
+    if stretches.shape[1] <= MOST_READ:
+        return packed
+    return torch.cat([stretches.sum(1), packed[-1:]])
 
 
 class NormsOfParts:
