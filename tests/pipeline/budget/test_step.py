@@ -327,6 +327,10 @@ def test_the_models_of_the_presets_have_the_size_of_their_name(name: str) -> Non
         "hf": name.rpartition("-")[0].rpartition("-")[2],
         "1b1": "1.1b",
         "ai-forever/mgpt": "1.4b",
+        "community/gpt2": "124m",
+        "medium": "355m",
+        "large": "774m",
+        "xl": "1.56b",
     }
     words = said.get(size, "1.4b" if size.endswith("mgpt") else size).lower()
     expected = float(words[:-1]) * {"m": 1e6, "b": 1e9}[words[-1]]
@@ -343,6 +347,8 @@ def test_the_published_sizes_are_counted_to_the_parameter() -> None:
     assert count("facebook/opt-125m") == 125_239_296
     assert count("facebook/opt-1.3b") == 1_315_758_080
     assert count("meta-llama/Llama-2-7b-hf") == 6_738_415_616
+    assert count("openai-community/gpt2") == 124_439_808
+    assert count("openai-community/gpt2-xl") == 1_557_611_200
     assert count("meta-llama/Llama-3.1-8B") == 8_030_261_248
     assert count("meta-llama/Llama-3.1-70B") == 70_553_706_496
     assert count("Qwen/Qwen2.5-7B") == 7_615_616_512
