@@ -86,7 +86,7 @@ def test_checkpoints_of_which_none_can_be_used_are_not_begun_over(
     root = tmp_path / "out" / "checkpoints"
     manifests = list(root.glob("step_*/manifest.json"))
     for path in manifests:
-        path.write_text(path.read_text().replace('"format": 1', '"format": 999'))
+        path.write_text(path.read_text().replace('"format": 2', '"format": 999'))
 
     sentence = refusal(config)
 
