@@ -47,8 +47,7 @@ def saved_files(config: StepConfig) -> list[Path]:
     "change",
     [
         "a word",
-        pytest.param("a row less", marks=pytest.mark.faults),
-        pytest.param("the order", marks=pytest.mark.faults),
+        pytest.param("rows less", marks=pytest.mark.faults),
     ],
 )
 def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Path) -> None:
@@ -58,10 +57,8 @@ def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Pa
     match change:
         case "a word":
             lines = [line.replace("moon", "mood") for line in lines]
-        case "a row less":
-            lines = lines[:-1]
-        case "the order":
-            lines = lines[::-1]
+        case "rows less":  # of those that the step trains on
+            lines = [line for line in lines if "moon" not in line]
     rows.write_text("\n".join(lines) + "\n")
 
     assert refusal(config) == (
