@@ -82,7 +82,9 @@ def linear_logprobs(
     if torch.is_grad_enabled() and not entropy and (uniform or not matrix_learns):
         tile = tile or TILE.get(weight.device.type, TILE["cpu"])
         return FusedGradLogprobs.apply(hidden, weight, bias, targets, temperature, tile), None
-    return RecomputeLogprobs.apply(hidden, weight, bias, targets, temperature, of_words, entropy)
+    return RecomputeLogprobs.apply(
+        hidden, weight, bias, targets, temperature, of_words, entropy, None
+    )
 
 
 def row_logprobs(

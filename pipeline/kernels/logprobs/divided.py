@@ -8,13 +8,12 @@ Dimension names: K targets, d hidden size, W words of this process.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.kernels.logprobs.tiles import tile_gradients, tile_sums
+from pipeline.kernels.logprobs.tiles import RecomputeLogprobs
 from pipeline.parallel.group import Group
 from pipeline.parallel.sums import tree_sum
 from pipeline.parallel.tensor import copy_to_group
@@ -56,61 +55,32 @@ def divided_logprobs(
     """
     copied = copy_to_group(hidden, words.group)
     local = targets - words.first
-    return _Divided.apply(copied, weight, bias, local, words.group, temperature, tile, entropy)
+    return RecomputeLogprobs.apply(
+        copied,
+        weight,
+        bias,
+        local,
+        temperature,
+        tile,
+        entropy,
+        lambda own: _of_all_words(own, words.group),
+    )
 
 
-def _combined(parts: Float[Tensor, "T 4 K 1"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _of_all_words(own: Float[Tensor, "4 K 1"], group: Group) -> Float[Tensor, "4 K 1"]:
     """The figures of all words, from those of each process's."""
+    parts = torch.stack(group.gather(own, what="figures of logits"))
     chosen, largest, total, weighted = parts.unbind(dim=1)
     has_target = ~chosen.isnan()
     one = torch.where(has_target, chosen, 0.0).sum(dim=0)
     most = largest.amax(dim=0)
     shrunk = (largest - most).exp()
     moved = weighted + total * (largest - most)
-    return (
-        torch.where(has_target.any(dim=0), one, float("nan")),
-        most,
-        tree_sum(list(total * shrunk)),
-        tree_sum(list(moved * shrunk)),
+    return torch.stack(
+        [
+            torch.where(has_target.any(dim=0), one, float("nan")),
+            most,
+            tree_sum(list(total * shrunk)),
+            tree_sum(list(moved * shrunk)),
+        ]
     )
-
-
-class _Divided(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        group: Group,
-        temperature: float,
-        tile: int,
-        entropy: bool,  # noqa: FBT001  # torch passes by position
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        ctx.uses_inputs_alone = True  # for pipeline.engine.graph: it reaches no other parameter
-        ctx.temperature, ctx.tile = temperature, tile
-        own = tile_sums(hidden, weight, bias, targets, temperature, tile, entropy=entropy)
-        parts = group.gather(own, what="figures of logits")
-        chosen, largest, total, weighted = _combined(torch.stack(parts))
-        entropies = total.log() - weighted / total if entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropies)
-        logprobs = (chosen - largest - total.log()).squeeze(1)
-        return logprobs, None if entropies is None else entropies.squeeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Gradients of hidden states, as far as these words go, of matrix and bias."""
-        of_logprobs, of_entropy = (None if grad is None else grad[:, None] for grad in grads)
-        hidden, weight, bias, targets, largest, total, entropies = ctx.saved_tensors
-        return *tile_gradients(
-            (hidden, weight, bias),
-            targets,
-            (largest, total),
-            of_logprobs,
-            None if of_entropy is None else (of_entropy, entropies),
-            wanted=ctx.needs_input_grad[:3],
-            temperature=ctx.temperature,
-            tile=ctx.tile,
-        ), *[None] * 5
