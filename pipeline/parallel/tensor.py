@@ -1,7 +1,7 @@
-"""What processes that compute a layer together hand each other, with its way back.
+"""What processes that compute a layer together hand each other, with its gradient.
 
-Shoeybi et al. 2019 (Megatron-LM), section 3: f and g. Each function is the other's way back. Sums
-are trees in rank order, in fp32 and rounded once, so that all processes have the same bits, by
+Shoeybi et al. 2019 (Megatron-LM), section 3: f and g. Each function is the other's backward pass.
+Sums are trees in rank order, in fp32 and rounded once, so that all processes have the same bits, by
 whatever transport they travel.
 """
 
@@ -16,22 +16,22 @@ from pipeline.parallel.sums import tree_sum
 
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """What all processes have and each uses with its part; on the way back their gradients' sum."""
+    """What all processes have and each uses with its part; backward the sum of their gradients."""
     return _Copy.apply(values, group)
 
 
 def sum_over_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """The sum of what the processes found; on the way back all have its gradient."""
+    """The sum of what the processes found; backward all have its gradient."""
     return _Sum.apply(values, group)
 
 
 def join_over_group(part: Float[Tensor, "*B n"], group: Group) -> Float[Tensor, "*B m"]:
-    """The processes' last dimensions side by side; on the way back each has that of its part."""
+    """The processes' last dimensions side by side; backward each has that of its part."""
     return _Join.apply(part, group)
 
 
 def split_over_group(values: Float[Tensor, "*B m"], group: Group) -> Float[Tensor, "*B n"]:
-    """This process's share of the last dimension; on the way back the shares are joined."""
+    """This process's share of the last dimension; backward the shares are joined."""
     return _Split.apply(values, group)
 
 

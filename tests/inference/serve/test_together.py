@@ -44,9 +44,9 @@ class Job:
         return next(each for each in ranks if each.environ()["RANK"] == str(rank))
 
     def ended(self) -> tuple[int, str]:
-        """Its exit code and what it said."""
-        said = self.launcher.communicate(timeout=60)[1]
-        return self.launcher.returncode, said
+        """Its exit code and standard error."""
+        errors = self.launcher.communicate(timeout=60)[1]
+        return self.launcher.returncode, errors
 
 
 def command(processes: int, *words: str) -> list[str]:
@@ -92,14 +92,14 @@ def test_two_processes_answer_as_one_does_and_end_when_asked_to() -> None:
         time.sleep(7)  # nobody asks anything for longer than the first process is silent
         found = job.post(COMPLETIONS, scored)["choices"][0]["logprobs"]
         job.process(0).send_signal(signal.SIGTERM)
-        ended, said = job.ended()
+        ended, errors = job.ended()
 
     assert [ids_of(each) for each in answers] == expected
     assert answers[0]["system_fingerprint"] == print_of
     assert found["tokens"] == scores["tokens"]
     assert found["token_logprobs"][1:] == pytest.approx(scores["token_logprobs"][1:], abs=1e-4)
-    assert "Traceback" not in said
-    assert ended == 0, said
+    assert "Traceback" not in errors
+    assert ended == 0, errors
 
 
 @pytest.mark.serve
@@ -107,11 +107,11 @@ def test_a_process_that_is_killed_ends_the_server_in_a_sentence() -> None:
     with together() as job:
         job.post(CHAT, chat(max_tokens=2))
         job.process(1).kill()
-        ended, said = job.ended()
+        ended, errors = job.ended()
 
     assert ended != 0
-    assert "Traceback" not in said
-    assert "rank 1 ended without a word" in said
+    assert "Traceback" not in errors
+    assert "rank 1 ended without a word" in errors
 
 
 @pytest.mark.serve

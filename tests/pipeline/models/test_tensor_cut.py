@@ -116,13 +116,13 @@ def test_two_processes_find_the_gradients_of_one_in_every_family() -> None:
 
 BROKEN = {
     "no sum": ("model.layers.1.self_attn.o_proj", "_forward_hooks", "they compute something else"),
-    "no sum on the way back": (
+    "no sum in the backward pass": (
         "model.layers.1.mlp.up_proj",
         "_forward_pre_hooks",
         "the gradient of model.layers.0.self_attn.q_proj.weight is another",
     ),
 }
-"""A layer, its hooks that are left out, and what is said then."""
+"""A layer, its hooks that are left out, and the error then."""
 
 
 def broken(name: str) -> str:
@@ -142,9 +142,9 @@ def broken(name: str) -> str:
 
 def test_a_family_that_would_learn_something_else_is_refused_by_the_name_of_a_parameter() -> None:
     for name, (_, _, sentence) in BROKEN.items():
-        for said in run_ranks(broken, name):
-            assert sentence in said, name
-            assert said.startswith("qwen3 models can't be divided among processes that train")
+        for error in run_ranks(broken, name):
+            assert sentence in error, name
+            assert error.startswith("qwen3 models can't be divided among processes that train")
 
 
 def test_layers_that_can_not_be_divided_are_refused() -> None:
