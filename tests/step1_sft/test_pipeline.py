@@ -31,7 +31,7 @@ from step1_sft.train import learn_from, load_model
 from step3_ppo.config import PPOConfig
 from tests.distributed import run_ranks
 from tests.jobs import run_job
-from tests.step1_sft.small_runs import cut_off, ended, make, run, saved, settings
+from tests.step1_sft.small_runs import cut_off, ended, held_bytes, make, run, saved, settings
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "untied": ("llama", {}, {"precision": "fp32"}),
@@ -158,11 +158,7 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
         with Run(config, name="step1_sft", total_steps=1, mesh=mesh) as opened:
             sft = load_model(config, rows, opened)
             learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
-            flats = [flat for unit in sft.engine.zero.units for flat in unit.flats]
-            held = {
-                "weights": sum(flat.full.nbytes for flat in flats),
-                "moments": sum(each.nbytes for g in sft.engine.groups for each in g.moments()),
-            }
+            held = held_bytes(sft.engine)
         workload = config.workload(2)
         part = parts_of(models_of(workload, {}, has_gpu=False)[0], workload)[mesh.stages.rank]
         assert part.stage.number == mesh.stages.rank

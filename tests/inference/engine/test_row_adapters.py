@@ -15,7 +15,7 @@ from inference.serve.adapters import with_adapter, with_adapters_by_row
 from pipeline.config import FrozenModelConfig, LoraConfig, Precision
 from pipeline.errors import DataError
 from pipeline.models.load import load_causal_lm
-from pipeline.models.lora import add_lora
+from tests.inference.embedded_adapters import with_random_adapter
 
 CPU = torch.device("cpu")
 KINDS = (
@@ -27,18 +27,7 @@ NEW = 10
 
 
 def adapter(directory: Path, kind: LoraConfig, seed: int) -> Path:
-    model: PeftModel = add_lora(
-        load_causal_lm(FrozenModelConfig(path="embedded"), device=CPU),
-        kind,
-        task="causal",
-        seed=seed,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_B" in name:
-                param.normal_(std=0.1, generator=generator)
-    model.save_pretrained(str(directory))
+    with_random_adapter(kind, seed=seed).save_pretrained(str(directory))
     return directory
 
 
@@ -65,7 +54,7 @@ def responses(batch: OpenBatch, requests: Sequence[Request]) -> list[Ticket]:
     return tickets
 
 
-def said(tickets: Sequence[Ticket]) -> list[tuple[list[int], list[float]]]:
+def outputs(tickets: Sequence[Ticket]) -> list[tuple[list[int], list[float]]]:
     return [(each.response.ids, each.response.logprobs) for each in tickets]
 
 
@@ -75,16 +64,16 @@ def test_rows_of_all_adapters_have_the_bits_that_each_has_alone(
 ) -> None:
     batch = batch_of(directories, precision)
     requests = [request(row, row % 3) for row in range(6)]
-    alone = [said(responses(batch_of(directories, precision), [each]))[0] for each in requests]
+    alone = [outputs(responses(batch_of(directories, precision), [each]))[0] for each in requests]
     base = load_causal_lm(FrozenModelConfig(path="embedded", precision=precision), device=CPU)
     plain = OpenBatch(base, num_slots=6, capacity=64)
 
-    together = said(responses(batch, requests))
-    again = said(responses(batch, requests))  # of traces, and of prompts that are there
+    together = outputs(responses(batch, requests))
+    again = outputs(responses(batch, requests))  # of traces, and of prompts that are there
 
     assert together == alone
     assert again == alone
-    assert together[0::3] == said(responses(plain, [request(row, 0) for row in (0, 3)]))
+    assert together[0::3] == outputs(responses(plain, [request(row, 0) for row in (0, 3)]))
     assert len({str(ids) for ids, _ in together}) == 6
 
 
@@ -121,7 +110,7 @@ def test_a_prompt_takes_over_nothing_that_another_adapter_stored(directories: li
     (other,) = responses(batch, [request(5, 2)])
 
     assert (same.num_reused > 0, other.num_reused) == (True, 0)
-    assert said([other]) == said(responses(batch_of(directories), [request(5, 2)]))
+    assert outputs([other]) == outputs(responses(batch_of(directories), [request(5, 2)]))
 
 
 def test_scales_lie_in_the_columns_of_their_adapter() -> None:

@@ -16,32 +16,21 @@ from safetensors.torch import load_file, save_file
 from inference.serve.adapters import with_adapter
 from inference.serve.config import ServeConfig
 from inference.serve.models import ModelPath, paths_to_serve
-from pipeline.config import FrozenModelConfig, LoraConfig
+from pipeline.config import LoraConfig
 from pipeline.config.model import AdapterVariant
 from pipeline.errors import ModelError
 from pipeline.models.export import export
 from pipeline.models.load import load_causal_lm, load_tokenizer
-from pipeline.models.lora import add_lora
+from tests.inference.embedded_adapters import EMBEDDED, with_random_adapter
 from tests.inference.serve.serving import CHAT, Running, chat, get, post, serving
 from tests.inference.serve.test_command import refused
 
-EMBEDDED = FrozenModelConfig(path="embedded")
 NAMES = ("tiny", "polite", "terse")
 
 
 def step_with_lora(directory: Path, seed: int, variant: AdapterVariant = "lora") -> PeftModel:
     """What a step with LoRA leaves: the merged model and, below it, the adapter."""
-    model = add_lora(
-        load_causal_lm(EMBEDDED, device=torch.device("cpu")),
-        LoraConfig(rank=4, alpha=8, variant=variant),
-        task="causal",
-        seed=seed,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_B" in name:
-                param.normal_(std=0.1, generator=generator)
+    model = with_random_adapter(LoraConfig(rank=4, alpha=8, variant=variant), seed=seed)
     export(model, load_tokenizer(EMBEDDED), directory)
     return model.eval()
 
