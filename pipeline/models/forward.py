@@ -24,9 +24,9 @@ from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logpr
 from pipeline.models.attention import RAGGED, Ragged
 from pipeline.models.class_values import expected_value
 from pipeline.models.cutpoints import Cutpoints
+from pipeline.models.divided_vocabulary import words_of
 from pipeline.models.padding import unpad
 from pipeline.models.step_scores import response_scores
-from pipeline.models.vocabulary import words_of
 from pipeline.parallel.mesh import current_mesh
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.engine.part_elements import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
+from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.forward import base_model
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.tensor_roles import partial_parameters
 from pipeline.models.tensor_shards import TensorShards
-from pipeline.models.vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import ShardSpec
 from pipeline.parallel.tensor import (

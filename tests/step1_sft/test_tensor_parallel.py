@@ -21,7 +21,7 @@ from pipeline.config.zero import ZeroConfig
 from pipeline.engine.checkpoint.__main__ import consolidate
 from pipeline.engine.predict import predict
 from pipeline.errors import ConfigError
-from pipeline.models.vocabulary import LARGE
+from pipeline.models.divided_vocabulary import LARGE
 from pipeline.next_token import next_token_nll
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import cut_mesh

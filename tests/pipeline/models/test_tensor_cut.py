@@ -13,11 +13,11 @@ from pipeline.data.batches import TokenBatch, collate
 from pipeline.engine.engine import Engine
 from pipeline.engine.tensor_parts import part_of, role_of
 from pipeline.errors import ConfigError, ModelError
+from pipeline.models.divided_vocabulary import LARGE
 from pipeline.models.forward import Policy
 from pipeline.models.packing import how_to_run
 from pipeline.models.tensor_cut import cut_layers, divide
 from pipeline.models.tensor_roles import partial_parameters
-from pipeline.models.vocabulary import LARGE
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import Mesh, current_mesh, cut_mesh
 from tests.distributed import run_ranks
