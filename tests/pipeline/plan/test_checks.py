@@ -163,6 +163,7 @@ def test_a_tracker_that_is_not_installed_is_said_once_and_without_pytorch(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_all_that_is_wrong_is_said_together_a_line_for_each(
     tmp_path: Path, model: Path, pairs: Path
 ) -> None:
