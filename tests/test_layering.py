@@ -29,7 +29,7 @@ MAY_IMPORT = {
 
 FLOORS = (
     {"errors", "signals", "clock", "installation", "logs", "origin", "position", "scalars"},
-    {"settings", "files", "parallel"},
+    {"settings", "files", "parallel", "hub"},
     {"help", "config", "faults"},
     {"cli", "gpu_numerics", "progress", "random_state", "watchdog"},
     {"kernels", "trackers", "command"},
