@@ -5,8 +5,10 @@ training uses; a long one in pieces. Decoding takes one token of all running seq
 Dimension names: B running sequences, N tokens of one forward pass, V vocabulary.
 """
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -17,15 +19,18 @@ from inference.engine.decoder import Decoder, has_adapters
 from inference.engine.held import LEAST, Slot, as_array, common_prefix
 from inference.engine.modules import Modules
 from inference.engine.pieces import NextTokenAndPieces, Piece, Pieces, share_out
-from inference.engine.replay import Column
+from inference.engine.replay import Column, PassCounts
 from inference.engine.requests import Ticket
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.waiting import Waiting
-from inference.tp_group import tp_group_of
+from inference.tp_group import is_of_division, tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import Ragged, round_up
 from pipeline.models.forward import base_model
+from pipeline.parallel.group import Group
+
+logger = logging.getLogger(__name__)
 
 PREFILL = 2048
 """Prompt tokens of one forward pass: more make it no faster, and cost memory."""
@@ -65,6 +70,7 @@ class Slots:
         capacity: most tokens of a sequence, prompt and response.
         reuses: whether a prompt that begins as a sequence in a slot is read from where they part;
             else equal prompts alone are read once.
+        passes: where decoding passes are counted.
         adapters: those that the model's layers have.
     """
 
@@ -75,6 +81,7 @@ class Slots:
         num_slots: int,
         capacity: int,
         reuses: bool,
+        passes: PassCounts,
         adapters: RowAdapters | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
@@ -88,11 +95,14 @@ class Slots:
         """Rows of a pass, as those of training have many, and are rounded so."""
         # No part of this refers back to it: what a pass keeps goes when the slots do.
         self._modules = Modules(model, self.cache, self.device, adapters)
+        tp_group = tp_group_of(plain)
         self._decode = Decoder(
             self._modules,
             dtype=plain.dtype,
             device=self.device,
-            replays=tp_group_of(plain).size == 1 and not has_hooks(model),
+            replays=replays_passes(model, tp_group, self.device),
+            counts=passes,
+            agree=lambda own: own if tp_group.size == 1 else not any(tp_group.sums([not own])),
         )
         self._readings: list[Reading] = []
         self._ready: list[Ticket] = []
@@ -364,9 +374,35 @@ class Slots:
             self.slots[gap], self.slots[place] = full, empty
 
 
+def replays_passes(model: nn.Module, tp_group: Group, device: torch.device) -> bool:
+    """Whether decoding passes may be repeated without the model's modules.
+
+    Those of a model that is divided among processes may on GPUs, where NCCL's collectives are part
+    of a graph; a trace of a CPU's operators has none.
+    """
+    if has_hooks(model):
+        return False
+    if tp_group.size > 1 and device.type == "cpu":
+        _log_divided()
+        return False
+    return True
+
+
 def has_hooks(model: nn.Module) -> bool:
-    """Whether somebody wants to be called when its modules are."""
+    """Whether somebody wants to be called when its modules are.
+
+    Hooks by which processes compute its layers together are the model's own.
+    """
     return any(
-        each._forward_hooks or each._forward_pre_hooks  # noqa: SLF001
+        not is_of_division(hook)
         for each in model.modules()
+        for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())  # noqa: SLF001
+    )
+
+
+@cache
+def _log_divided() -> None:
+    logger.info(
+        "decoding goes through the model's modules each time: on CPUs the processes that compute"
+        " each layer together meet in its middle, which a trace of operators does not record"
     )
