@@ -17,7 +17,7 @@ from pipeline.position import HERE
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
 """Attributes of a model that is divided."""
 
-_OF_DIVISION = "is_of_division"
+_OF_SHARDING = "is_of_sharding"
 """Attribute of a hook."""
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
@@ -60,12 +60,12 @@ def kv_heads_here(model: nn.Module) -> int | None:
     return getattr(model, _KV_HEADS, None)
 
 
-def of_division(hook: Hook) -> Hook:
+def of_sharding(hook: Hook) -> Hook:
     """Mark a hook by which the processes compute a layer together, as those of nobody else."""
-    setattr(hook, _OF_DIVISION, True)
+    setattr(hook, _OF_SHARDING, True)
     return hook
 
 
-def is_of_division(hook: Callable[..., object]) -> bool:
+def is_of_sharding(hook: Callable[..., object]) -> bool:
     """Whether a hook was marked so."""
-    return getattr(hook, _OF_DIVISION, False)
+    return getattr(hook, _OF_SHARDING, False)

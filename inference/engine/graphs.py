@@ -123,7 +123,7 @@ class GraphedRows(ReplayedRows):
         except Exception:
             self._agree(False)
             raise
-        self._require_peers()
+        self._require_all()
         return self._graph()
 
     def _verify(self) -> Float[Tensor, "N V"]:
@@ -141,10 +141,10 @@ class GraphedRows(ReplayedRows):
                 "a graph does not repeat its modules: logits differ by"
                 f" {self.difference:.1g} of the largest"
             )
-        self._require_peers()
+        self._require_all()
         return expected
 
-    def _require_peers(self) -> None:
+    def _require_all(self) -> None:
         """Go on if the others do.
 
         Raises:

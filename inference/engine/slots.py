@@ -5,10 +5,8 @@ training uses; a long one in pieces. Decoding takes one token of all running seq
 Dimension names: B running sequences, N tokens of one forward pass, V vocabulary.
 """
 
-import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -19,18 +17,16 @@ from inference.engine.decoder import Decoder, has_adapters
 from inference.engine.held import LEAST, Slot, as_array, common_prefix
 from inference.engine.modules import Modules
 from inference.engine.pieces import NextTokenAndPieces, Piece, Pieces, share_out
+from inference.engine.repeatable import replays_passes
 from inference.engine.replay import Column, PassCounts
 from inference.engine.requests import Ticket
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.waiting import Waiting
-from inference.tp_group import is_of_division, tp_group_of
+from inference.tp_group import tp_group_of
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.rows import fewest_rows
 from pipeline.models.attention import Ragged, round_up
 from pipeline.models.forward import base_model
-from pipeline.parallel.group import Group
-
-logger = logging.getLogger(__name__)
 
 PREFILL = 2048
 """Prompt tokens of one forward pass: more make it no faster, and cost memory."""
@@ -372,37 +368,3 @@ class Slots:
                 empty.stored = 0
             self.cache.swap((gap, place), (empty.length, full.length))
             self.slots[gap], self.slots[place] = full, empty
-
-
-def replays_passes(model: nn.Module, tp_group: Group, device: torch.device) -> bool:
-    """Whether decoding passes may be repeated without the model's modules.
-
-    Those of a model that is divided among processes may on GPUs, where NCCL's collectives are part
-    of a graph; a trace of a CPU's operators has none.
-    """
-    if has_hooks(model):
-        return False
-    if tp_group.size > 1 and device.type == "cpu":
-        _log_divided()
-        return False
-    return True
-
-
-def has_hooks(model: nn.Module) -> bool:
-    """Whether somebody wants to be called when its modules are.
-
-    Hooks by which processes compute its layers together are the model's own.
-    """
-    return any(
-        not is_of_division(hook)
-        for each in model.modules()
-        for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())  # noqa: SLF001
-    )
-
-
-@cache
-def _log_divided() -> None:
-    logger.info(
-        "decoding goes through the model's modules each time: on CPUs the processes that compute"
-        " each layer together meet in its middle, which a trace of operators does not record"
-    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference.engine import batch, decoder, slots
+from inference.engine import batch, decoder, repeatable
 
 
 @pytest.fixture(autouse=True)
@@ -11,4 +11,4 @@ def nothing_was_logged() -> None:
     batch._log_padded.cache_clear()
     decoder._log_once.cache_clear()
     decoder._log_kept.cache_clear()
-    slots._log_divided.cache_clear()
+    repeatable._log_divided.cache_clear()

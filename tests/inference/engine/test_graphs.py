@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from inference.engine import slots
 from inference.engine.decoder import SHORT, Decoder
 from inference.engine.graphs import CudaCapture, no_garbage_collection, require_capturable
+from inference.engine.repeatable import has_hooks
 from inference.engine.replay import PassCounts, ReplayError
 from inference.engine.requests import Response
 from inference.engine.sampling import Sampler
@@ -214,8 +215,8 @@ def test_only_hooks_of_others_keep_the_modules_running() -> None:
     model = tiny_causal_lm("llama")
     Sharding(model, Group(0, (0, 1))).apply()
 
-    assert not slots.has_hooks(model)
-    assert slots.has_hooks(watched(model))
+    assert not has_hooks(model)
+    assert has_hooks(watched(model))
 
 
 def test_what_a_graph_can_not_hold_is_refused_without_a_mode_that_other_threads_see() -> None:
