@@ -58,13 +58,15 @@ def batch(words: int) -> TokenBatch:
     return collate([replace(row, input_ids=ids) for row, ids in zip(rows, spread, strict=True)])
 
 
-def learned(family: str, changes: dict[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+def learned(
+    family: str, changes: dict[str, Any], mesh: Mesh | None = None, *, sequence: bool = True
+) -> dict[str, Any]:
     """The gradients of a loss, whole, by name; the norm; which parameters have which role."""
     model = tiny_causal_lm(family, **changes)
     if how_to_run(model).packed:
         model.set_attn_implementation("ragged")
     mesh = mesh or current_mesh()
-    cut_layers(model, mesh.tensor)
+    cut_layers(model, mesh.tensor, sequence=sequence)
     engine = Engine(
         Policy(model),
         TrainedModelConfig(),
@@ -151,8 +153,8 @@ def test_layers_that_can_not_be_divided_are_refused() -> None:
     three = Group(0, (0, 1, 2))
 
     with pytest.raises(ConfigError, match=r"parallel\.tp 3 doesn't divide the 4 attention heads"):
-        cut_layers(tiny_causal_lm("llama"), three)
+        cut_layers(tiny_causal_lm("llama"), three, sequence=True)
     with pytest.raises(ConfigError, match=r"parallel\.tp: there is no plan to divide stablelm"):
-        cut_layers(AutoModelForCausalLM.from_config(StableLmConfig(**SMALL)), three)
+        cut_layers(AutoModelForCausalLM.from_config(StableLmConfig(**SMALL)), three, sequence=True)
     with pytest.raises(ConfigError, match=r"experts\.gate_up_proj would be divided as"):
-        cut_layers(AutoModelForCausalLM.from_config(MixtralConfig(**SMALL)), three)
+        cut_layers(AutoModelForCausalLM.from_config(MixtralConfig(**SMALL)), three, sequence=True)
