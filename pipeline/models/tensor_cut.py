@@ -29,6 +29,7 @@ from pipeline.models.divided_vocabulary import divide_table, divisible_tables, r
 from pipeline.models.forward import base_model
 from pipeline.models.own_tokens import OwnTokens, why_not
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
+from pipeline.models.stages import block_list
 from pipeline.models.tensor_roles import partial_parameters, why_not_run
 from pipeline.models.tensor_shards import TensorShards
 from pipeline.parallel.group import Group
@@ -69,8 +70,8 @@ def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     partial = partial_parameters(
         plain,
         group,
-        functools.partial(divide, words=len(tables) > 0, sequence=by_tokens),
-        mend="parallel.sequence false" if by_tokens else "parallel.tp 1",
+        functools.partial(divide, words=len(tables) > 0),
+        sequence=by_tokens,
     )
     _divide(plain, shards, partial, sequence=by_tokens)
     _divide_tables(tables, shards)
@@ -91,9 +92,7 @@ def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) 
         )
 
 
-def divide(
-    model: PreTrainedModel, group: Group, *, words: bool = False, sequence: bool = False
-) -> None:
+def divide(model: PreTrainedModel, group: Group, *, sequence: bool, words: bool = False) -> None:
     """`cut_layers` without a look at the gradients of its family; with `words` small tables too."""
     shards = _shards_of(model, group)
     _divide(model, shards, frozenset(), sequence=sequence)
@@ -118,6 +117,10 @@ def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
     }
     tables = divisible_tables(plain, size)
     by_tokens = sequence and _why_not_by_tokens(plain, size) is None
+    if by_tokens:  # whatever is whole in a block works on a process's own tokens, or heads
+        blocks, _ = block_list(plain)
+        names = (name for name, _ in plain.named_parameters() if name.startswith(f"{blocks}."))
+        partial |= {name.replace(".base_layer.", ".") for name in names}
     _divide(plain, shards, frozenset(partial), sequence=by_tokens)
     _divide_tables(tables, shards)
 
@@ -127,8 +130,12 @@ def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
 
 
 def _why_not_by_tokens(plain: PreTrainedModel, size: int) -> str | None:
-    divided = functools.partial(divide, sequence=True)
-    return why_not(plain, size) or why_not_run(plain, size, divided)
+    reason = why_not(plain, size)
+    if reason is not None:
+        return reason
+    error = why_not_run(plain, size, divide, sequence=True)
+    kind = plain.config.model_type
+    return None if error is None else f"the code of {kind} models looks at all tokens ({error})"
 
 
 def _divide(

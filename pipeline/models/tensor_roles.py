@@ -6,8 +6,9 @@ of the whole copy, alone or summed over the processes. One that is neither is re
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -36,12 +37,17 @@ NOISE = 1e-6
 """What of the whole gradient may be rounding: biases of keys have a gradient of nothing else."""
 
 
-Divide = Callable[[PreTrainedModel, Group], None]
-"""Leaves in a model what this process of a group has of each layer."""
+@runtime_checkable
+class Divide(Protocol):
+    """Leaves in a model what this process of a group has of each layer."""
+
+    def __call__(self, model: PreTrainedModel, group: Group, /, *, sequence: bool) -> None:
+        """With `sequence`, of hidden states between layers too."""
+        ...
 
 
 def partial_parameters(
-    model: PreTrainedModel, group: Group, divide: Divide, *, mend: str = "parallel.tp 1"
+    model: PreTrainedModel, group: Group, divide: Divide, *, sequence: bool
 ) -> frozenset[str]:
     """The names of these parameters; all processes of the group call it.
 
@@ -49,14 +55,23 @@ def partial_parameters(
         model: of the family, undivided.
         group: the processes that will compute each layer together.
         divide: what is tried.
-        mend: the setting without it, as the message names it.
+        sequence: whether hidden states are shared out too.
 
     Raises:
-        ModelError: divided, models of the family compute something else.
+        ModelError: divided, the code of the family can't run, or computes something else.
     """
-    trial = _trial(model, group.size, divide)
-    whole, divided = (nn.Module.to(trial.copy(), device=local_device()) for _ in range(2))
-    divide(divided, group)
+    refused = (
+        f"{model.config.model_type} models can't be divided among processes that train each layer"
+        " together: {reason}; set " + ("parallel.sequence false" if sequence else "parallel.tp 1")
+    )
+    error = why_not_run(model, group.size, divide, sequence=sequence)
+    if error is not None:
+        raise ModelError(refused.format(reason=f"their code can't run ({error})"))
+    trial = _trial(model, group.size, divide, sequence=sequence)
+    whole, divided = trial.copy(), trial.copy()
+    for each in (whole, divided):
+        nn.Module.to(each, device=local_device())
+    divide(divided, group, sequence=sequence)
     outputs = [_run(each) for each in (whole, divided)]
     unlike = _Unlike()
     if not _close(outputs[1].detach(), outputs[0].detach()):
@@ -68,19 +83,16 @@ def partial_parameters(
     # What one process finds, all must know: they go on together, or not at all.
     reasons = [each for each in group.gather_objects(unlike.first) if each]
     if reasons:
-        raise ModelError(
-            f"{model.config.model_type} models can't be divided among processes that train each"
-            f" layer together: {reasons[0]}; set {mend}"
-        )
+        raise ModelError(refused.format(reason=reasons[0]))
     return names
 
 
-def why_not_run(model: PreTrainedModel, size: int, divide: Divide) -> str | None:
-    """Why the code of a small copy, divided among so many, can't run; None where it can.
+def why_not_run(model: PreTrainedModel, size: int, divide: Divide, *, sequence: bool) -> str | None:
+    """The error in which the code of a small copy ends, divided among so many; None if it doesn't.
 
     It is tried on this process alone, for its shapes: what it computes is another question.
     """
-    return _tried(_trial(model, size, divide))
+    return _tried(_trial(model, size, divide, sequence=sequence))
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,7 @@ class _Trial:
     text: str
     packed: bool
     size: int
+    sequence: bool
     settings: PreTrainedConfig = field(compare=False)
     divide: Divide = field(compare=False)
 
@@ -102,22 +115,22 @@ class _Trial:
         return copy
 
 
-def _trial(model: PreTrainedModel, size: int, divide: Divide) -> _Trial:
+def _trial(model: PreTrainedModel, size: int, divide: Divide, *, sequence: bool) -> _Trial:
     settings = small_settings(model.config, heads=2 * size)
     settings.name_or_path = ""
     text = settings.to_json_string(use_diff=False)
-    return _Trial(type(model), text, how_to_run(model).packed, size, settings, divide)
+    packed = how_to_run(model).packed
+    return _Trial(type(model), text, packed, size, sequence, settings, divide)
 
 
 @functools.cache
 def _tried(trial: _Trial) -> str | None:
     try:
         copy = trial.copy()
-        trial.divide(copy, rehearsed(trial.size))
+        trial.divide(copy, rehearsed(trial.size), sequence=trial.sequence)
         _run(copy)
     except Exception as error:  # noqa: BLE001  # whatever its code raises
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-        return f"the code of {trial.settings.model_type} models looks at all tokens ({said})"
+        return " ".join(f"{type(error).__name__}: {error}".split())[:100]
     return None
 
 
@@ -150,6 +163,8 @@ def _partial(
         found = completed(own, part.role, group, [stretch]).view(param.shape)
         if not _close(found, part.own.of(expected), noise):
             unlike.add(f"the gradient of {name} is another")
+    if not same:
+        return
     flat = torch.cat([found.flatten() for found, _ in same.values()])
     by_process = [
         each.split([found.numel() for found, _ in same.values()])
@@ -178,4 +193,3 @@ def _run(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
 
 def _close(found: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
     return bool((found - expected).norm() <= CLOSE * expected.norm() + noise)
-
