@@ -64,6 +64,9 @@ class Placement:
     deterministic: bool
     """Sum micro-batches as a tree."""
 
+    offloads_gradients: bool
+    """Sum gradients in main memory, whatever computes the model."""
+
     pin_memory: bool
     """Keep offloaded vectors where the GPU can copy from by itself."""
 
