@@ -162,12 +162,18 @@ WAYS: dict[str, dict[str, Any]] = {
 
 CASES = [
     # Each step once, and each way; the others are the grid.
-    pytest.param(step, way, id=f"{step}-{way}", marks=() if row == column else pytest.mark.grid)
+    pytest.param(step, way, id=f"{step}-{way}", marks=marks if row == column else pytest.mark.grid)
     for row, step in enumerate(CONFIGS)
+    for marks in (() if step == "ppo" else pytest.mark.jobs,)
     for column, way in enumerate(("LoRA, stage 3", "stage 0, fp16", "stage 3, bf16"))
 ]
 CASES += [
-    pytest.param(step, way, id=f"{step}-{way}", marks=() if step == one else pytest.mark.grid)
+    pytest.param(
+        step,
+        way,
+        id=f"{step}-{way}",
+        marks=pytest.mark.jobs if step == one else pytest.mark.grid,
+    )
     for way, one in (("PiSSA on NF4, stage 3", "ppo"), ("8-bit moments, stage 2", "sft"))
     for step in CONFIGS
 ]
