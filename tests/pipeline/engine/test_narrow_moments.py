@@ -86,6 +86,7 @@ def wrong_stages(moments: Kind) -> list[str]:
     return wrong
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("moments", list(DTYPES))
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_are_those_of_each_parameter_by_itself(moments: Kind, world: int) -> None:
@@ -113,6 +114,7 @@ def go_on(root: str, moments: Kind) -> list[tuple[str, list[float]]]:
     return ended
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("moments", list(DTYPES))
 def test_a_checkpoint_of_any_cut_goes_on_in_any_other(moments: Kind, tmp_path: Path) -> None:
     for world in (1, 2):
@@ -198,6 +200,7 @@ def wrong_bytes(moments: Kind) -> list[str]:
     return wrong
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("moments", list(DTYPES))
 def test_the_predicted_bytes_are_those_that_are_kept_and_saved(moments: Kind) -> None:
     for wrong in run_ranks(partial(wrong_bytes, moments)):
