@@ -290,8 +290,8 @@ def _backward_policy(
     if learns:
         models.actor.backward(objective / weighting.num_tokens)
     with torch.no_grad():
-        beyond = torch.where(advantages > 0, ratio > 1 + region.clip_high, ratio < 1 - region.clip)
-        figures["clip_fraction"] = (beyond * minibatch.counted).sum()
+        is_clipped = method.is_clipped(ratio, advantages, region)
+        figures["clip_fraction"] = (is_clipped * minibatch.counted).sum()
         return figures | _ratio_figures(logprobs, minibatch)
 
 

@@ -33,7 +33,9 @@ def evaluate_rows(
     to the same prompt, or where there are none to any prompt, that the log-ratio puts in order.
     """
     engine = reference.start.engine
-    point = Point(reference.z0(rows, first=None), *kto_weights(rows, config))
+    good = sum(row.chosen is not None for row in rows)
+    weights = kto_weights(good, len(rows) - good, config)
+    point = Point(reference.z0(rows, first=None), *weights)
     total, values = Figures.none(), dict[int, float]()
     with evaluating(engine.model):
         for batch in cut(rows, config):

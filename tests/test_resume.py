@@ -161,8 +161,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 CASES = [
     # Each step once, and each way; the others are the grid.
-    pytest.param(step, way, id=f"{step}-{way}", marks=() if row == column else pytest.mark.grid)
+    pytest.param(step, way, id=f"{step}-{way}", marks=marks if row == column else pytest.mark.grid)
     for row, step in enumerate(CONFIGS)
+    for marks in (() if step == "ppo" else pytest.mark.jobs,)
     for column, way in enumerate(("LoRA, stage 3", "stage 0, fp16", "stage 3, bf16"))
 ]
 CASES += [
@@ -170,7 +171,7 @@ CASES += [
         step,
         "PiSSA on NF4, stage 3",
         id=f"{step}-PiSSA on NF4",
-        marks=() if step == "ppo" else pytest.mark.grid,
+        marks=pytest.mark.jobs if step == "ppo" else pytest.mark.grid,
     )
     for step in CONFIGS
 ]

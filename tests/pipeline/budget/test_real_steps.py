@@ -43,6 +43,7 @@ def far_off(directory: Path, cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.grid)])
 def test_two_processes_take_what_was_planned(cases: Sequence[Case], tmp_path: Path) -> None:
     assert run_ranks(far_off, tmp_path, cases, world_size=2) == [[], []]

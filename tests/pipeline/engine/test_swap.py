@@ -73,6 +73,7 @@ def test_steps_on_streamed_state_equal_steps_in_memory_to_the_bit(
     assert not torch.equal(in_memory[1][0], random_state(4097, seed=1)[0])
 
 
+@pytest.mark.jobs
 def test_at_most_two_groups_are_in_memory(store: TensorStore) -> None:
     size, groups = 100_000, 8
     before = live_bytes()

@@ -169,6 +169,7 @@ def ways(dtype: str, directory: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_what_has_no_gradient_on_any_process_stays_as_a_plain_loop_leaves_it(
     dtype: str, tmp_path: Path

@@ -56,6 +56,7 @@ def test_the_settings_of_a_step_as_options_give_the_same_settings(argv: tuple[st
         assert parse_step(type(config), words) == config
 
 
+@pytest.mark.jobs
 def test_a_plan_names_the_method_and_says_nothing_of_a_critic_that_it_lacks(tmp_path: Path) -> None:
     options = ["--output-dir", str(tmp_path / "out"), "--ppo.critic.zero_stage", "2"]
     with_critic = describe_plan(make_plan(options, THREE_STEPS))
@@ -79,6 +80,7 @@ def test_a_steps_changed_settings_have_none_of_a_critic_that_it_lacks() -> None:
     assert not [name for name in changed if name.startswith("critic")]
 
 
+@pytest.mark.jobs
 def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) -> None:
     printed = dry_run(tmp_path)
 
@@ -94,6 +96,7 @@ def test_a_dry_run_says_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_the_commands_of_a_dry_run_work_as_they_are_printed(tmp_path: Path) -> None:
     rows = [{"prompt": f"Is {n} odd?", "response": "Yes." if n % 2 else "No."} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
