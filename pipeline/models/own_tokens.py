@@ -6,24 +6,45 @@ layers are divided by outputs, and what processes find in layers that are divide
 summed, each for its own tokens. The first block takes its share of what the embeddings give, and
 the last one gives all tokens back: outside of the blocks, the model's code sees nothing of it.
 
+Of what is gathered a process keeps its own share for the way back, and gathers it once more there;
+where a block is run again anyway it keeps nothing.
+
 A row of any length is shared out, filled with zeros at its end, which never reach a divided layer.
 """
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
+import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.errors import ModelError
 from pipeline.models.attention import KEY_BLOCK, Ragged
 from pipeline.models.packing import how_to_run
+from pipeline.models.sharding import layer_of
 from pipeline.models.stages import block_list
+from pipeline.parallel.gathered_product import Reading, gathered_product
 from pipeline.parallel.group import Group
 from pipeline.parallel.tokens import gather_tokens, share_tokens, sum_to_tokens, whole_tokens
 
 MIXING = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which tokens meet in attention alone."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What the divided layers of a module read."""
+
+    share: Tensor
+    whole: weakref.ref[Tensor]
+    reading: Reading
 
 
 class OwnTokens:
@@ -40,6 +61,9 @@ class OwnTokens:
         self._fed: set[str] = set()
         self._tokens = 0
         """Of the row, in the block that is at work."""
+        self._runs_again = False
+        """Whether that block is recomputed in the backward pass."""
+        self._row: _Row | None = None
         for block in blocks:
             block.register_forward_pre_hook(self._begin, with_kwargs=True)
             block.register_forward_hook(self._end)
@@ -60,6 +84,14 @@ class OwnTokens:
             self._fed.add(place)
             module = self._plain.get_submodule(place)
             module.register_forward_pre_hook(self._gather, with_kwargs=True)
+        module = self._plain.get_submodule(name)
+        readers = [layer_of(module)]
+        if isinstance(module, LoraLayer):
+            readers.append(cast("nn.Module", module.lora_A["default"]))
+        for layer in readers:
+            if isinstance(layer, nn.Linear | Conv1D):
+                plain = layer.forward
+                object.__setattr__(layer, "forward", partial(self._product, layer, plain))
 
     def sum(self, output: Tensor) -> Tensor:
         """Of what a layer that is divided by inputs gives, the sum for this process's tokens."""
@@ -69,6 +101,7 @@ class OwnTokens:
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         hidden, layout = _hidden(args, kwargs), kwargs.get("ragged")
+        self._runs_again = block.training and getattr(block, "gradient_checkpointing", False)
         if block is self._present()[0]:
             self._tokens = hidden.shape[-2]
             return _replaced(args, kwargs, share_tokens(hidden, self._group))
@@ -78,6 +111,7 @@ class OwnTokens:
         return None
 
     def _end(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
+        self._row = None
         if block is not self._present()[-1]:
             return output
         hidden = output[0] if isinstance(output, tuple) else output
@@ -88,7 +122,26 @@ class OwnTokens:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         share = _hidden(args, kwargs)
-        return _replaced(args, kwargs, gather_tokens(share, self._tokens, self._group))
+        whole = gather_tokens(share, self._tokens, self._group)
+        if torch.is_grad_enabled() and not self._runs_again:
+            self._row = _Row(share, weakref.ref(whole), Reading(self._tokens, self._group))
+        return _replaced(args, kwargs, whole)
+
+    def _product(
+        self, layer: nn.Linear | Conv1D, plain: Callable[[Tensor], Tensor], values: Tensor
+    ) -> Tensor:
+        """What a layer gives, without keeping the tokens of others."""
+        row = self._row
+        if row is None or values is not row.whole():
+            return plain(values)
+        return gathered_product(
+            values,
+            row.share,
+            layer.weight,
+            layer.bias,
+            row.reading,
+            transposed=isinstance(layer, Conv1D),
+        )
 
     def _present(self) -> list[nn.Module]:
         """The blocks that this stage of a pipeline has."""

@@ -56,7 +56,10 @@ def _own(values: Tensor, group: Group) -> Tensor:
     return _stretches(values, group)[group.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _gathered(share: Tensor, tokens: int, group: Group, what: str) -> Tensor:
+def joined_tokens(
+    share: Float[Tensor, "*B n d"], tokens: int, group: Group, what: str
+) -> Float[Tensor, "*B N d"]:
+    """All `tokens`, without a graph; all processes call it, for `what` if one of them fails."""
     whole = torch.cat(group.gather(share, what=what), dim=-2)
     return whole if whole.shape[-2] == tokens else whole[..., :tokens, :].clone()
 
@@ -74,7 +77,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return _gathered(gradients[0], ctx.tokens, ctx.group, "gradients of tokens"), None
+        return joined_tokens(gradients[0], ctx.tokens, ctx.group, "gradients of tokens"), None
 
 
 class _Whole(torch.autograd.Function):
@@ -82,7 +85,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, share: Tensor, tokens: int, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
         ctx.uses_inputs_alone = True
-        return _gathered(share, tokens, group, "tokens")
+        return joined_tokens(share, tokens, group, "tokens")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
@@ -94,7 +97,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, share: Tensor, tokens: int, group: Group) -> Tensor:  # noqa: ANN401
         ctx.group = group
         ctx.uses_inputs_alone = True
-        return _gathered(share, tokens, group, "tokens")
+        return joined_tokens(share, tokens, group, "tokens")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
@@ -110,4 +113,4 @@ class _SumTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return _gathered(gradients[0], ctx.tokens, ctx.group, "gradients of tokens"), None
+        return joined_tokens(gradients[0], ctx.tokens, ctx.group, "gradients of tokens"), None

@@ -123,6 +123,7 @@ TOKENS = ("llama", "phi", "bloom")
 """Packed, packed with biases, padded."""
 
 
+@pytest.mark.jobs
 def test_tokens_of_its_own_change_no_bit_but_in_sums_over_all_tokens() -> None:
     divided, plain = (run_ranks(learned_together, TOKENS, each)[0] for each in (True, False))
 
