@@ -81,7 +81,7 @@ def measured_weights(model: nn.Module) -> tuple[int, int]:
     """
     layers = [each for each in model.modules() if isinstance(each, LoraLayer)]
     layers = [each for each in layers if len(each.lora_magnitude_vector)]
-    numbers = sum(each.in_features * each.out_features for each in layers)
+    numbers = sum((each.in_features or 0) * (each.out_features or 0) for each in layers)
     return numbers, max((each.r["default"] for each in layers), default=0)
 
 
