@@ -86,7 +86,7 @@ def generate_each(
 ) -> Iterator[Finished]:
     """Answer the prompts like `generate`, each response handed out as it ends.
 
-    Fewer sequences than `batch_size` are computed at once where the keys and values of so many
+    Fewer sequences than `batch_size` are computed at once where the keys and values of that many
     don't fit `cache_bytes`: by default what is free. `stop_when` ends responses besides the
     sampler's stop tokens and length. `passes` keeps account of decoding passes.
 

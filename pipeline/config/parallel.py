@@ -38,8 +38,8 @@ class ParallelConfig:
     of `pp` of them at most; gpipe goes forward with all first."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage in order, as 12 12 14 10; null gives all about as much to
-    compute."""
+    """With `pp`: blocks of each stage in order, such as 12 12 14 10; null gives all about as much
+    to compute."""
 
     micro_batches: int | None = None
     """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
