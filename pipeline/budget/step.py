@@ -163,10 +163,6 @@ class _Step:
             yield from self.replica()
         trained = [model for model in self.present if model.trained is not None]
         after = later = frozenset({"update"})
-        if (
-            self.workload.micro_batches > 1
-        ):  # sums of all are there while each works on the next one
-            after = after.union(*(moments_of(model.role) for model in trained))
         for model in reversed(trained):
             if self.learns_from_texts(model):
                 after |= moments_of("texts")

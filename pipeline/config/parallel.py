@@ -160,16 +160,3 @@ class ParallelConfig:
             "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
         )
-
-    def require_one_stage(self, step: str) -> None:
-        """Raise where a step is to cut its models into stages that doesn't.
-
-        Raises:
-            ConfigError: one sentence.
-        """
-        require(
-            self.pp == 1,
-            f"parallel.pp {self.pp}: steps 0, 1 and 2 and the preference methods run as pipelines;"
-            f" {step} needs its models whole, set parallel.pp 1 for it (replicas and zero_stage"
-            " share them out)",
-        )

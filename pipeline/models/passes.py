@@ -129,6 +129,7 @@ def own_part(
     *,
     kernels: Kernels,
     follows: bool = False,
+    passing: Callable[[Passage], nn.Module] | None = None,
 ) -> tuple[nn.Module, Stage]:
     """This process's stage of a model, which is left without what others have.
 
@@ -139,6 +140,8 @@ def own_part(
         whole: makes of a model that ends with its head what the engine runs.
         kernels: of a stage without the head.
         follows: whether the partition is that of another model, to be taken where it fits.
+        passing: makes what the engine runs of a stage without the head, where the parameters of
+            `whole` have other names than its.
 
     Raises:
         ConfigError: the model can't be cut as the settings say.
@@ -148,7 +151,10 @@ def own_part(
         return whole(model), Stage()
     blocks = blocks_of(model, stages.size, parallel.partition, follows=follows)
     stage = cut_stage(model, number=stages.rank, blocks=blocks)
-    return whole(model) if stage.is_last else Passage(model, kernels=kernels), stage
+    if stage.is_last:
+        return whole(model), stage
+    passage = Passage(model, kernels=kernels)
+    return passage if passing is None else passing(passage), stage
 
 
 def learning_model(
@@ -192,10 +198,11 @@ def passes_of(
     total_steps: int,
     name: str,
     follows: bool = False,
+    passing: Callable[[Passage], nn.Module] | None = None,
 ) -> Passes:
     """The passes of a model that learns, whole or this process's part of it, in an engine.
 
-    `whole` and `follows` are those of `own_part`.
+    `whole`, `follows` and `passing` are those of `own_part`.
 
     Raises:
         ConfigError, ModelError: as `own_part` and `cut_layers`.
@@ -203,7 +210,7 @@ def passes_of(
     stages = mesh.stages
     cut_layers(model, mesh.tensor)
     part, stage = own_part(
-        model, parallel, stages, whole, kernels=settings.kernels, follows=follows
+        model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
     )
     engine = Engine(
         part,
