@@ -1,6 +1,7 @@
 # make demo    a fresh environment in .venv, then the three steps on the embedded default
 # make test    a fresh environment in .test-venv, then lint, types and tests
 # make check   lint, types and tests in the current environment
+# make test-jobs     whole commands, and jobs of several processes; CI runs these with `make test`
 # make test-faults   the faults that take long: kills at random instants, lost machines, every pair of layouts
 # make test-grid     the kernels for GPUs: all cases, planted faults, every architecture; every
 #                    family of models of transformers; every stage, family and format; kernels for
@@ -16,8 +17,10 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OUTPUT ?= output
+CI_TIERS = not faults and not grid and not serve
+TIERS ?= not jobs and $(CI_TIERS)
 
-.PHONY: demo test test-faults test-grid test-serve check
+.PHONY: demo test test-jobs test-faults test-grid test-serve check
 
 demo:
 	$(call install,.venv,.[serve])
@@ -28,6 +31,11 @@ demo:
 test:
 	$(call install,.test-venv,.[dev])
 	PATH="$(CURDIR)/.test-venv/bin:$$PATH" $(MAKE) check
+
+test-jobs: export PYTHONDONTWRITEBYTECODE =
+test-jobs:
+	$(call install,.test-venv,.[dev])
+	.test-venv/bin/python -m pytest --numprocesses 2 --dist loadfile -m "jobs and $(CI_TIERS)"
 
 test-faults: export PYTHONDONTWRITEBYTECODE =
 test-faults:
@@ -51,7 +59,7 @@ check:
 	ruff check .
 	ruff format --check .
 	pyright
-	python -m pytest --numprocesses 2 --dist loadfile
+	python -m pytest --numprocesses 2 --dist loadfile -m "$(TIERS)"
 
 # torch comes first and alone, so that nothing else decides its build.
 define install

@@ -4,6 +4,9 @@ And the group whose processes have a model each, and the same prompts for it. Ti
 collectives counts as waiting.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
@@ -17,6 +20,10 @@ _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
 
 _SHARING = "same_prompts_group"
 """Attribute of a model that others with the same prompts have too."""
+_OF_SHARDING = "is_of_sharding"
+"""Attribute of a hook."""
+
+Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
 def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
@@ -67,3 +74,14 @@ def mark_sharing(model: nn.Module, group: Group) -> None:
 def sharing_of(model: nn.Module) -> Group:
     """The processes that have the same prompts for `model`, each with one of its own."""
     return getattr(model, _SHARING, ALONE)
+
+
+def of_sharding(hook: Hook) -> Hook:
+    """Mark a hook by which the processes compute a layer together, as those of nobody else."""
+    setattr(hook, _OF_SHARDING, True)
+    return hook
+
+
+def is_of_sharding(hook: Callable[..., object]) -> bool:
+    """Whether a hook was marked so."""
+    return getattr(hook, _OF_SHARDING, False)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ± this before exp, which keeps fp32 finite."""
+"""Log ratios are clamped to this before exp, which keeps fp32 finite."""
 
 
 def token_rewards(
@@ -102,7 +102,8 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
     An estimate of the KL divergence that is never negative.
     """
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # On this side alone: where pi_ref hardly allows a token the penalty must keep its gradient.
+    log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return (-log_ratio).exp() - 1 + log_ratio
 
 

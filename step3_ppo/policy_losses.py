@@ -103,6 +103,33 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
     return means.repeat_interleave(counts, output_size=len(values)).to(values.dtype)
 
 
+def without_gradient(
+    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
+) -> Bool[Tensor, " K"]:
+    """Tokens that `clipped` gives no gradient: their ratio is past the bound of their advantage."""
+    beyond = (advantages > 0) & (ratio > 1 + region.clip_high)
+    beyond |= (advantages < 0) & (ratio < 1 - region.clip)
+    if region.dual_clip is not None:
+        beyond |= (advantages < 0) & (ratio > region.dual_clip)
+    return beyond
+
+
+def with_bounded_weight(
+    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
+) -> Bool[Tensor, " K"]:
+    """Tokens whose weight `cispo` bounds, whatever their advantage."""
+    del advantages
+    return ratio > 1 + region.clip_high
+
+
+def unbounded(
+    ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
+) -> Bool[Tensor, " K"]:
+    """No token."""
+    del advantages, region
+    return torch.zeros_like(ratio, dtype=torch.bool)
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """A ratio of new to old policy, and what it costs."""
@@ -110,14 +137,17 @@ class PolicyLoss:
     losses: Callable[..., Float[Tensor, " K"]]
     """Of (ratio, logprobs, advantages, region)."""
 
+    is_clipped: Callable[..., Bool[Tensor, " K"]]
+    """The tokens that the metric `clip_fraction` counts; of (ratio, advantages, region)."""
+
     ratio: Callable[..., Float[Tensor, " K"]] = token_ratio
     """Of (logprobs, old logprobs, mask)."""
 
 
 LOSSES: Mapping[str, PolicyLoss] = {
-    "clip": PolicyLoss(clipped),
-    "gspo": PolicyLoss(clipped, sequence_ratio),
-    "cispo": PolicyLoss(cispo),
-    "none": PolicyLoss(reinforce),
+    "clip": PolicyLoss(clipped, without_gradient),
+    "gspo": PolicyLoss(clipped, without_gradient, sequence_ratio),
+    "cispo": PolicyLoss(cispo, with_bounded_weight),
+    "none": PolicyLoss(reinforce, unbounded),
 }
 """By the setting `loss`."""

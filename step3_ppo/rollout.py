@@ -138,9 +138,9 @@ def _of_trained(
     """What actor and critic say, without graphs."""
 
     def policy(batch: TokenBatch) -> Tensor:
-        said = _policy(models, batch, config)
-        assert said.entropy is not None
-        return torch.stack([said.logprobs, said.entropy])
+        outputs = _policy(models, batch, config)
+        assert outputs.entropy is not None
+        return torch.stack([outputs.logprobs, outputs.entropy])
 
     both = models.policy_passes.ask_all(batches, policy, lambda batch: (2, batch.num_targets))
     found = {"logprobs": [each[0] for each in both], "entropy": [each[1] for each in both]}

@@ -314,8 +314,8 @@ def _policy_objective(
     if config.entropy_coef > 0 and entropy is not None:
         objective = objective - config.entropy_coef * (weights * entropy).sum()
     with torch.no_grad():
-        beyond = torch.where(advantages > 0, ratio > 1 + region.clip_high, ratio < 1 - region.clip)
-        figures["clip_fraction"] = (beyond * minibatch.counted).sum()
+        is_clipped = method.is_clipped(ratio, advantages, region)
+        figures["clip_fraction"] = (is_clipped * minibatch.counted).sum()
         return objective, figures | _ratio_figures(logprobs, minibatch)
 
 

@@ -82,10 +82,12 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
     """Leave the reference out of the loss: compare log-probabilities as they are."""
 
     weight_chosen: float | Literal["auto"] = 1.0
-    """Of loss kto: weight of good responses (desirable_weight); auto balances the counts."""
+    """Of loss kto: weight of good responses (desirable_weight); auto balances the numbers of
+    training rows."""
 
     weight_rejected: float | Literal["auto"] = 1.0
-    """Of loss kto: weight of bad responses (undesirable_weight); auto balances the counts."""
+    """Of loss kto: weight of bad responses (undesirable_weight); auto balances the numbers of
+    training rows."""
 
     precompute: Literal["auto", "on", "off"] = "auto"
     """Compute the reference's log-probabilities once, before training; off runs the model without

@@ -34,7 +34,9 @@ def evaluate_rows(
     to the same prompt, or where there are none to any prompt, that the log-ratio puts in order.
     """
     passes, engine = reference.start.passes, reference.start.engine
-    point = Point(reference.z0(rows, first=None), *kto_weights(rows, config))
+    good = sum(row.chosen is not None for row in rows)
+    weights = kto_weights(good, len(rows) - good, config)
+    point = Point(reference.z0(rows, first=None), *weights)
     found, values = list[Figures](), dict[int, float]()
 
     def look(batch: ComparedBatch) -> Tensor:
@@ -127,7 +129,7 @@ class HeldOut(HeldOutPrompts):
         dialogues = [
             (self.prompts[row].messages, text) for row, text in zip(self.rows, texts, strict=True)
         ]
-        return score_responses(reward.path, dialogues)
+        return score_responses(reward, dialogues)
 
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""

@@ -3,7 +3,6 @@
 Dimension name: S sequences of a batch, the chosen ones first.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,7 @@ from step3_preference.losses import (
     orpo_loss,
     sigmoid_loss,
 )
-from step3_preference.rows import Row, RowBatch
+from step3_preference.rows import RowBatch
 
 
 @dataclass(frozen=True)
@@ -140,15 +139,13 @@ def paired_loss(
     )
 
 
-def kto_weights(rows: Sequence[Row], config: PreferenceConfig) -> tuple[float, float]:
-    """Weights of good and of bad responses among these rows.
+def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, float]:
+    """Weights of good and of bad responses in data with so many of each.
 
     `auto` weighs the rarer kind so that both weigh as much in all (Ethayarajh et al. 2024, eq. 9).
     """
     if not config.is_unpaired:
         return 1.0, 1.0
-    good = sum(row.chosen is not None for row in rows)
-    bad = len(rows) - good
     balanced = (max(1.0, bad / max(1, good)), max(1.0, good / max(1, bad)))
     given = (config.weight_chosen, config.weight_rejected)
     first, second = (

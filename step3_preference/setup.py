@@ -20,6 +20,7 @@ from pipeline.run import Run
 from step3_preference.config import PreferenceConfig
 from step3_preference.course import Course
 from step3_preference.guard_signals import PreferenceSignals
+from step3_preference.objective import kto_weights
 from step3_preference.reference import Reference, Start, open_reference
 from step3_preference.rows import Row
 from step3_preference.store import RowStore
@@ -34,6 +35,9 @@ class Setup:
     reference: Reference
     course: Course
     guards: Guards
+
+    weights: tuple[float, float]
+    """Of good and of bad responses, in loss kto."""
 
     @property
     def guarded(self) -> Guarded:
@@ -102,6 +106,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     )
     course = Course(training, reference)
     guards.first = course.begin(training.checkpoints, run)
-    setup = Setup(training, store, reference, course, guards)
+    weights = kto_weights(store.num_good, len(store) - store.num_good, config)
+    setup = Setup(training, store, reference, course, guards, weights)
     setup.slow_down()
     return setup

@@ -73,6 +73,11 @@ class RowStore:
     def __len__(self) -> int:
         return len(self._packed)
 
+    @property
+    def num_good(self) -> int:
+        """Training rows with a chosen response: of kto the good ones."""
+        return sum(bool(example.chosen) for example in self._examples)
+
     def rows(self, numbers: Sequence[int]) -> list[Row]:
         """The training rows of these numbers."""
         return [self._row(number) for number in numbers]

@@ -22,7 +22,7 @@ from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
-from step3_preference.objective import Figures, Point, kto_weights, objective
+from step3_preference.objective import Figures, Point, objective
 from step3_preference.rows import ComparedBatch, cut
 from step3_preference.setup import Setup, set_up, within_model
 from step3_preference.store import RowStore
@@ -61,7 +61,7 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
     first = rows.stream.position
     numbers = next(rows.stream)
     encoded = setup.store.rows(numbers)
-    point = Point(reference.z0(encoded, first=first), *kto_weights(encoded, config))
+    point = Point(reference.z0(encoded, first=first), *setup.weights)
     found = list[Figures]()
 
     def loss_of(batch: ComparedBatch) -> Tensor:

@@ -66,6 +66,7 @@ def test_each_step_says_when_and_why_and_exports_the_best_weights(
         assert all(torch.equal(kept.state_dict()[name], each) for name, each in first.items())
 
 
+@pytest.mark.jobs
 def test_all_processes_end_alike_and_one_sentence_is_shown(start: Path, tmp_path: Path) -> None:
     # No evaluation in between: twenty steps without a finite gradient end it.
     config = diverging("sft", start, tmp_path / "out", max_steps=40, eval_every=0)
@@ -84,6 +85,7 @@ def train_py(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.jobs
 def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
     out = tmp_path / "out"
     short = ("--sft.max_steps", "6", "--reward.max_steps", "2", "--sft.save_every", "1")

@@ -92,6 +92,7 @@ def _settings(config_class: type, options: list[str]) -> str:
     return ""
 
 
+@pytest.mark.jobs
 def test_commands_in_the_docs_are_read_as_they_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def test_resume_skips_what_is_finished(finished: Path) -> None:
     )
 
 
+@pytest.mark.jobs
 def test_the_step_with_its_recorded_settings_repeats_the_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = run("train.py", "--step", "1", "--output-dir", str(out), *SHORT)

@@ -36,6 +36,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text.splitlines()) if "turns" in line]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("rows", "options"),
     [

@@ -9,18 +9,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "guarantees.md"
 NAMED = re.compile(r"`(tests/[\w/]+\.py)?::(test_\w+)`")
-MARK = re.compile(r"mark\.(faults|grid|serve)")
+MARK = re.compile(r"mark\.(faults|grid|jobs|serve)")
 
 
 @functools.cache
 def tiers_of(file: str) -> dict[str, set[str]]:
     """By test of a file, where its cases run: a mark of the whole test, or of some of them."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    tables = {
-        node.targets[0].id: ast.unparse(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    tables: dict[str, str] = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        target = node.target if isinstance(node, ast.AnnAssign) else target
+        if isinstance(target, ast.Name):
+            tables[target.id] = ast.unparse(node)
     found: dict[str, set[str]] = {}
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
@@ -28,12 +29,12 @@ def tiers_of(file: str) -> dict[str, set[str]]:
         whole: set[str] = set()
         some: set[str] = set()
         for decorator in map(ast.unparse, node.decorator_list):
-            if mark := re.fullmatch(r"pytest\.mark\.(faults|grid|serve)", decorator):
+            if mark := re.fullmatch(r"pytest\.mark\.(faults|grid|jobs|serve)", decorator):
                 whole.add(mark[1])
                 continue
             cases = [text for name, text in tables.items() if re.search(rf"\b{name}\b", decorator)]
             some |= {mark for text in (decorator, *cases) for mark in MARK.findall(text)}
-        found[node.name] = whole or {"test"} | some
+        found[node.name] = (whole or {"test"}) | some
     return found
 
 
@@ -46,7 +47,7 @@ def promises() -> Iterator[tuple[int, list[tuple[str, str]], set[str]]]:
         for file, name in NAMED.findall(line):
             tests.append((file or tests[-1][0], name))
         tier = line.rstrip(" |").rsplit(" | ", 1)[1]
-        yield number, tests, set(re.findall(r"\b(test|faults|grid|serve)\b(?=:|;|$)", tier))
+        yield number, tests, set(re.findall(r"\b(test|faults|grid|jobs|serve)\b(?=:|;|$)", tier))
 
 
 def test_every_promise_names_tests_that_exist_and_their_tiers() -> None:
@@ -62,3 +63,14 @@ def test_every_promise_names_tests_that_exist_and_their_tiers() -> None:
 
     assert count > 100
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_test_that_the_results_name_exists() -> None:
+    missing: list[str] = []
+    for line in (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines():
+        file = ""
+        for named, name in NAMED.findall(line):
+            file = named or file
+            if name not in tiers_of(file):
+                missing.append(f"{file}::{name}")
+    assert not missing

@@ -29,9 +29,9 @@ MAY_IMPORT = {
 
 FLOORS = (
     {"errors", "signals", "clock", "installation", "logs", "origin", "position", "scalars"},
-    {"settings", "files", "parallel"},
+    {"settings", "files", "parallel", "hub"},
     {"help", "config", "faults"},
-    {"cli", "gpu_numerics", "progress", "random_state", "watchdog"},
+    {"cli", "gpu_memory", "gpu_numerics", "progress", "random_state", "watchdog"},
     {"kernels", "trackers", "command"},
     {"compute_threads", "data", "engine", "launch"},
     {"models"},
@@ -135,6 +135,7 @@ def test_nothing_below_the_steps_knows_one_by_name() -> None:
     assert not found
 
 
+@pytest.mark.jobs
 def test_no_module_imports_a_program() -> None:
     programs = {path.removesuffix(".py").replace("/", ".") for path in PROGRAMS}
     files = [file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")]

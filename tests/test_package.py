@@ -59,6 +59,7 @@ def run(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.jobs
 def test_the_installed_commands_run_the_three_steps_and_chat(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.step3_ppo.toy import save_models
@@ -21,6 +22,7 @@ def summary(out: Path) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text())["steps"]
 
 
+@pytest.mark.jobs
 def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward_model(
     tmp_path: Path,
 ) -> None:
@@ -47,6 +49,7 @@ def test_dpo_beside_ppo_is_compared_at_equal_kl_and_judged_by_program_and_reward
     assert "implicit rewards put" in page
 
 
+@pytest.mark.jobs
 def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_done(
     tmp_path: Path,
 ) -> None:
@@ -73,6 +76,7 @@ def test_two_processes_learn_from_labels_with_adapters_and_resume_skips_what_is_
     assert "step 3 is finished, skipped" in again.stdout
 
 
+@pytest.mark.jobs
 def test_wrong_rows_are_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
     save_toy(tmp_path)
     same = {"chosen": "It is four.", "rejected": "It is four."}

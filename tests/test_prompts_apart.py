@@ -196,6 +196,7 @@ def test_a_record_is_found_above_an_exported_actor(tmp_path: Path) -> None:
     assert any(note.startswith(f"{repeated} of its {len(own.train)}") for note in own.notes)
 
 
+@pytest.mark.jobs
 def test_three_real_steps_hold_out_nothing_that_any_trained_on(tmp_path: Path) -> None:
     save_models(tmp_path)
     first, second = (write(tmp_path / f"{name}.jsonl", name, 60) for name in ("a", "b"))

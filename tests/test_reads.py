@@ -53,6 +53,7 @@ def _reward(directory: Path, size: int) -> Any:
     return reward_task(directory, micro_batch_size=size, max_steps=2)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("train", "task", "within", "updates"),
     [

@@ -47,8 +47,8 @@ COMMON: dict[str, Any] = {
 OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "mfu", "hfu")
 
 
-def trained(path: Path, **changes: Any) -> TrainedModelConfig:
-    optim = OptimConfig(lr=1e-3, max_grad_norm=0.5, warmup_steps=2)
+def trained(path: Path, moments: Any = "fp32", **changes: Any) -> TrainedModelConfig:
+    optim = OptimConfig(lr=1e-3, max_grad_norm=0.5, warmup_steps=2, moments=moments)
     scaling = LossScaleConfig(initial_scale_power=14, loss_scale_window=1)
     return TrainedModelConfig(path=str(path), optim=optim, fp16=scaling, **changes)
 
@@ -149,6 +149,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 0, fp16": {"zero_stage": 0, "precision": "fp16"},
     "stage 3, bf16": {"zero_stage": 3, "precision": "bf16"},
     "LoRA, stage 3": {"zero_stage": 3, "lora": LoraConfig(rank=2, dropout=0.1)},
+    "8-bit moments, stage 2": {"zero_stage": 2, "precision": "bf16", "moments": "8bit"},
     "PiSSA on NF4, stage 3": {
         "zero_stage": 3,
         "precision": "bf16",
@@ -161,17 +162,16 @@ WAYS: dict[str, dict[str, Any]] = {
 
 CASES = [
     # Each step once, and each way; the others are the grid.
-    pytest.param(step, way, id=f"{step}-{way}", marks=() if row == column else pytest.mark.grid)
+    pytest.param(step, way, id=f"{step}-{way}", marks=marks if row == column else pytest.mark.grid)
     for row, step in enumerate(CONFIGS)
+    for marks in (() if step == "ppo" else pytest.mark.jobs,)
     for column, way in enumerate(("LoRA, stage 3", "stage 0, fp16", "stage 3, bf16"))
 ]
 CASES += [
     pytest.param(
-        step,
-        "PiSSA on NF4, stage 3",
-        id=f"{step}-PiSSA on NF4",
-        marks=() if step == "ppo" else pytest.mark.grid,
+        step, way, id=f"{step}-{way}", marks=pytest.mark.jobs if step == one else pytest.mark.grid
     )
+    for way, one in (("PiSSA on NF4, stage 3", "ppo"), ("8-bit moments, stage 2", "sft"))
     for step in CONFIGS
 ]
 

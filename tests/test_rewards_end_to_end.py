@@ -56,6 +56,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text.splitlines()) if "score" in line]
 
 
+@pytest.mark.jobs
 def test_a_function_is_enough_for_a_run_from_file_to_report(directory: Path) -> None:
     done = run(directory, "--reward-function", "score.py:check", "--reward", "length:2")
 

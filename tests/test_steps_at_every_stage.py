@@ -115,6 +115,7 @@ WAYS: dict[str, dict[str, Any]] = {
 LORA = LoraConfig(rank=2)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("step", "lora", "ways"),
     [
@@ -147,6 +148,7 @@ def test_a_step_ends_in_the_same_weights_at_every_stage(
     assert all(each == ended["stage 0"] for each in ended.values()), ended
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "step",
     ["sft", *(pytest.param(step, marks=pytest.mark.grid) for step in ("reward", "ppo"))],
@@ -173,6 +175,7 @@ def test_a_step_ends_in_the_same_weights_in_sharded_copies(
     assert ended[1] == ended[2]
 
 
+@pytest.mark.jobs
 def test_step_3_generates_with_the_same_weights_and_samples_however_they_are_divided(
     start: Path, tmp_path: Path
 ) -> None:

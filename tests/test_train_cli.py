@@ -71,6 +71,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_a_plan_for_another_machine_needs_no_more_of_a_model_than_its_configuration(
     tmp_path: Path,
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_plan_for_another_machine_needs_no_more_of_a_model_than_its_configurat
     assert "  rows       32,000 to train on, 256 held out" in ended.stdout
 
 
+@pytest.mark.jobs
 def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("worker-0 slots=2\nworker-1 slots=4\n")
     run = train(
@@ -108,6 +110,7 @@ def test_a_dry_run_on_several_machines_shows_the_command_of_each(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
 
 
+@pytest.mark.jobs
 def test_a_dry_run_works_from_any_directory_and_leaves_nothing(tmp_path: Path) -> None:
     ended = train(tmp_path, "--dry-run", "--actor-model", "facebook/opt-125m")
 
@@ -118,6 +121,7 @@ def test_a_dry_run_works_from_any_directory_and_leaves_nothing(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_sums_and_their_base_model_are_all_that_their_preset_needs(tmp_path: Path) -> None:
     write_sums(["--out", str(tmp_path / "sums"), "--model", str(tmp_path / "base")])
 

@@ -1,7 +1,7 @@
 """A second set of modules to generate with: of the trained model's class, plain and ungraded.
 
 Its weights are the trained model's own where those lie whole and unchanged in memory, else copies
-in one arena, made a unit at a time from what an engine gathers. Adapters are merged into copies,
+in an arena, made a unit at a time from what an engine gathers. Adapters are merged into copies,
 and quantized weights are dequantized there. What another stage of a pipeline trains comes from it.
 Nothing of training - hooks, adapters, autograd - is in it, so that a process generates without the
 others.
@@ -17,19 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.tp_group import mark_sharing, sum_
+from inference.weights.arena import Arena, Place
 from inference.weights.hash import bits_sum, hash_of_sums
 from inference.weights.origins import Origin, Origins
 from inference.weights.sharding import Sharding
-from pipeline.models.attention import round_up
 from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
 from pipeline.models.stream import meta_model
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
-
-ALIGNMENT = 64
-"""Bytes: each tensor of the arena begins at a cache line."""
 
 
 @dataclass
@@ -47,8 +44,8 @@ class Slot:
     spec: ShardSpec | None
     """Which part of the whole weight this process has; None is all of it."""
 
-    start: int | None
-    """Place in the arena, in bytes; None has the source's own memory."""
+    place: Place | None = None
+    """In the arena; None has the source's own memory."""
 
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
@@ -116,6 +113,7 @@ class Replica:
         sharding = Sharding(self.model, tp_group)
         self._origins = Origins(plain, self.model, stages)
         self.device = next(plain.parameters()).device
+        self._arena = Arena()
         self.slots = list(self._lay_out(sharding, shares=shares))
         sharding.apply()
         if stages.size > 1:
@@ -126,37 +124,37 @@ class Replica:
         for slot in self.slots:
             if slot.origin.source is not None:
                 self._by_source.setdefault(slot.origin.source, []).append(slot)
-        copied = [slot for slot in self.slots if slot.start is not None]
-        self.num_bytes = max(map(_end, copied), default=0)
-        """Memory of the arena, while it is there."""
-        self._arena: Tensor | None = None
         self._share_buffers()
         self.release()
 
     def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[Slot]:
         """The weights, each under all of its places."""
         slots: dict[tuple[object, ShardSpec | None], Slot] = {}
-        end = 0
         for name, module, leaf, _ in places(self.model):
             origin = self._origins.of(name)
             spec = sharding.spec(name.rpartition(".")[0], leaf, origin.whole)
             key = origin.key, spec
             if key not in slots:
-                start = None if shares and origin.lies_as(spec) else round_up(end, ALIGNMENT)
-                slot = slots[key] = Slot(len(slots), name, origin, spec, start)
-                end = end if start is None else _end(slot)
+                slot = slots[key] = Slot(len(slots), name, origin, spec)
+                if not (shares and origin.lies_as(spec)):
+                    slot.place = self._arena.reserve(slot.num_bytes)
                 yield slot
             slots[key].places.append((module, leaf))
 
     @property
     def shares(self) -> bool:
         """Whether any weight is the trained model's own."""
-        return any(slot.start is None for slot in self.slots)
+        return any(slot.place is None for slot in self.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies, while they are there."""
+        return self._arena.num_bytes
 
     @property
     def loaded(self) -> bool:
         """Whether it has weights to generate with."""
-        return self._arena is not None
+        return self._arena.there
 
     @torch.no_grad()
     def load(self, weights: HasTurns) -> None:
@@ -164,18 +162,18 @@ class Replica:
 
         `weights` is the engine that trains the model; all its processes call it in step.
         """
-        if self._arena is None:
-            self._arena = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        if not self.loaded:
+            self._arena.allocate(self.device)
             for slot in self.slots:
-                slot.show(self._memory(slot, self._arena))
+                slot.show(self._memory(slot))
         for stage in range(self._stages.size):
             if stage == self._stages.rank:
-                self._take(weights, self._arena)
+                self._take(weights)
             else:
-                self._receive(stage, self._arena)
+                self._receive(stage)
         self._share_buffers()
 
-    def _take(self, weights: HasTurns, arena: Tensor) -> None:
+    def _take(self, weights: HasTurns) -> None:
         """What this process trains, and has for those that train other stages."""
         together, hands_on = self._trained_by, self._stages.size > 1
         for params in weights.iter_gathered_units():
@@ -183,7 +181,7 @@ class Replica:
             if hands_on and slots:
                 self._announce([slot.number for slot in slots])
             for slot in slots:
-                if slot.start is None and not hands_on:
+                if slot.place is None and not hands_on:
                     continue
                 if self._same_parts and slot.origin.is_part(slot.spec):
                     own = sent = slot.origin.value()
@@ -191,19 +189,19 @@ class Replica:
                     whole = slot.origin.whole_value(together)
                     own = slot.of(whole)
                     sent = own if self._same_parts else whole
-                if slot.start is not None:
-                    self._memory(slot, arena).copy_(own)
+                if slot.place is not None:
+                    self._memory(slot).copy_(own)
                 if hands_on:
                     sent = sent.to(slot.origin.dtype).contiguous()
                     self._stages.broadcast(sent, source=self._stages.rank)
         if hands_on:
             self._announce([])
 
-    def _receive(self, stage: int, arena: Tensor) -> None:
+    def _receive(self, stage: int) -> None:
         """What another stage trains, as it comes to it."""
         while numbers := self._announced(stage):
             for slot in (self.slots[number] for number in numbers):
-                memory, origin = self._memory(slot, arena), slot.origin
+                memory, origin = self._memory(slot), slot.origin
                 if self._same_parts:
                     self._stages.broadcast(memory, source=stage)
                 else:
@@ -223,11 +221,10 @@ class Replica:
         count, *numbers = header.tolist()
         return numbers[:count]
 
-    def _memory(self, slot: Slot, arena: Tensor) -> Tensor:
-        if slot.start is None:
+    def _memory(self, slot: Slot) -> Tensor:
+        if slot.place is None:
             return slot.origin.in_place
-        taken = arena[slot.start : _end(slot)]
-        return taken.view(slot.origin.dtype).view(slot.shape)
+        return self._arena.at(slot.place).view(slot.origin.dtype).view(slot.shape)
 
     def _share_buffers(self) -> None:
         """Have the trained model's buffers: some families change theirs as they read."""
@@ -239,7 +236,7 @@ class Replica:
 
     def release(self) -> None:
         """Give the memory back; the weights read as NaN until they are loaded again."""
-        self._arena = None
+        self._arena.release()
         for slot in self.slots:
             dtype = slot.origin.dtype
             nothing = float("nan") if dtype.is_floating_point else 0
@@ -261,11 +258,6 @@ class Replica:
             parts = [(weight, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=weight.device)
         return sum((bits_sum(part, first=first) for part, first in parts), start=none)
-
-
-def _end(slot: Slot) -> int:
-    assert slot.start is not None
-    return slot.start + slot.num_bytes
 
 
 def _same_class(plain: PreTrainedModel, settings: object) -> PreTrainedModel:

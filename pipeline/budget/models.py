@@ -16,6 +16,7 @@ from pipeline.config import (
     Workload,
 )
 from pipeline.errors import ModelError
+from pipeline.hub import cached_file
 from pipeline.models.known import KNOWN
 
 if TYPE_CHECKING:
@@ -204,11 +205,5 @@ def _source(path: str, origins: Mapping[str, str]) -> str | None:
 
 def _cached(name: str) -> str | None:
     """The directory of a Hub model that was downloaded before."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return str(Path(config).parent) if isinstance(config, str) else None
+    config = cached_file(name, "config.json")
+    return None if config is None else str(Path(config).parent)

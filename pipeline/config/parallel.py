@@ -29,6 +29,10 @@ class ParallelConfig:
     each has a part of the heads of attention and of the width of the MLPs; 1 has layers whole.
    """
 
+    sequence: bool = True
+    """With `tp`: each process keeps hidden states of tokens of its own between these parts
+    (sequence_parallel), and norms them; false keeps all on each."""
+
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
     of `pp` of them at most; gpipe goes forward with all first."""
@@ -122,6 +126,11 @@ class ParallelConfig:
             model.quantize == "none",
             f"{role}.quantize {model.quantize} stores weights in blocks that {tp} would cut; set it"
             " to none",
+        )
+        require(
+            model.optim.moments != "8bit",
+            f"{role}.optim.moments 8bit keeps moments in blocks that {tp} would cut; take bf16, or"
+            " fp32",
         )
         require(
             not model.zero.compile,

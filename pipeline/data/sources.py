@@ -16,6 +16,7 @@ from typing import Any
 from pipeline.data.csv_rows import CSV_SUFFIXES, read_csv
 from pipeline.data.splits import choose_splits, split_of_file, without_unknown_words
 from pipeline.errors import DataError
+from pipeline.hub import require_reachable
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 
@@ -275,9 +276,14 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 def _load_hub_set(name: str) -> Mapping[str, Iterable[Any]]:
     """The splits of a Hub data set, by name."""
     import datasets
+    from datasets.config import HF_DATASETS_CACHE
 
     owner_name = _HUB_ALIASES.get(name, name).split("/")
     repository, config = "/".join(owner_name[:2]), "/".join(owner_name[2:]) or None
+    cache = Path(HF_DATASETS_CACHE, repository.replace("/", "___"))
+    if not cache.is_dir():
+        sentence = f"data path {name} is neither a file or directory here nor in the Hub's cache"
+        require_reachable(sentence, DataError, instead="a local file")
     try:
         splits = datasets.load_dataset(repository, config)
     # The loader runs readers of many kinds, and each fails in its own way.

@@ -6,6 +6,7 @@ ask it of every model path before its first step begins.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def check_model_directory(
     path: str | Path,
     *,
     tokenizer: bool = True,
+    generates: bool = False,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
@@ -56,6 +58,7 @@ def check_model_directory(
     Args:
         path: of the directory; `~` is the home directory.
         tokenizer: whether it must hold a tokenizer too.
+        generates: whether it must be a language model.
         allow_pickle: whether weights in `pytorch_model*.bin` will do.
         trust_remote_code: whether Python code in the directory may run.
 
@@ -66,9 +69,32 @@ def check_model_directory(
     settings = check_configuration(directory)
     if "auto_map" in settings and not trust_remote_code:
         _check_own_code(directory, settings["model_type"])
+    if generates:
+        require_language_model(directory, settings.get("architectures"))
     check_weights(directory, allow_pickle=allow_pickle)
     if tokenizer:
         check_tokenizer(directory)
+
+
+def are_of_classifier(architectures: Iterable[str] | None) -> bool:
+    """Whether these `architectures` of a configuration are those of a sequence classifier."""
+    return any(each.endswith("ForSequenceClassification") for each in architectures or ())
+
+
+def require_language_model(path: str | Path, architectures: Iterable[str] | None) -> None:
+    """Return unless the model is a classifier, such as a reward model or a critic.
+
+    With tied embeddings a classifier lacks none of a language model's weights: it would load, and
+    generate nonsense.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if are_of_classifier(architectures):
+        raise ModelError(
+            f"{path} is a classifier, as reward models and critics are, and can't generate text;"
+            " give a language model, such as step 1's output"
+        )
 
 
 def untrusted_code(path: str | Path) -> str:

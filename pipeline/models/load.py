@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.config import EMBEDDED, FrozenModelConfig, Kernels, Precision, TrainedModelConfig
 from pipeline.errors import ModelError, UserError, is_out_of_memory
+from pipeline.hub import cached_file, require_reachable
 from pipeline.installation import TRAIN
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.products.dispatch import take_over_for
@@ -34,9 +35,11 @@ from pipeline.models.deferred import (
     stored_parameters,
 )
 from pipeline.models.directory import (
+    are_of_classifier,
     check_configuration,
     check_tokenizer,
     check_weights,
+    require_language_model,
     untrusted_code,
 )
 from pipeline.models.draw_layers import draw_layers
@@ -115,6 +118,7 @@ def load_causal_lm(
         nn.Module.to(model, dtype=weight_dtype(config.precision, device))
     else:
         settings = _without_dropout(path, config)
+        require_language_model(path, settings.architectures)
         model, missing = _build(AutoModelForCausalLM, config, settings, device, defer=defer)
         _require_weights(path, missing)
     if not how_to_run(model).causal:
@@ -155,9 +159,10 @@ def load_classifier(
             f" run `{TRAIN} --step 1` first"
         )
     settings = _without_dropout(path, config)
-    own = int(settings.num_labels or 1) if is_classifier(settings) else 1
+    is_classifier = are_of_classifier(settings.architectures)
+    own = int(settings.num_labels or 1) if is_classifier else 1
     wanted = own if num_labels is None else num_labels
-    is_redrawn = is_classifier(settings) and wanted != own
+    is_redrawn = is_classifier and wanted != own
     settings.num_labels = wanted
     if is_redrawn:
         for name in OF_SCORES:
@@ -176,12 +181,6 @@ OF_SCORES = ("class_values", "cutpoints", "score_mean", "score_std")
 
 HEAD = re.compile(r"(score|classifier|pre_classifier|(\w+\.)?pooler)\.")
 """Parameters of a classifier that a language model has not."""
-
-
-def is_classifier(settings: PreTrainedConfig) -> bool:
-    """Whether the settings are those of a sequence classifier."""
-    kinds = getattr(settings, "architectures", None) or ()
-    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
 
 
 def require_known_head(model: PreTrainedModel, path: str) -> None:
@@ -210,7 +209,11 @@ def load_reward_for_inference(
     path: str | Path, *, precision: Precision = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
-    config = FrozenModelConfig(path=str(path), precision=precision)
+    return load_reward(FrozenModelConfig(path=str(path), precision=precision))
+
+
+def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same, as its settings say."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_classifier(config, device=device), load_tokenizer(config)
 
@@ -349,6 +352,9 @@ def _others(count: int) -> str:
 
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
     """Call `load`; say in one sentence what is wrong with `what` of `path` if it fails."""
+    if local_directory(path) is None and cached_file(path, "config.json") is None:
+        sentence = f"no such model: {path} is neither a local model directory nor on this machine"
+        require_reachable(sentence, ModelError, instead="a directory")
     try:
         with errors_only():
             return load()

@@ -208,7 +208,7 @@ def passes_of(
         ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
-    cut_layers(model, mesh.tensor)
+    cut_layers(model, mesh.tensor, sequence=parallel.sequence)
     part, stage = own_part(
         model, parallel, stages, whole, kernels=settings.kernels, follows=follows, passing=passing
     )
@@ -242,7 +242,7 @@ def frozen_passes(
     process. `whole` is that of `own_part`.
     """
     stages = mesh.stages
-    cut_where_possible(model, mesh.tensor)
+    cut_where_possible(model, mesh.tensor, sequence=parallel.sequence)
     if stages.size == 1:
         return FrozenEngine(whole(model), like, name=name), Asking()
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, ModelUse, StepConfig
+from pipeline.hub import cached_file
 from pipeline.plan.inputs import is_local
 from pipeline.plan.stage import Stage
 
@@ -111,7 +112,7 @@ class Chats:
 
 def is_here(path: str) -> bool:
     """Whether a model's small files can be read without the network."""
-    return path == EMBEDDED or is_local(path) or _is_cached(path)
+    return path == EMBEDDED or is_local(path) or _has_cached_tokenizer(path)
 
 
 def _has_tokenizer(path: str) -> bool:
@@ -122,15 +123,8 @@ def _has_tokenizer(path: str) -> bool:
     )
 
 
-def _is_cached(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "tokenizer_config.json")
-    except HFValidationError:
-        return False
-    return isinstance(found, str)
+def _has_cached_tokenizer(name: str) -> bool:
+    return cached_file(name, "tokenizer_config.json") is not None
 
 
 def _models(config: StepConfig) -> list[ModelUse]:

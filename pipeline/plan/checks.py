@@ -141,6 +141,8 @@ def _model_files(plan: Plan, stage: Stage) -> None:
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
         return  # the weights may be on the machine that this is planned for
+    uses = config.workload(plan.machine.world).models
+    generating = {str(use.settings.path) for use in uses if not use.scores}
     for model in config.used_models().values():
         path = str(model.path)
         to_make = [each for each in plan.stages if each.name not in plan.finished]
@@ -148,6 +150,7 @@ def _model_files(plan: Plan, stage: Stage) -> None:
         if path != EMBEDDED and is_local(path) and not made:
             check_model_directory(
                 path,
+                generates=path in generating,
                 allow_pickle=model.allow_pickle,
                 trust_remote_code=model.trust_remote_code,
             )

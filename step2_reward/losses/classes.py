@@ -27,7 +27,9 @@ def cross_entropy(
     logprobs = F.log_softmax(logits, dim=-1).gather(1, classes[:, None]).squeeze(1)
     nll = -logprobs
     if focal_gamma:
-        nll = (-torch.expm1(logprobs)) ** focal_gamma * nll
+        # A power below 1 has an infinite slope at 0, where p_y is 1 after rounding.
+        others = (-torch.expm1(logprobs)).clamp(min=torch.finfo(logprobs.dtype).tiny)
+        nll = others**focal_gamma * nll
     if weights is not None:
         nll = weights[classes] * nll
     return nll.sum()

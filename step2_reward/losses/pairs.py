@@ -27,7 +27,9 @@ def pairwise_loss(
         difference = difference - margin
     nll = -F.logsigmoid(difference)
     if focal_gamma:
-        nll = torch.sigmoid(-difference) ** focal_gamma * nll
+        # A power below 1 has an infinite slope at 0, where p is 1 after rounding.
+        wrong = torch.sigmoid(-difference).clamp(min=torch.finfo(difference.dtype).tiny)
+        nll = wrong**focal_gamma * nll
     return (nll + center_coef * (chosen + rejected).square()).sum()
 
 

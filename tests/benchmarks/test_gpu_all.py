@@ -16,6 +16,7 @@ def course(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.jobs
 def test_a_part_is_run_once_and_the_page_has_what_it_printed(tmp_path: Path) -> None:
     first = course(tmp_path, "--parts", "environment")
     second = course(tmp_path, "--parts", "environment")

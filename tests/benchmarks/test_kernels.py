@@ -37,6 +37,7 @@ def test_attention_is_measured_forward_and_backward() -> None:
         assert f"| 8 x 6 x 192 x 48 | {way} |" in said
 
 
+@pytest.mark.jobs
 def test_the_kernels_say_how_they_were_built_and_how_fast_they_are(tmp_path: Path) -> None:
     sizes = ("--elements", "1000", "--tokens", "32")
     first = run("pipeline.kernels", *sizes, RLHF_PIPELINE_CACHE=str(tmp_path))

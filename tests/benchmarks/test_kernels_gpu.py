@@ -13,6 +13,7 @@ from benchmarks.kernels_gpu_decode import within_memory
 from pipeline.kernels.emulator.emulated import compiler_found
 
 
+@pytest.mark.jobs
 @pytest.mark.skipif(not compiler_found(), reason="the emulator is built by g++")
 def test_every_phase_runs_under_the_emulator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.ppo_gpu import gates
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.jobs
 def test_the_whole_course_runs_with_toys(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.ppo_gpu", "--tiny", "--output", str(tmp_path)]
 

@@ -25,6 +25,7 @@ def test_larger_jobs_beat_less_often() -> None:
     assert paces[1200].lookout.pace == 1200 / HEARTBEATS_A_SECOND
 
 
+@pytest.mark.jobs
 def test_nobody_is_blamed_who_is_late_by_less_than_the_timeout_though_the_store_is_slow() -> None:
     assert scale_watch.healthy(24, 40, slow=0.05, timeout_seconds=1800) is None
 
@@ -45,6 +46,7 @@ def test_the_manifest_of_a_job_has_a_line_of_each_process_and_none_of_its_tensor
     assert float(many) - float(few) < 0.1 * (1024 - 64)
 
 
+@pytest.mark.jobs
 def test_every_part_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     scale.main(["--ranks", "16", "24", "--minutes", "1", "--trials", "2"])
 

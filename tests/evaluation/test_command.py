@@ -146,6 +146,7 @@ def test_wrong_input_is_named(sentence: str) -> None:
         main(WRONG[sentence])
 
 
+@pytest.mark.jobs
 def test_a_wrong_command_ends_with_one_sentence_and_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evaluation", "--path", str(tmp_path), "--tasks", "embedded"]
 

@@ -64,6 +64,7 @@ def words(given: dict[str, Any], *more: str) -> list[str]:
     return [word for option in options for word in option] + list(more)
 
 
+@pytest.mark.jobs
 def test_every_two_models_are_compared_by_what_a_program_gives(
     home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

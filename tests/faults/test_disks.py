@@ -30,6 +30,7 @@ def steps_saved(out: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
@@ -75,6 +76,7 @@ def remount(out: Path, options: str) -> None:
         assert time.monotonic() < end
 
 
+@pytest.mark.jobs
 def test_a_job_outlives_a_disk_that_is_full(start: Path, reference: Path, small_disk: Path) -> None:
     config = small(start, "sft", output_dir=small_disk, max_steps=STEPS)
 
@@ -128,6 +130,7 @@ def offloading(start: Path, out: Path, scratch: Path) -> StepConfig:
     return replace(config, model=replace(config.model, zero=ZeroConfig(offload=offload)))
 
 
+@pytest.mark.jobs
 def test_an_offload_directory_that_vanishes_takes_nothing_along(
     start: Path, reference: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +145,7 @@ def test_an_offload_directory_that_vanishes_takes_nothing_along(
     assert_same_end(out, reference, step=STEPS)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("verb", ["read", pytest.param("write", marks=pytest.mark.faults)])
 def test_an_offload_disk_that_fails_on_one_rank_ends_the_job_in_a_sentence(
     verb: str, start: Path, reference: Path, tmp_path: Path

@@ -26,6 +26,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_killed_anywhere_ends_the_job_and_the_next_start_goes_on(
     point: str, start: Path, reference: Path, tmp_path: Path

@@ -58,6 +58,7 @@ def kill_at_random(config: StepConfig, seconds: float, draw: random.Random) -> b
     return bool(died)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("step", "steps", "kills"),
     [

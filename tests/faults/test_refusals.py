@@ -67,6 +67,7 @@ def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.jobs
 def test_a_setting_that_decides_the_result_is_refused_by_name(start: Path, tmp_path: Path) -> None:
     config = started(start, tmp_path)
 
@@ -76,6 +77,7 @@ def test_a_setting_that_decides_the_result_is_refused_by_name(start: Path, tmp_p
     )
 
 
+@pytest.mark.jobs
 def test_checkpoints_of_which_none_can_be_used_are_not_begun_over(
     start: Path, tmp_path: Path
 ) -> None:

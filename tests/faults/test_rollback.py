@@ -48,6 +48,7 @@ def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.jobs
 def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> None:
     lines = metrics(whole)
     events = [line["guard"] for line in lines if "guard" in line]
@@ -71,6 +72,7 @@ def test_each_rollback_learns_half_as_fast_from_other_responses(whole: Path) -> 
     assert result["guards"] == acted
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("point", "visit"), POINTS)
 def test_a_run_that_is_killed_while_it_goes_back_ends_as_the_whole_one(
     point: str, visit: int, start: Path, whole: Path, tmp_path: Path
@@ -101,6 +103,7 @@ def preferring(toy: Path, out: Path) -> PreferenceConfig:
     return toy_config(toy, output_dir=out, **settings)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("point", "visit"),
     [

@@ -118,6 +118,7 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
         assert "Traceback" not in job.said()
 
 
+@pytest.mark.jobs
 def test_ctrl_c_ends_a_process_that_waits_for_others_to_come(start: Path, tmp_path: Path) -> None:
     """As after a Ctrl-C that has ended them; PyTorch waits for them in C++."""
     with Forked(job_of(start, tmp_path)) as job:
@@ -133,6 +134,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_others_to_come(start: Path, tmp_pa
         assert "Traceback" not in job.said()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_one_process_is_in_the_loop_and_another_is_not_is_no_failure(
     number: signal.Signals, start: Path, tmp_path: Path
@@ -160,6 +162,7 @@ def test_ctrl_c_before_the_first_step_leaves_at_once(start: Path, tmp_path: Path
         assert "Traceback" not in job.said()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ctrl_c_while_the_model_is_written_loses_no_step(
     processes: int, start: Path, tmp_path: Path

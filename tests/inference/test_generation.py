@@ -289,6 +289,7 @@ def share_of_this_process(directory: Path) -> dict[int, list[int]]:
     return sampled_share(world.rank, world.size, directory)
 
 
+@pytest.mark.jobs
 def test_two_processes_sample_what_one_does(tmp_path: Path) -> None:
     saved(tiny_causal_lm("llama"), tmp_path)
 

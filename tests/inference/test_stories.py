@@ -17,6 +17,7 @@ STORIES = SHARED / "stories260k"
 BEGINNINGS = ["Once upon a time", "Lily had a", "The dog", "One day, a boy named Tim went to the"]
 
 
+@pytest.mark.jobs
 @pytest.mark.skipif(not STORIES.is_dir(), reason=f"no trained model in {STORIES}")
 def test_two_hundred_greedy_tokens_are_those_of_transformers() -> None:
     tokenizer = AutoTokenizer.from_pretrained(STORIES)

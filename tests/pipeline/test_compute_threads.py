@@ -98,6 +98,7 @@ team.release()
     assert asleep >= 100
 
 
+@pytest.mark.jobs
 def test_a_step_waits_asleep_from_its_start_and_while_others_want_the_cores() -> None:
     program = """
 with compute_threads(None):
@@ -134,6 +135,7 @@ def test_a_moment_of_others_changes_nothing() -> None:
     assert found == [None] * 3 + [False] + [None] * 3 + [True, True, None, False]
 
 
+@pytest.mark.jobs
 def test_threads_run_on_few_cores_and_then_where_they_did_before() -> None:
     program = """
 from pathlib import Path

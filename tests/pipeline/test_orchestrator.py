@@ -49,6 +49,7 @@ def test_resume_skips_what_is_finished_and_runs_the_rest(
     assert (tmp_path / "step2_reward" / "result.json").is_file()
 
 
+@pytest.mark.jobs
 def test_overwrite_replaces_the_step_and_leaves_what_is_not_ours(tmp_path: Path) -> None:
     run(tmp_path, "--step", "1", "--seed", "1")
     (tmp_path / "step1_sft" / "notes.txt").write_text("mine")
@@ -86,6 +87,7 @@ def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.jobs
 def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (

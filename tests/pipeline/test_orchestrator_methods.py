@@ -22,6 +22,7 @@ def written(out: Path, method: str) -> int:
     return (out / f"step3_{method}" / "result.json").stat().st_mtime_ns
 
 
+@pytest.mark.jobs
 def test_each_method_has_a_directory_and_a_method_that_is_added_runs_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,6 +47,7 @@ def test_each_method_has_a_directory_and_a_method_that_is_added_runs_alone(
     assert "REINFORCE++" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.jobs
 def test_a_method_that_diverges_is_announced_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +90,7 @@ def test_the_first_failure_decides_the_exit_code(
     ]
 
 
+@pytest.mark.jobs
 def test_overwrite_replaces_the_named_methods_and_leaves_the_others(tmp_path: Path) -> None:
     run(tmp_path, "--method", "ppo", "grpo", "rloo", "--seed", "1")
     before = written(tmp_path, "ppo")

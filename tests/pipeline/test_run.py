@@ -175,6 +175,7 @@ ENDLESS = """
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_leaves_whole_lines(tmp_path: Path, stop: signal.Signals) -> None:
     command = [sys.executable, "-c", textwrap.dedent(ENDLESS), str(tmp_path)]

@@ -60,6 +60,7 @@ def config_of(judge: Path, **settings: object) -> RewardConfig:
     )
 
 
+@pytest.mark.jobs
 def test_a_model_on_disk_scores_responses_on_its_scale(judge: Path) -> None:
     with Rewards([config_of(judge)], timeout_seconds=60.0) as rewards:
         rewards.submit([episode(response, slot) for slot, response in enumerate("abc")])
@@ -70,6 +71,7 @@ def test_a_model_on_disk_scores_responses_on_its_scale(judge: Path) -> None:
     assert scored.failed[2] == "the judge's answer has no JSON with a score: no idea"
 
 
+@pytest.mark.jobs
 def test_a_question_that_does_not_fit_the_model_fails_its_response_alone(judge: Path) -> None:
     with Rewards([config_of(judge, concurrency=1)], timeout_seconds=60.0) as rewards:
         rewards.submit([episode("b"), episode("x" * 400, slot=1)])

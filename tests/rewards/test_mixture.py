@@ -163,6 +163,7 @@ def check_memory(count: int, seconds: float) -> None:
     assert not descendants()
 
 
+@pytest.mark.jobs
 def test_hangs_in_a_row_leave_no_process_and_no_memory() -> None:
     check_memory(10, 0.05)
 

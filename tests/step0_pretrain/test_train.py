@@ -148,6 +148,7 @@ def run_and_see(config: PretrainConfig) -> list[list[tuple[int, ...]]]:
     return rows_seen(config)
 
 
+@pytest.mark.jobs
 def test_any_number_of_processes_has_the_same_order_and_the_same_losses(
     start: Path, tmp_path: Path
 ) -> None:
@@ -223,6 +224,7 @@ def test_texts_token_files_and_megatrons_are_the_same_corpus(start: Path, tmp_pa
     )
 
 
+@pytest.mark.jobs
 def test_a_warm_start_goes_on_with_the_moments_on_other_rows(start: Path, tmp_path: Path) -> None:
     constant = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)
     model = TrainedModelConfig(path=str(start / "base"), optim=constant)
@@ -274,6 +276,7 @@ def run_in_parts(config: PretrainConfig) -> None:
         train(config)
 
 
+@pytest.mark.jobs
 def test_two_stages_learn_what_one_process_does_to_the_bit(start: Path, tmp_path: Path) -> None:
     parallel = ParallelConfig(micro_batches=3)
     alone = small(start, tmp_path / "alone", parallel=parallel)

@@ -41,6 +41,7 @@ def path_of(plan: Plan, name: str) -> str:
     return config.model.path
 
 
+@pytest.mark.jobs
 def test_step_1_begins_with_what_step_0_makes_and_both_are_reported(
     texts: Path, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_losses_and_weights_are_those_of_the_texts_also_resumed(tmp_path: Path) 
     assert (packed.output_dir / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.jobs
 def test_files_that_step_1_can_not_use_are_refused_in_a_sentence(tmp_path: Path) -> None:
     config = small_task(tmp_path)
     rows = config.data.path[0]

@@ -83,6 +83,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in MIXTURES]
 )
@@ -100,6 +101,7 @@ def test_mixtures_end_as_data_parallelism(name: str, tmp_path: Path) -> None:
     assert ended(tmp_path / "staged") == ended(tmp_path / "alone")
 
 
+@pytest.mark.jobs
 def test_a_run_of_any_stages_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
     start = make(tmp_path, "gpt2")
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
@@ -239,6 +241,7 @@ def hangs(config: SFTConfig) -> None:
             learn_from(sft, encode(rows.next_examples(), rows.chat, config), opened, step=1)
 
 
+@pytest.mark.jobs
 def test_a_stage_that_hangs_is_named_through_those_that_wait_for_each_other(
     tmp_path: Path,
 ) -> None:

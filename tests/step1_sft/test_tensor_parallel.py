@@ -97,6 +97,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "stages" else pytest.mark.grid) for n in MIXTURES]
 )
@@ -117,6 +118,16 @@ def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) ->
     assert ended(tmp_path / "mixed") == ended(tmp_path / "plain")
 
 
+@pytest.mark.grid
+def test_adapters_learn_the_same_bits_from_tokens_of_its_own(tmp_path: Path) -> None:
+    start, lora = make(tmp_path, "llama"), {"lora": LoraConfig(rank=2)}
+    for name, sequence in (("own", True), ("all", False)):
+        parallel = ParallelConfig(tp=2, micro_batches=3, sequence=sequence)
+        run_ranks(run, settings(start, tmp_path / name, parallel=parallel, model=lora))
+
+    assert ended(tmp_path / "own") == ended(tmp_path / "all")
+
+
 def take_up(config: SFTConfig, step: int) -> None:
     """Load the newest state of a run, and save it again under another step."""
     parallel = config.parallel
@@ -129,6 +140,7 @@ def take_up(config: SFTConfig, step: int) -> None:
             assert list(checkpoints.steps(enough=lambda: True)) == []  # waits for the files
 
 
+@pytest.mark.jobs
 def test_a_state_of_any_division_is_taken_up_by_any_other(tmp_path: Path) -> None:
     start = make(tmp_path, "gpt2", vocab_size=LARGE)
     often: dict[str, Any] = {"save_every": 1, "keep_last": 9, "model": {"precision": "bf16"}}
@@ -206,6 +218,7 @@ def held_and_predicted(config: SFTConfig) -> tuple[dict[str, int], dict[str, int
     return held, {kind: sizes[kind] for kind in held}
 
 
+@pytest.mark.jobs
 def test_each_process_holds_what_the_plan_says(tmp_path: Path) -> None:
     config = settings(make(tmp_path, "qwen3", vocab_size=LARGE), tmp_path / "out", tp=2)
 

@@ -160,6 +160,7 @@ def test_the_exported_weights_are_the_best_ones_and_patience_stops(tmp_path: Pat
     assert again == pytest.approx(best, rel=1e-5)
 
 
+@pytest.mark.jobs
 def test_a_model_whose_padding_is_its_end_of_sequence_learns_to_stop(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token

@@ -69,6 +69,7 @@ def test_equal_scores_are_half_right() -> None:
     assert [each.accuracy for each in bins_of(logits, firsts(logits), count=1)] == [0.5]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("planted", [0.0, 0.5, -0.5])
 def test_a_planted_length_bias_is_found(planted: float) -> None:
     generator = torch.Generator().manual_seed(1)

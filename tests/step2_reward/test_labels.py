@@ -109,6 +109,7 @@ def labels_alike(config: RewardConfig) -> list[float]:
     return [number for name in names for number in logged(config, name)]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "kind", ["rankings", "steps", pytest.param("ordinal", marks=pytest.mark.grid)]
 )

@@ -62,6 +62,19 @@ def test_at_its_neutral_setting_each_loss_of_classes_is_cross_entropy_to_the_bit
     assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=weights), plain)
 
 
+def test_focal_losses_of_what_is_certain_have_a_gradient_of_0() -> None:
+    logits = torch.tensor([[90.0, -90.0]], requires_grad=True)
+    score = torch.tensor([200.0], requires_grad=True)
+
+    cross_entropy(logits, torch.tensor([0]), focal_gamma=0.5).backward()
+    pairwise_loss(score, torch.zeros(1), focal_gamma=0.5).backward()
+
+    assert logits.grad is not None
+    assert score.grad is not None
+    assert logits.grad.tolist() == [[0.0, 0.0]]
+    assert score.grad.tolist() == [0.0]
+
+
 def test_focal_loss_by_hand() -> None:
     logits = torch.tensor([[0.0, math.log(3)]])  # p = 1/4, 3/4
     weights = torch.tensor([2.0, 1.0])

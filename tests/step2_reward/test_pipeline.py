@@ -77,11 +77,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "steps": ("steps", {}),
     "lists, fp16": ("rankings", {"precision": "fp16"}),
 }
-SOME = ("pairs", "thresholds, bf16", "classes, adapters")
+TIERS: dict[str, Any] = {
+    "pairs": (),
+    "thresholds, bf16": pytest.mark.jobs,
+    "classes, adapters": pytest.mark.jobs,
+}
+"""Where a case runs; the others are the grid."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
+    "case", [pytest.param(name, marks=TIERS.get(name, pytest.mark.grid)) for name in CASES]
 )
 def test_two_stages_end_as_one_process(case: str, tmp_path: Path) -> None:
     kind, model = CASES[case]

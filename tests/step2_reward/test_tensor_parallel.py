@@ -29,6 +29,7 @@ def run(config: RewardConfig) -> None:
         train(config)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n == "pairs" else pytest.mark.grid) for n in CASES]
 )

@@ -207,6 +207,7 @@ def figures_of(config: RewardConfig) -> list[float]:
     ]
 
 
+@pytest.mark.jobs
 def test_two_processes_train_and_measure_as_one_does(tmp_path: Path) -> None:
     """Five pairs a step, and step 1's model answers five prompts: never equally many for both."""
     config = small_task(tmp_path, batch_size=5, normalization_prompts=5)

@@ -44,6 +44,7 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.jobs
 def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
     toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,6 +73,7 @@ def test_an_actor_that_only_got_worse_is_not_exported_and_it_says_so(
     assert max(objectives) == objectives[0]
 
 
+@pytest.mark.jobs
 def test_a_run_that_goes_on_insists_on_the_model_that_it_began_from(
     toy: Path, tmp_path: Path
 ) -> None:

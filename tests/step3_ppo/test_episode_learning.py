@@ -144,6 +144,7 @@ def _train(config: PPOConfig) -> None:
     train(config)
 
 
+@pytest.mark.jobs
 def test_a_run_that_was_cut_ends_in_the_same_weights_and_its_samples_show_the_dialogue(
     toy: Path, tmp_path: Path
 ) -> None:

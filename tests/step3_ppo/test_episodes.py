@@ -244,6 +244,7 @@ def share(directory: str) -> list[tuple[list[int], float | None]]:
     return [(each.sequence.input_ids, each.verdict.outcome.value) for each in found]
 
 
+@pytest.mark.jobs
 def test_two_processes_play_what_one_plays(toy: Path) -> None:
     game_config(toy, "Counting")  # writes the files that both read
     expected = share(str(toy))

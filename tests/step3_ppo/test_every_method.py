@@ -92,6 +92,7 @@ def test_a_method_ends_in_the_same_weights_at_every_stage(
     assert all(same(tmp_path / str(stage), tmp_path / "0") for stage in range(4))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("method", CASES)
 def test_a_method_that_was_cut_off_ends_as_the_whole_run(
     method: str, toy: Path, tmp_path: Path
@@ -110,6 +111,7 @@ def test_a_method_that_was_cut_off_ends_as_the_whole_run(
     assert same(again, whole)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("method", CASES)
 def test_a_method_learns_the_same_on_one_and_two_processes(
     method: str, toy: Path, tmp_path: Path

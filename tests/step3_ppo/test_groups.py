@@ -34,6 +34,7 @@ def metrics_of(out: Path) -> list[dict[str, float]]:
     return [line for line in lines if "policy_loss" in line]
 
 
+@pytest.mark.jobs
 def test_without_a_critic_none_is_loaded_trained_or_written(toy: Path, tmp_path: Path) -> None:
     # Responses without an end would all count -1.
     config = grouped(toy, tmp_path, missing_eos_score=None)

@@ -47,6 +47,7 @@ def logits_of_all(path: str) -> list[tuple[str, Tensor, Tensor]]:
     return compared
 
 
+@pytest.mark.jobs
 def test_the_replica_says_what_the_trained_model_says_at_every_stage_and_division(
     llama: str,
 ) -> None:
@@ -119,6 +120,7 @@ def sync_often(path: str, changes: dict[str, Any]) -> tuple[bool, int]:
     return all(torch.equal(weights[name], old) for name, old in frozen.items()), after - before
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "changes",
     [
@@ -147,9 +149,19 @@ def train_with_syncs(path: str, changes: dict[str, Any], syncs: list[bool]) -> d
     return actor.weights()
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "LoRA"])
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "tp_size", "lora"),
+    [
+        pytest.param(0, 1, None, id="all weights"),
+        pytest.param(3, 2, LORA, id="LoRA, stage 3, divided"),
+        pytest.param(0, 1, LORA, id="LoRA", marks=pytest.mark.jobs),
+        pytest.param(0, 2, None, id="divided", marks=pytest.mark.jobs),
+        pytest.param(0, 2, LORA, id="LoRA, divided", marks=pytest.mark.jobs),
+        pytest.param(3, 1, None, id="stage 3", marks=pytest.mark.jobs),
+        pytest.param(3, 1, LORA, id="LoRA, stage 3", marks=pytest.mark.jobs),
+        pytest.param(3, 2, None, id="stage 3, divided", marks=pytest.mark.jobs),
+    ],
+)
 def test_training_with_weight_syncs_is_training_without(
     llama: str, stage: int, tp_size: int, lora: LoraConfig | None
 ) -> None:

@@ -230,6 +230,15 @@ def test_k3_is_never_negative_and_0_only_where_the_policies_agree() -> None:
     assert k3(torch.tensor([math.log(2)])).item() == pytest.approx(0.5 - 1 + math.log(2))
 
 
+def test_k3_has_its_gradient_however_unlikely_the_reference_finds_a_token() -> None:
+    log_ratio = torch.tensor([1.0, 19.0, 25.0, 90.0], requires_grad=True)
+
+    k3(log_ratio).sum().backward()
+
+    assert log_ratio.grad is not None
+    torch.testing.assert_close(log_ratio.grad, 1 - (-log_ratio.detach()).exp())
+
+
 def test_the_expectation_of_k3_and_of_k1_is_the_kl_divergence() -> None:
     policy = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=F64)
     reference = torch.tensor([0.25, 0.25, 0.4, 0.1], dtype=F64)

@@ -100,13 +100,13 @@ def compared(
 
 ITERATIONS = [
     # Each way of checkpointing with and without reuse; the others are the grid.
-    pytest.param(*way, checkpointing, marks=() if once == checkpointing else pytest.mark.grid)
-    for once, way in (
-        (False, (None, False, 8)),
-        (True, (None, True, 8)),
-        (False, (None, True, 4)),
-        (True, (8000, False, 8)),
-        (False, (8000, True, 8)),
+    pytest.param(*way, checkpointing, marks=marks if once == checkpointing else pytest.mark.grid)
+    for once, marks, way in (
+        (False, (), (None, False, 8)),
+        (True, (), (None, True, 8)),
+        (False, pytest.mark.jobs, (None, True, 4)),
+        (True, pytest.mark.jobs, (8000, False, 8)),
+        (False, pytest.mark.jobs, (8000, True, 8)),
     )
     for checkpointing in (False, True)
 ]

@@ -77,6 +77,23 @@ def test_cispo_bounds_what_a_token_weighs_and_keeps_its_gradient() -> None:
     assert losses[3] == pytest.approx(2 * -2.0)
 
 
+def test_what_counts_as_clipped_is_what_the_loss_clips() -> None:
+    ratio = torch.tensor([1.2, 1.4, 0.7, 1.4, 0.7, 0.7, 4.0])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 0.0, -1.0])
+    dual = TrustRegion(clip=0.2, clip_high=0.3, dual_clip=3.0)
+
+    counted = {name: LOSSES[name].is_clipped(ratio, advantages, dual).int() for name in LOSSES}
+
+    assert counted["clip"].tolist() == counted["gspo"].tolist() == [0, 1, 0, 0, 1, 0, 1]
+    assert counted["cispo"].tolist() == [0, 1, 0, 1, 0, 0, 1]  # whatever the advantage
+    assert counted["none"].tolist() == [0] * 7
+    leaf = ratio.clone().requires_grad_()
+    LOSSES["clip"].losses(leaf, leaf.log(), advantages, dual).sum().backward()
+    assert leaf.grad is not None
+    still = (leaf.grad == 0) & (advantages != 0)
+    assert torch.equal(still.int(), counted["clip"])
+
+
 def test_correction_weights_by_hand() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
     ratios = torch.tensor([[4.0, 1.0, 0.4], [0.5, 9.0, 9.0]])

@@ -100,6 +100,7 @@ def test_no_bit_of_weights_and_metrics_changes(toy: Path, case: str) -> None:
     assert again["passes"] == reused["passes"] == expected
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("processes", "stage"), [(2, 0), (2, 3), (3, 3)])
 def test_nor_on_several_processes(toy: Path, processes: int, stage: int) -> None:
     changes = {"zero_stage": stage, "micro_batch_size": 4}

@@ -122,6 +122,7 @@ def test_the_plan_names_a_member_that_is_not_there_or_is_damaged(
         checked(damaged)
 
 
+@pytest.mark.jobs
 def test_a_run_is_rewarded_by_the_pool_also_after_a_resume(directory: Path, tmp_path: Path) -> None:
     config = pool_config(
         directory, of={"pool": "min"}, max_steps=2, save_every=1, max_prompt_length=40

@@ -115,6 +115,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "score" in line]
 
 
+@pytest.mark.jobs
 def test_a_step_with_a_function_alone_loads_no_reward_model_and_logs_what_it_gave(
     toy: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ WRONG: Sequence[tuple[str, str]] = (
 """What a function does, and the sentence that ends the run before any training."""
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("name", "sentence"), WRONG)
 def test_a_function_that_gives_no_rewards_ends_the_run_in_a_sentence(
     toy: Path, file: Path, tmp_path: Path, name: str, sentence: str
@@ -240,6 +242,7 @@ def test_a_function_that_gives_no_rewards_ends_the_run_in_a_sentence(
     assert not (tmp_path / "out" / "result.json").exists()
 
 
+@pytest.mark.jobs
 def test_a_reward_that_breaks_on_the_way_loses_nothing(
     toy: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -258,6 +261,7 @@ def test_a_reward_that_breaks_on_the_way_loses_nothing(
     assert [line["step"] for line in metrics(out)] == [1, 2, 3]
 
 
+@pytest.mark.jobs
 def test_another_file_of_the_function_is_refused_on_resume(
     toy: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -287,6 +291,7 @@ def share(directory: str, path: str) -> tuple[list[float], dict[str, float]]:
     return found.reward.tolist(), means
 
 
+@pytest.mark.jobs
 def test_two_processes_normalize_and_measure_as_one(toy: Path, file: Path) -> None:
     reward, figures = share(str(toy), str(file))
 

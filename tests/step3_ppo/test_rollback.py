@@ -67,6 +67,7 @@ def events(config: PPOConfig, signal: str) -> list[dict[str, Any]]:
     return [each for each in found if each["signal"] == signal]
 
 
+@pytest.mark.jobs
 def test_a_reward_for_length_is_caught_and_gold_is_no_lower_in_the_end(
     toy: Path, tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def _train(config: PPOConfig) -> None:
     train(config)
 
 
+@pytest.mark.jobs
 def test_two_processes_go_back_alike(toy: Path, tmp_path: Path) -> None:
     always = GuardConfig(signal="repetition", limit=-1.0, window=2, action="rollback")
     config = exploiting(toy, tmp_path, guards=(always,), rollout_size=16, batch_size=16)
@@ -104,6 +106,7 @@ def test_two_processes_go_back_alike(toy: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.jobs
 def test_where_no_healthy_state_can_be_read_the_run_ends_as_one_that_diverged(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

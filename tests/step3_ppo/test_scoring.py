@@ -140,6 +140,7 @@ def without_moments(directory: Path, **changes: Any) -> PPOConfig:
     return replace(config, data=replace(config.data, max_eval_rows=4))
 
 
+@pytest.mark.jobs
 def test_a_reward_model_without_moments_gets_those_of_the_first_rollout_also_after_a_resume(
     tmp_path: Path,
 ) -> None:

@@ -67,6 +67,7 @@ def logged(out: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "case",
     [pytest.param(n, marks=() if n == "generating together" else pytest.mark.grid) for n in CASES],

@@ -239,6 +239,7 @@ def test_ptx_adds_its_share_of_a_language_models_gradient(toy: Path, tmp_path: P
     assert torch.equal(gradient(mixed.critic), gradient(plain.critic))
 
 
+@pytest.mark.jobs
 def test_a_text_longer_than_the_actors_context_loses_its_end(toy: Path, tmp_path: Path) -> None:
     """The actor reads 64 tokens, and `data.max_length` is 512."""
     text = tmp_path / "text.jsonl"
@@ -323,6 +324,7 @@ def iteration(directory: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.jobs
 def test_an_iteration_on_two_processes_is_the_one_on_a_single_process(toy: Path) -> None:
     alone = iteration(str(toy))
 

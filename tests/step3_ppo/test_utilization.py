@@ -59,6 +59,7 @@ def test_both_passes_count_once_for_each_update_but_for_a_forward_pass_made_befo
     assert got["mfu_training"] == pytest.approx((2 * (actor + critic) - done) / 5e5, rel=1e-12)
 
 
+@pytest.mark.jobs
 def test_a_run_logs_the_share_of_a_peak_that_is_set(toy: Path) -> None:
     config = toy_config(toy, max_steps=2, max_prompt_length=40, peak_tflops=1e-6)
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from evaluation.verification import TRIES, conclude
 from pipeline.data.embedded import held_out_questions
 from pipeline.data.embedded_talk import TALK
@@ -22,6 +24,7 @@ def held_out(toy: Path, texts: list[str]) -> HeldOut:
     return HeldOut(models, prompts, config)
 
 
+@pytest.mark.jobs
 def test_on_the_embedded_task_the_run_is_judged_beside_trivial_policies_and_by_hand(
     toy: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def hashes(path: str, tp_size: int, stage: int, lora: LoraConfig | None) -> list
     return seen
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "LoRA"])
 def test_the_hash_is_that_of_the_weights_now_however_they_are_divided(
     lora: LoraConfig | None, tmp_path: Path

@@ -150,6 +150,7 @@ def test_a_run_goes_back_with_half_the_rate_and_ends_as_it_began(
     assert result["guards"] == [each for each in acted if "to" in each]
 
 
+@pytest.mark.jobs
 def test_a_healthy_run_is_the_same_with_guards_that_act(toy: Path, tmp_path: Path) -> None:
     kl = GuardConfig(signal="kl", limit=1e9, window=1, action="rollback")
     for name, given in (("watched", (kl,)), ("plain", ())):

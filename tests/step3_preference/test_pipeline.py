@@ -61,6 +61,7 @@ def ended(out: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n in SOME else pytest.mark.grid) for n in CASES]
 )

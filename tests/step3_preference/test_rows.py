@@ -13,6 +13,7 @@ from pipeline.errors import DataError
 from pipeline.models.chat import load_chat
 from step3_preference.config import PreferenceConfig
 from step3_preference.mismatched import mismatched
+from step3_preference.objective import kto_weights
 from step3_preference.rows import Row, collate_rows, fit
 from step3_preference.store import RowStore
 from tests.step3_preference.toy import toy_config
@@ -93,7 +94,7 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(
         data = store.sift(StageData([PAIR, equal, long, unlearned], [PAIR], []), chat)
 
     assert data.train == [PAIR]
-    assert len(store) == 1
+    assert (len(store), store.num_good) == (1, 1)
     (row,) = store.rows([0])
     assert row == fit(PAIR, chat, config)[0]
     assert rejected > chosen
@@ -118,6 +119,20 @@ def test_kto_needs_both_kinds_of_responses(toy: Path) -> None:
 
     with pytest.raises(DataError, match="none of the 1 training responses is bad: kto learns"):
         RowStore(config).sift(StageData([good], [good], []), chat)
+
+
+def test_kto_balances_its_kinds_over_all_training_rows(toy: Path) -> None:
+    chat, config = opened(toy, 64, method="kto", weight_chosen="auto", weight_rejected="auto")
+    good = [Example((USER,), (Message("assistant", text),)) for text in ("a", "b", "c")]
+    bad = Example((USER,), (), (SURE,))
+    store = RowStore(config)
+
+    store.sift(StageData([*good, bad], [good[0], bad], []), chat)
+
+    assert (store.num_good, len(store)) == (3, 4)
+    assert kto_weights(3, 1, config) == (1.0, 3.0)
+    assert kto_weights(1, 4, config) == (4.0, 1.0)
+    assert kto_weights(1, 4, opened(toy, 64, method="kto")[1]) == (1.0, 1.0)
 
 
 def side(prompt: list[int], response: list[int]) -> Encoded:

@@ -25,6 +25,7 @@ def run(config: PreferenceConfig) -> None:
         train(config)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n == "dpo" else pytest.mark.grid) for n in CASES]
 )

@@ -104,6 +104,7 @@ def test_the_first_loss_is_that_of_the_formula_however_the_reference_is_had(
     assert (tmp_path / "reference.safetensors").exists() == has_table
 
 
+@pytest.mark.jobs
 def test_with_adapters_a_table_and_the_adapter_switched_off_give_the_same_run(
     toy: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_one_and_two_processes_learn_the_same_to_the_bit(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_the_cut_into_micro_batches_changes_rounding_alone(
     method: str, toy: Path, tmp_path: Path
@@ -192,6 +194,7 @@ def test_kto_learns_from_responses_with_a_label(toy: Path, tmp_path: Path) -> No
     assert result["accuracy_before"] == 0.5
 
 
+@pytest.mark.jobs
 def test_the_reference_is_read_again_and_computed_anew_for_other_rows(
     toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -132,6 +132,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstAnswer]:
     started.close()
 
 
+@pytest.mark.jobs
 def test_log_lines_wait_for_the_end_of_the_answer(first: FirstAnswer) -> None:
     said = "PyTorch does the work of the kernel"
 
@@ -156,6 +157,7 @@ def test_lines_pasted_where_readline_knows_no_bracketed_paste_are_one_message(
     assert said[0][1] == "first line\nsecond line\n/third line goes on"
 
 
+@pytest.mark.jobs
 def test_pasted_lines_are_one_message(chat: Chat, tmp_path: Path) -> None:
     chat.begin_anew(length=3)
     chat.type("\x1b[200~first line\nsecond line\n/third line\x1b[201~")

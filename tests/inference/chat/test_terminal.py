@@ -127,6 +127,7 @@ def test_help_names_every_command(enter: Type, conversation: Conversation) -> No
     assert all(command in text for command in Terminal(conversation)._commands)
 
 
+@pytest.mark.jobs
 def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
     done = subprocess.run(
         [sys.executable, "chat.py", "--path", "embedded", "--max-new-tokens", "3", "--seed", "1"],
@@ -142,6 +143,7 @@ def test_piped_lines_are_answered_and_the_command_succeeds() -> None:
     assert "You:" not in done.stdout
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

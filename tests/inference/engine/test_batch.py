@@ -273,6 +273,7 @@ def test_slots_change_hands_while_a_long_prompt_is_read(llama: PreTrainedModel) 
     assert last.response.ids == after
 
 
+@pytest.mark.jobs
 def test_requests_come_from_other_threads(llama: PreTrainedModel) -> None:
     requests = [asked(number) for number in range(24)]
     expected = [alone(llama, request).ids for request in requests]

@@ -121,6 +121,7 @@ def recomputed(model: PreTrainedModel, responses: list[Response]) -> torch.Tenso
         return Policy(model)(batch).logprobs
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", WHOLE_VECTORS)
 def test_what_is_sampled_has_the_log_probabilities_of_training_to_the_bit(

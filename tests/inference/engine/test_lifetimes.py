@@ -24,6 +24,7 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.jobs
 @pytest.mark.usefixtures("uncollected")
 def test_keys_and_values_go_with_the_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -115,6 +115,7 @@ def test_a_prompt_that_is_read_in_chunks_gives_the_same_bits(
     assert [each.response for each in tickets] == [read_anew(model, each) for each in requests]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("seed", range(2))
 def test_dialogues_that_come_and_go_have_the_responses_that_each_has_alone(
     model: PreTrainedModel, seed: int

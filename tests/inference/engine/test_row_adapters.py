@@ -58,6 +58,7 @@ def outputs(tickets: Sequence[Ticket]) -> list[tuple[list[int], list[float]]]:
     return [(each.response.ids, each.response.logprobs) for each in tickets]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.grid)])
 def test_rows_of_all_adapters_have_the_bits_that_each_has_alone(
     directories: list[Path], precision: Precision

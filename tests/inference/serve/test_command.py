@@ -160,6 +160,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.jobs
 def test_a_process_answers_until_it_is_stopped_and_lets_what_runs_end() -> None:
     command = "inference.serve --path tiny=embedded --port 0 --slots 2"
     with subprocess.Popen(
@@ -195,6 +196,7 @@ def receive_after(first: bytes, connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.jobs
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare, of util-linux")
 def test_nothing_goes_out(tmp_path: Path) -> None:
     """In a network namespace with a loopback alone the server answers as elsewhere."""

@@ -137,6 +137,7 @@ def test_a_guided_stream_joins_to_the_plain_response(server: Running, count: int
         assert "".join(each["delta"].get("content") or "" for each in own) == text
 
 
+@pytest.mark.jobs
 def test_guided_and_free_responses_are_those_that_each_has_alone(server: Running) -> None:
     forms: list[dict[str, Any]] = [
         {},

@@ -90,6 +90,7 @@ def ask(page: Any, text: str) -> None:
     page.get_by_role("button", name="Send").wait_for()
 
 
+@pytest.mark.jobs
 @in_browser
 def test_a_dialogue_streams_is_kept_over_a_reload_and_its_response_is_rated(
     page: Any, served: Running
@@ -310,6 +311,7 @@ def test_the_last_of_two_views_chosen_at_once_is_shown_alone(page: Any) -> None:
     assert page.title() == "Compare"
 
 
+@pytest.mark.jobs
 @in_browser
 def test_a_run_is_drawn_as_it_grows(page: Any, served: Running) -> None:
     page.get_by_role("link", name="Watch").click()

@@ -74,6 +74,7 @@ def ask_all(size: int) -> dict[str, tuple[Tensor, list[list[int]], int]]:
     return said
 
 
+@pytest.mark.jobs
 @torch.no_grad()
 def test_two_processes_together_say_what_one_says() -> None:
     answers = run_ranks(ask_all, 2)

@@ -80,6 +80,7 @@ def test_what_was_measured_counts_though_the_end_failed(tmp_path: Path) -> None:
     assert (trial.outcome, trial.tokens_per_second) == ("measured", (7.0, 7.0, 7.0))
 
 
+@pytest.mark.jobs
 def test_a_trial_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
     trial = try_out(
         tmp_path,
@@ -97,6 +98,7 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> N
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
 
 
+@pytest.mark.jobs
 def test_processes_are_ended_that_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     trial = try_out(
         tmp_path,

@@ -75,6 +75,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
 
 
+@pytest.mark.jobs
 def test_tune_finds_the_best_writes_it_and_stops(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_tune_finds_the_best_writes_it_and_stops(
     assert left == {"trials.jsonl", "best.yaml", "logs"}
 
 
+@pytest.mark.jobs
 def test_the_best_settings_run_by_themselves(bench: Bench) -> None:
     bench.tune("--autotune-strategy", "grid", "--seed", "7", "--max-length", "32", "--plan", "off")
 
@@ -105,6 +107,7 @@ def test_the_best_settings_run_by_themselves(bench: Bench) -> None:
     assert (bench.out / "step1_sft" / "result.json").is_file()
 
 
+@pytest.mark.jobs
 def test_run_goes_on_with_the_best(bench: Bench) -> None:
     bench.train("--step", "1", "--autotune", "run", "--autotune-strategy", "grid", *KEPT)
 
@@ -114,6 +117,7 @@ def test_run_goes_on_with_the_best(bench: Bench) -> None:
     assert (bench.out / "summary.json").is_file()
 
 
+@pytest.mark.jobs
 def test_a_trial_that_fails_in_any_way_is_a_point(bench: Bench) -> None:
     failing = {"1 kept": "killed", "8 kept": "out of memory"}
     bench.measures({**TABLE, **failing})
@@ -126,6 +130,7 @@ def test_a_trial_that_fails_in_any_way_is_a_point(bench: Bench) -> None:
     assert best["sft"]["micro_batch_size"] == 4
 
 
+@pytest.mark.jobs
 def test_a_tuning_that_was_interrupted_goes_on(bench: Bench) -> None:
     bench.measures({**TABLE, "2 kept": "interrupted"})
     with pytest.raises(KeyboardInterrupt, match="keeps 2 trials, and the same command goes on"):
@@ -139,6 +144,7 @@ def test_a_tuning_that_was_interrupted_goes_on(bench: Bench) -> None:
     assert len(bench.outcomes) == 4
 
 
+@pytest.mark.jobs
 def test_trials_of_other_settings_are_made_anew(bench: Bench) -> None:
     bench.tune("--autotune-trials", "2")
     bench.tune("--autotune-trials", "2", "--sft.batch_size", "32")
@@ -178,6 +184,7 @@ def test_where_there_is_one_candidate_nothing_is_tried(
     assert best["sft"]["model"]["gradient_checkpointing"] is True
 
 
+@pytest.mark.jobs
 def test_steps_that_are_finished_keep_what_was_found_for_them(bench: Bench) -> None:
     words = ("--autotune-strategy", "grid", "--reward.micro_batch_size", "4", *KEPT)
     bench.train("--step", "1", "--autotune", "run", *words)
@@ -204,6 +211,7 @@ def test_where_nothing_can_be_measured_it_says_so(
     assert not (bench.out / "autotune" / "best.yaml").exists()
 
 
+@pytest.mark.jobs
 def test_steps_that_start_from_others_get_models_to_be_tried_with(bench: Bench) -> None:
     model = ("--reward.micro_batch_size", "4")
     bench.train("--step", "1", "2", "--autotune", "tune", *SPACE, "--autotune-trials", "1", *model)
@@ -271,6 +279,7 @@ def test_points_of_a_tuning_are_read_with_their_key(bench: Bench) -> None:
     assert point.seconds > 0
 
 
+@pytest.mark.jobs
 def test_no_process_is_left_when_the_scheduler_stops_a_trial(bench: Bench) -> None:
     bench.measures(dict.fromkeys(TABLE, "hang"))
     program = (

@@ -145,6 +145,7 @@ PASSES = [
 ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("family", "dtype", "checkpoint_every"), PASSES)
 def test_a_real_pass_takes_what_was_counted(
     family: str, dtype: torch.dtype, checkpoint_every: int | None

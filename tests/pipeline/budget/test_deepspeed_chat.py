@@ -57,6 +57,7 @@ def fits(size: str, machine: Machine, *, offloads_weights: bool = False) -> bool
     return shortage(memory, machine) is None
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("machine", TABLE)
 def test_the_same_sizes_fit_where_weights_stay_on_gpus(machine: str) -> None:
     found = tuple(size for size in SIZES if fits(size, parse_machine(machine)))

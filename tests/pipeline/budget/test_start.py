@@ -31,6 +31,7 @@ def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; this step takes at most " in said
 
 
+@pytest.mark.jobs
 def test_it_refuses_in_its_own_words() -> None:
     with pytest.raises(ConfigError, match=r"^this step takes \d+\.\d GiB on each machine to"):
         check_memory(HUGE, section="sft")

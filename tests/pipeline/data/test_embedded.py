@@ -93,6 +93,7 @@ def test_no_near_miss_is_the_right_answer() -> None:
     assert all(fact.near_misses and fact.answer not in fact.near_misses for fact in facts())
 
 
+@pytest.mark.jobs
 def test_no_two_steps_share_a_training_prompt_whatever_their_seeds() -> None:
     prompts = {
         (step, seed): {question(row) for row in stage_examples(step=step, seed=seed)[0]}

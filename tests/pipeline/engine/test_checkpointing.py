@@ -38,6 +38,7 @@ def compiled(stage: int) -> tuple[str, str]:
     return digest(plain.weights), digest(got.weights)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("stage", [0, 3])
 def test_compiled_blocks_change_no_bit(stage: int) -> None:
     (plain, got), _ = run_ranks(compiled, stage)

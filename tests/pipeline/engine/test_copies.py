@@ -51,6 +51,7 @@ SOME = [("fp32", 0, True), ("bf16", 1, False), ("bf16", 3, True), ("fp32", 3, Fa
 ALL = list(product(("fp32", "bf16", "fp16"), range(4), (True, False)))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "cases", [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.grid)]
 )
@@ -121,6 +122,7 @@ def go_on_in_copies(root: str, copies: int, stage: int, places: list[str]) -> li
     return ended
 
 
+@pytest.mark.jobs
 def test_a_state_of_any_copies_goes_on_in_any_other_to_the_bit(tmp_path: Path) -> None:
     straight = test_state.engine_at(0)
     norms = test_state.train(straight, range(4))[2:]

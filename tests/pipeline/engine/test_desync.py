@@ -133,6 +133,7 @@ def late() -> tuple[str, float]:
     return said_by_first_pass(engine)
 
 
+@pytest.mark.jobs
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     (sentence, seconds), _ = run_ranks(late)
 

@@ -217,6 +217,7 @@ def save_with_damage(directory: str, damage: Callable[[Path], None], name: str) 
     return found
 
 
+@pytest.mark.jobs
 def test_frozen_weights_that_were_damaged_between_saves_are_written_again(tmp_path: Path) -> None:
     for world in (1, 2):
         for damage in (lose, lose_the_manifest, cut_off, overwrite):

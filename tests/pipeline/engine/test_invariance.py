@@ -45,8 +45,12 @@ def shared_out(dtype: str, stage: int, family: str) -> tuple[str, list[float]]:
 
 REDUCED = [
     # Each family and each dtype once; the others are the grid.
-    pytest.param(family, dtype, marks=() if once else pytest.mark.grid)
-    for dtype, once_with in (("fp32", "gpt2"), ("bf16", "llama"), ("fp16", "llama"))
+    pytest.param(family, dtype, marks=marks if once else pytest.mark.grid)
+    for dtype, once_with, marks in (
+        ("fp32", "gpt2", ()),
+        ("bf16", "llama", ()),
+        ("fp16", "llama", pytest.mark.jobs),
+    )
     for family in ("llama", "gpt2")
     for once in (family == once_with,)
 ]
@@ -125,6 +129,7 @@ AT_STAGE_3: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("world", "dtype"),
     [
@@ -245,6 +250,7 @@ def adapters(stage: int) -> tuple[str, str, int]:
     return digest(weights), before, moments
 
 
+@pytest.mark.jobs
 def test_adapters_agree_at_every_stage_and_the_base_has_no_state_and_never_changes() -> None:
     ended = {stage: run_ranks(adapters, stage) for stage in range(4)}
 

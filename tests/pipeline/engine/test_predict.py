@@ -110,6 +110,7 @@ def wrong_predictions() -> list[str]:
     return wrong
 
 
+@pytest.mark.jobs
 def test_two_processes_hold_what_was_predicted() -> None:
     assert run_ranks(wrong_predictions, world_size=WORLD) == [[], []]
 

@@ -32,6 +32,7 @@ def run(session: onnxruntime.InferenceSession, rows: list[list[int]]) -> list[to
     return [torch.from_numpy(each) for each in session.run(None, inputs)]
 
 
+@pytest.mark.jobs
 def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Path) -> None:
     model = save_embedded(tmp_path / "model").eval()
 
@@ -48,6 +49,7 @@ def test_an_actor_has_the_logits_of_transformers_in_a_padded_batch(tmp_path: Pat
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
 
 
+@pytest.mark.jobs
 def test_a_reward_model_is_read_at_the_last_token_though_pad_ends_a_text(
     tmp_path: Path,
 ) -> None:

@@ -96,6 +96,7 @@ def oldest_and_newest(known: list[int]) -> Iterator[int]:
     yield known[-1]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("name", "defines"), FEW, ids=[name for name, _ in FEW])
 def test_a_kernel_compiles_for_old_and_new_gpus_without_spills(
     name: str, defines: Macros, compiler: Compiler, tmp_path: Path

@@ -23,6 +23,7 @@ from tests.pipeline.engine.test_kernels import STEPS, trained
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("family", "temperature"), [("llama", 0.0), ("llama", 1.0), ("mistral", 0.0)]
 )

@@ -104,6 +104,7 @@ def when_exists(file: Path, action: Callable[[], None]) -> Callable[[], None]:
     return wait
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_torchrun_passes_a_schedulers_signal_on_and_waits(
     tmp_path: Path, number: signal.Signals

@@ -121,6 +121,7 @@ def test_the_others_go_on_while_enough_are_left() -> None:
     assert errors.splitlines()[-1] == "worker-1 ended first, with exit code 3; 1 of 2 go on"
 
 
+@pytest.mark.jobs
 def test_without_the_first_one_nothing_goes_on() -> None:
     code, _, errors = run(FAILS, WAITS, fewest=1)
 

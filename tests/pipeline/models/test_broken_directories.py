@@ -352,6 +352,7 @@ def test_looking_at_a_directory_imports_nothing_heavy_and_reads_no_weights(tmp_p
     assert loaded == ""
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("command", "spoil", "part"),
     [

@@ -104,6 +104,7 @@ def larger_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+@pytest.mark.jobs
 def test_models_read_in_pieces_are_those_loaded_whole(tmp_path: Path) -> None:
     cases: list[tuple[TrainedModelConfig, str, PreTrainedTokenizerBase]] = []
     for family in FAMILIES:
@@ -192,6 +193,7 @@ def memory_to_build(path: str) -> tuple[int, int]:
     return most, sum(param.numel() * param.element_size() for param in model.parameters())
 
 
+@pytest.mark.jobs
 def test_none_of_four_processes_holds_the_whole_model_while_it_is_built(tmp_path: Path) -> None:
     large_model(tmp_path)
 
@@ -299,6 +301,7 @@ for path in ("someone/single", "someone/sharded"):
 """
 
 
+@pytest.mark.jobs
 def test_models_of_the_hub_are_read_where_they_were_downloaded(tmp_path: Path) -> None:
     for name, max_shard_size in (("single", "5GB"), ("sharded", "20KB")):
         repository = tmp_path / "hub" / f"models--someone--{name}"

@@ -199,6 +199,7 @@ def export_trained(paths: dict[str, str], out: str, stage: int) -> None:
         export(model, build_tokenizer(), Path(out) / name, weights=engine)
 
 
+@pytest.mark.jobs
 def test_a_sharded_export_is_to_the_byte_that_of_one_process(tmp_path: Path) -> None:
     size = len(build_tokenizer())
     lm = tiny_causal_lm("llama", vocab_size=size, tie_word_embeddings=True)

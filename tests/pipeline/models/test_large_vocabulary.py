@@ -134,6 +134,7 @@ def trained(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_stage_ends_in_the_same_bits(dtype: str, uniform: bool) -> None:

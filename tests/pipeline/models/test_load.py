@@ -126,6 +126,16 @@ def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence(tmp_p
     assert loaded.pad_token_id == loaded.eos_token_id
 
 
+def test_a_classifier_is_refused_where_a_language_model_is_needed(tmp_path: Path) -> None:
+    """The embeddings are tied, so that every weight of a language model is there."""
+    lm = tiny_causal_lm("llama", tie_word_embeddings=True)
+    config = FrozenModelConfig(path=saved(lm, tmp_path / "base"))
+    classifier = saved(load_classifier(config, device=CPU), tmp_path / "reward")
+
+    with pytest.raises(ModelError, match=r"reward is a classifier, .* can't generate text; give a"):
+        load_causal_lm(FrozenModelConfig(path=classifier), device=CPU)
+
+
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"{tmp_path} holds no model: it has no config.json"):
         load_causal_lm(FrozenModelConfig(path=str(tmp_path)), device=CPU)

@@ -64,6 +64,7 @@ SENTENCE = (
 )
 
 
+@pytest.mark.jobs
 def test_a_step_says_at_its_start_which_format_is_slow_and_what_to_set_instead() -> None:
     assert printed(CXX="no-such-compiler") == [
         "[False, False, True, True]",
@@ -75,6 +76,7 @@ def test_a_step_says_at_its_start_which_format_is_slow_and_what_to_set_instead()
     ]
 
 
+@pytest.mark.jobs
 def test_bf16_is_slow_only_where_no_kernel_multiplies_it() -> None:
     if not isinstance(library(), Built):
         pytest.skip("the kernel can't be built here")

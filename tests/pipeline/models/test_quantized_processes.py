@@ -40,6 +40,7 @@ def ends(path: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.grid)])
 def test_two_processes_have_at_every_stage_what_one_has_at_stage_0(
     family: str, tmp_path: Path

@@ -235,6 +235,7 @@ def ends(path: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.jobs
 def test_two_processes_have_at_every_stage_what_one_has_at_stage_0(tmp_path: Path) -> None:
     path = base("llama", tmp_path)
     alone = ends(path)
@@ -308,6 +309,7 @@ def held_and_predicted(path: str) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.jobs
 def test_processes_hold_the_bytes_that_the_plan_counts(tmp_path: Path) -> None:
     path = base("llama", tmp_path)
 

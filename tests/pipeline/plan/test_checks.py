@@ -163,6 +163,7 @@ def test_a_tracker_that_is_not_installed_is_said_once_and_without_pytorch(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_all_that_is_wrong_is_said_together_a_line_for_each(
     tmp_path: Path, model: Path, pairs: Path
 ) -> None:
@@ -208,6 +209,26 @@ def test_a_model_directory_is_looked_at_wherever_it_is_used(
     assert "pointer" in said[0]
     assert "cut/model.safetensors" in said[1]
     assert f"{broken['mute']} holds no tokenizer" in said[2]
+
+
+def test_a_reward_model_is_taken_as_the_critic_and_refused_as_the_actor(
+    tmp_path: Path, model: Path, pairs: Path
+) -> None:
+    reward = tmp_path / "reward"
+    shutil.copytree(model, reward)
+    settings = json.loads((model / "config.json").read_text())
+    settings["architectures"] = ["LlamaForSequenceClassification"]
+    (reward / "config.json").write_text(json.dumps(settings))
+    argv = ("--step", "3", "--data-path", str(pairs), "--data-split", "0,0,1")
+    short = ("--ppo.max_new_tokens", "9", "--ppo.max_prompt_length", "64")
+    models = ("--ppo.critic.path", str(reward), "--ppo.reward.path", str(reward))
+
+    seen = previews(tmp_path / "out", *argv, *short, *models, "--ppo.actor.path", str(model))
+    said = complaints(tmp_path / "out", *argv, *short, *models, "--ppo.actor.path", str(reward))
+
+    assert list(seen) == ["step3_ppo"]
+    assert len(said) == 1
+    assert said[0].startswith(f"{reward} is a classifier, as reward models and critics are")
 
 
 def test_a_reward_model_to_train_with_another_tokenizer_is_refused_before_step_1(

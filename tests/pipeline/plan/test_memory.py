@@ -54,6 +54,7 @@ def test_what_cant_fit_is_refused_with_the_cheapest_change_that_does(tmp_path: P
     insist_on_memory(plan(tmp_path, f"{words} {change}"))
 
 
+@pytest.mark.jobs
 def test_a_start_that_cant_fit_ends_before_it_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_dry_run_shows_each_phase(tmp_path: Path) -> None:
     assert "refused" not in said
 
 
+@pytest.mark.jobs
 def test_auto_takes_the_fastest_rung_with_room(tmp_path: Path) -> None:
     def chosen(machine: str) -> tuple[TrainedModelConfig, int]:
         words = f"--step 1 --actor-model facebook/opt-1.3b --plan auto --plan-for {machine}"
@@ -108,6 +110,7 @@ def test_auto_takes_the_fastest_rung_with_room(tmp_path: Path) -> None:
     assert (many.zero_stage, many.zero.offload.optimizer) == (2, "none")
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("words", ["", "--step 1 --actor-model facebook/opt-1.3b"])
 def test_what_auto_chose_fits_and_is_written_as_a_file(tmp_path: Path, words: str) -> None:
     automatic = plan(tmp_path, f"{words} --plan auto --plan-for 1xRTX3090-24GB+256GB")
@@ -141,6 +144,7 @@ def test_the_users_own_settings_win(tmp_path: Path) -> None:
     assert "model.zero_stage" not in mine.chosen["sft"]
 
 
+@pytest.mark.jobs
 def test_auto_gives_the_keys_and_values_the_room_there_is(tmp_path: Path) -> None:
     def answers(machine: str) -> int:
         words = "--step 3 --ppo.actor.path facebook/opt-350m --ppo.critic.path facebook/opt-125m"
@@ -183,6 +187,7 @@ def test_a_machine_beside_the_job_says_nothing_of_those_that_do_it(tmp_path: Pat
         job("worker-0", words="--plan auto")
 
 
+@pytest.mark.jobs
 def test_the_gpus_that_the_run_uses_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def soak(steps: int, shared_memory: bool) -> dict[str, tuple[int, int]]:
     return {kind: (early, late) for kind, early, late in zip(kinds, *seen, strict=True)}
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("steps", "shared_memory"),
     [

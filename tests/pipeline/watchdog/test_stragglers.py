@@ -76,6 +76,7 @@ def four(seconds: tuple[float, ...], stages: int) -> None:
         stragglers.end_step(step)
 
 
+@pytest.mark.jobs
 def test_processes_are_compared_with_those_of_their_stage() -> None:
     # The second stage takes thrice as long, and of its processes the last.
     job = run_job(four, (0.02, 0.02, 0.06, 0.18), 2, world_size=4)
@@ -85,6 +86,7 @@ def test_processes_are_compared_with_those_of_their_stage() -> None:
     assert "rank 3 takes" in line
 
 
+@pytest.mark.jobs
 def test_a_slow_rank_is_reported_once() -> None:
     job = run_job(sleeping, (0.03, 0.09), 2 * WINDOW)
 
@@ -116,6 +118,7 @@ def training(shared_memory: bool) -> None:
         stragglers.end_step(step)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "shared_memory",
     [

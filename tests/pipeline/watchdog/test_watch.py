@@ -98,6 +98,7 @@ def wrong_row(ranks: tuple[int, ...]) -> None:
     current_mesh().world.barrier()
 
 
+@pytest.mark.jobs
 def test_wrong_input_that_only_one_rank_meets_is_said() -> None:
     job = run_job(wrong_row, (1,))
 
@@ -218,6 +219,7 @@ def hangs_in_a_copy() -> None:
         train(engine)
 
 
+@pytest.mark.jobs
 def test_a_rank_that_hangs_in_one_copy_of_a_model_is_named_by_the_others() -> None:
     job = run_job(hangs_in_a_copy, world_size=4, timeout_seconds=2)
 
@@ -233,6 +235,7 @@ def hangs_beside_its_layer() -> None:
         mesh.tensor.sum(1)
 
 
+@pytest.mark.jobs
 def test_a_rank_that_hangs_is_named_by_the_one_that_computes_each_layer_with_it() -> None:
     job = run_job(hangs_beside_its_layer, timeout_seconds=2)
 
@@ -342,6 +345,7 @@ def in_another_order() -> None:
     comm.all_reduce(torch.zeros(4, dtype=torch.float64))
 
 
+@pytest.mark.jobs
 def test_collectives_in_another_order_are_named_at_the_norm_of_the_step() -> None:
     job = run_job(in_another_order)
 
@@ -349,6 +353,7 @@ def test_collectives_in_another_order_are_named_at_the_norm_of_the_step() -> Non
     assert "rank 0 was at all_gather of a (engine), 256 bytes while rank 1 was at" in job.errors
 
 
+@pytest.mark.jobs
 def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_was_killed() -> None:
     ended = torchrun("killed")
 
@@ -356,6 +361,7 @@ def test_a_step_under_torchrun_ends_with_the_code_of_the_rank_that_was_killed() 
     assert ended.stderr.startswith("rank 1 ended without a word (killed? out of memory?)")
 
 
+@pytest.mark.jobs
 def test_wrong_settings_that_only_one_rank_meets_are_said_under_torchrun() -> None:
     ended = torchrun("wrong setting")
 

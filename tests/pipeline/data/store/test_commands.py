@@ -33,6 +33,7 @@ def pack(corpus: Path) -> Path:
     return corpus / "c"
 
 
+@pytest.mark.jobs
 def test_packed_documents_are_what_the_tokenizer_makes_of_the_texts(corpus: Path) -> None:
     tokenizer = KINDS["byte level with bos"]()
     file = TokenFile(pack(corpus))
@@ -44,6 +45,7 @@ def test_packed_documents_are_what_the_tokenizer_makes_of_the_texts(corpus: Path
     assert file.origin.vocabulary == len(tokenizer)
 
 
+@pytest.mark.jobs
 def test_show_and_verify_print_what_is_there(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +65,7 @@ def test_show_and_verify_print_what_is_there(
     assert f"{path} is whole: 4 documents, " in capsys.readouterr().out
 
 
+@pytest.mark.jobs
 def test_verify_exits_with_2_and_names_the_block(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +81,7 @@ def test_verify_exits_with_2_and_names_the_block(
     assert f"{path}: block 0 (bytes 4,096 to " in capsys.readouterr().out
 
 
+@pytest.mark.jobs
 def test_wrong_commands_are_refused_in_a_sentence(corpus: Path) -> None:
     path = str(pack(corpus))
     save_tokenizer("metaspace always", corpus / "other")

@@ -42,6 +42,7 @@ def pieces_done(tmp_path: Path) -> int:
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("workers", "kills"),
     [(1, [1, 7, 20]), (2, [5]), pytest.param(2, [1, 0, 2, 1] * 10, marks=pytest.mark.grid)],

@@ -252,6 +252,7 @@ def test_the_engine_still_knows_how_often_each_weight_is_used(uniform: bool) -> 
     assert (uses[given["hidden"]], uses[given["weight"]]) == (1, 2)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("uniform", "entropy"), [(False, False), (True, False), (False, True)])
 def test_memory_is_at_most_a_sixth_of_the_plain_ways(uniform: bool, entropy: bool) -> None:
     count, words, width = 2048, 50_272, 16

@@ -196,6 +196,7 @@ def bits_of_products() -> dict[str, str]:
     }
 
 
+@pytest.mark.jobs
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 processor")
 @pytest.mark.usefixtures("in_place")
 def test_with_256_bits_a_model_trains_by_the_kernel_with_the_bits_of_any_other_processor() -> None:

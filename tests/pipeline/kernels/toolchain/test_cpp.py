@@ -331,6 +331,7 @@ def builder(source: Path, environment: dict[str, str]) -> "subprocess.Popen[str]
     )
 
 
+@pytest.mark.jobs
 def test_processes_that_build_at_once_all_get_it(cache: Path, source: Path) -> None:
     builders = [builder(source, {}) for _ in range(3)]
     for each in builders:

@@ -46,6 +46,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.mark.jobs
 def test_a_struct_arrives_as_it_was_given(emulator: Emulator, tmp_path: Path) -> None:
     gpu = emulator.gpu(cubins=CubinCache(tmp_path / "cubins"))
     out = torch.zeros(8)

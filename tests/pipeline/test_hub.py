@@ -1,0 +1,76 @@
+"""The Hub is asked only where it answers; what is on the machine needs no network."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ModelError
+from pipeline.hub import PROXIES, require_reachable, why_unreachable
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A server at the Hub's address, which accepts connections until it is closed."""
+    for name in (*PROXIES, "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield server
+
+
+def test_a_hub_that_answers_may_be_asked(listening: socket.socket) -> None:
+    del listening
+
+    assert why_unreachable() is None
+
+
+def test_a_hub_that_does_not_answer_is_named_with_the_reason(listening: socket.socket) -> None:
+    listening.close()
+
+    assert why_unreachable() == "127.0.0.1 can't be reached: Connection refused"
+    with pytest.raises(ModelError, match=r"^no a/b \(127.0.0.1 can't be .*\); check .* or give c$"):
+        require_reachable("no a/b", ModelError, instead="c")
+
+
+@pytest.mark.parametrize("name", ["HTTPS_PROXY", "HF_HUB_OFFLINE"])
+def test_behind_a_proxy_or_offline_its_own_client_decides(
+    name: str, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening.close()
+    monkeypatch.setenv(name, "1")
+
+    assert why_unreachable() is None
+
+
+def test_names_that_nobody_knows_are_refused_at_once_without_a_network(
+    listening: socket.socket, tmp_path: Path
+) -> None:
+    listening.close()
+
+    argv = ("--actor-model", "no/model", "--data-path", "no/data", "--output-dir", tmp_path / "out")
+
+    ended = subprocess.run(
+        [sys.executable, "train.py", *map(str, argv)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "error: data path no/data is neither a file or directory here nor in the Hub's cache"
+        " (127.0.0.1 can't be reached: Connection refused); check the name and the connection, or"
+        " give a local file",
+        "error: no such model: no/model is neither a local model directory nor on this machine"
+        " (127.0.0.1 can't be reached: Connection refused); check the name and the connection, or"
+        " give a directory",
+    ]
