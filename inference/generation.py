@@ -15,8 +15,9 @@ from inference.engine.cache import bytes_per_token
 from inference.engine.exchange import Exchange
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
+from inference.engine.same_prompts import SamePrompts
 from inference.engine.sampling import Sampler
-from inference.tp_group import tp_group_of
+from inference.tp_group import sharing_of, tp_group_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length
 from pipeline.parallel.mesh import current_mesh
@@ -91,7 +92,8 @@ def generate_each(
     sampler's stop tokens and length. `passes` keeps account of decoding passes.
 
     With a model that is divided among processes all of them call it, each with prompts of its own,
-    and take its responses to the end; settings are the same on each.
+    and take its responses to the end; settings are the same on each. So do processes that have the
+    same prompts, of which each answers some: `on_token` and `stop_when` are called for these.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
@@ -99,13 +101,15 @@ def generate_each(
     """
     plain = base_model(model)
     numbers = range(len(prompts)) if keys is None else keys
-    exchange = Exchange.of(prompts, numbers, tp_group_of(plain))
+    same = SamePrompts(sharing_of(plain), len(prompts))
+    on_token, stop_when = same.on_token(on_token), same.stop_when(stop_when)
+    exchange = Exchange.of(same.own(prompts), same.own(numbers), tp_group_of(plain))
     requests = [
         Request(prompt, sampler, key, min(max_new_tokens, room_after(plain, len(prompt))))
         for prompt, key in exchange.prompts
     ]
     if not requests:
-        return iter(())
+        return same.all(iter(()))
     if cache_bytes is None:
         cache_bytes = free_bytes(next(model.parameters()).device)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -115,7 +119,7 @@ def generate_each(
     finished = run_closed(
         batch, requests, exchange.on_token(on_token), exchange.stop_when(stop_when)
     )
-    return exchange.own(finished)
+    return same.all(exchange.own(finished))
 
 
 def run_closed(

@@ -226,7 +226,16 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         """Whether the rollout of each of that many processes is one micro-batch, and is reused."""
         of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
+        is_one = is_one and self.least_micro_batches == 1 and self.parallel.pp == 1
         return self.reuse_forward and is_one
+
+    @property
+    def least_micro_batches(self) -> int:
+        """Of a minibatch on each process, or each pipeline, where there are responses for them."""
+        given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
+        if given is None and deterministic == "deterministic":
+            return 1
+        return self.parallel.least_micro_batches or 1
 
     @property
     def has_critic(self) -> bool:

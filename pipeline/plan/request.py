@@ -76,6 +76,10 @@ class Request(Deployment, Autotuning):
     """Processes that compute each layer together in all steps (docs/parallel.md): each step's
     parallel.tp, and where step 3 generates its inference_tp_size; without it 1."""
 
+    pipeline_parallel: int | None = None
+    """Stages that the models are cut into in all steps (docs/parallel.md): each step's parallel.pp;
+    without it 1."""
+
     zero_config: Path | None = None
     """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It wins over
     --config, and the other options win over it; docs/deepspeed.md has its keys."""
@@ -174,7 +178,7 @@ class Request(Deployment, Autotuning):
         Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 0 1 2 3")
         counts = ("batch_size", "epochs", "lora", "max_length", "replicas", "tensor_parallel")
-        for name in ("lr", *counts):
+        for name in ("lr", *counts, "pipeline_parallel"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(

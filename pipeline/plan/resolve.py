@@ -285,7 +285,11 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
-        "parallel": {"replicas": request.replicas, "tp": request.tensor_parallel},
+        "parallel": {
+            "replicas": request.replicas,
+            "tp": request.tensor_parallel,
+            "pp": request.pipeline_parallel,
+        },
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
         "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }
