@@ -20,8 +20,3 @@ def check_parallel(config: PPOSettings) -> None:
     parallel.check_model("ppo.actor", config.actor)
     if config.has_critic:
         parallel.check_model("ppo.critic", config.critic)
-    require(
-        parallel.tp == 1 or config.environment is None,
-        f"ppo.environment plays with each process by itself, and with parallel.tp {parallel.tp}"
-        " some have the same prompts; set parallel.tp 1",
-    )
