@@ -124,7 +124,7 @@ class HeldOut(HeldOutPrompts):
         dialogues = [
             (self.prompts[row].messages, text) for row, text in zip(self.rows, texts, strict=True)
         ]
-        return score_responses(reward.path, dialogues)
+        return score_responses(reward, dialogues)
 
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""

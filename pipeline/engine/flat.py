@@ -16,6 +16,7 @@ from pipeline.engine.disk_weights import DiskPiece, WeightDisk
 from pipeline.engine.layout import lay_out, padded_size
 from pipeline.engine.stored import StoredParameter, copy_elements
 from pipeline.engine.tensor_parts import Role
+from pipeline.kernels.toolchain.pinned_memory import pinned_empty
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class ParamSettings:
 
     role: Role = "whole"
     """Among the processes that compute layers together."""
+
+    block: int = 1
+    """Each begins at a multiple of so many elements, of which no process has a part."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,17 @@ class Placement:
     deterministic: bool
     """Sum micro-batches as a tree."""
 
+    offloads_gradients: bool
+    """Sum gradients in main memory, whatever computes the model."""
+
     pin_memory: bool
     """Keep offloaded vectors where the GPU can copy from by itself."""
 
     def host_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector that may lie elsewhere than where the model computes."""
-        pinned = self.pin_memory and device.type == "cpu" and self.device.type == "cuda"
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+        if self.pin_memory and device.type == "cpu" and self.device.type == "cuda":
+            return pinned_empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 class FlatParams:
@@ -86,10 +94,10 @@ class FlatParams:
         disk: WeightDisk | None = None,
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
-        layout = lay_out(params, decays=settings.weight_decay > 0)
+        layout = lay_out(params, decays=settings.weight_decay > 0, block=settings.block)
         self.params = {name: params[name] for name in layout.offsets}
         self.offsets = layout.offsets
-        self.numel = padded_size(layout.used, comm.size)
+        self.numel = padded_size(layout.used, comm.size, block=settings.block)
         self.spared_from = self.numel if layout.spared_from is None else layout.spared_from
         self.shard_numel = self.numel // comm.size
         device = placement.device
@@ -173,7 +181,8 @@ class FlatParams:
         It is its piece, which the copies of the model share out among them.
         """
         first, copy, copies = self.comm.rank * self.shard_numel, self.comm.copy, self.comm.copies
-        low, high = (self.shard_numel * end // copies for end in (copy, copy + 1))
+        block = self.settings.block
+        low, high = (self.shard_numel // block * end // copies * block for end in (copy, copy + 1))
         return first + low, first + high
 
     def start_gather(self) -> None:

@@ -74,6 +74,17 @@ class Dora(LayerVariant):
         return update.float().add_(weight).mul_(turned)
 
 
+def measured_weights(model: nn.Module) -> tuple[int, int]:
+    """Numbers in the weights whose lengths each pass computes, and the rank of their adapters.
+
+    Both are 0 of a model without DoRA.
+    """
+    layers = [each for each in model.modules() if isinstance(each, LoraLayer)]
+    layers = [each for each in layers if len(each.lora_magnitude_vector)]
+    numbers = sum(each.in_features * each.out_features for each in layers)
+    return numbers, max((each.r["default"] for each in layers), default=0)
+
+
 @torch.no_grad()
 def row_lengths(
     weight: Float[Tensor, "out in"],

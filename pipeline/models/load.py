@@ -209,7 +209,11 @@ def load_reward_for_inference(
     path: str | Path, *, precision: Precision = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
-    config = FrozenModelConfig(path=str(path), precision=precision)
+    return load_reward(FrozenModelConfig(path=str(path), precision=precision))
+
+
+def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same, as its settings say."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_classifier(config, device=device), load_tokenizer(config)
 

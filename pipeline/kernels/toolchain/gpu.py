@@ -18,7 +18,9 @@ from pipeline.kernels.toolchain.nvrtc import CompileError, Nvrtc, find_nvrtc
 OPERATORS = Path(__file__).parents[1]
 """Folders of the operators; the source of one's kernels is its `cuda.cu`."""
 
-HEADERS = {"prelude.cuh": (OPERATORS / "include" / "prelude.cuh").read_text()}
+HEADERS = {
+    name: (OPERATORS / "include" / name).read_text() for name in ("prelude.cuh", "eight_bits.h")
+}
 """What sources may include, by name."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")

@@ -105,6 +105,25 @@ def test_between_steps_stage_3_keeps_the_weights_where_it_was_told() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, {"gradients": "cpu"})])
+def test_no_backward_pass_has_the_host_wait(stage: int, offload: dict[str, str]) -> None:
+    model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
+    model.train().to(device=local_device(), dtype=torch.bfloat16)  # pyright: ignore[reportCallIssue]
+    engine = Engine(model, settings(stage, **offload), total_steps=STEPS)
+    hidden = torch.randn(2, 9, model.config.hidden_size, device=local_device())
+    for step in range(2):  # the first makes what is kept
+        for _ in range(MICRO_BATCHES):
+            logits = engine(inputs_embeds=hidden.bfloat16(), use_cache=False).logits
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                engine.backward(logits.float().square().mean())
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        engine.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloaded_vectors_are_pinned() -> None:
     engine, _ = train(settings(3, params="cpu", gradients="cpu", optimizer="cpu"), torch.bfloat16)
 
