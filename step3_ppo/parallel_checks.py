@@ -14,10 +14,8 @@ def check_parallel(config: PPOSettings) -> None:
     parallel.check_model("ppo.actor", config.actor)
     if config.has_critic:
         parallel.check_model("ppo.critic", config.critic)
-    for name in ("tp", "pp"):
-        value = getattr(parallel, name)
-        require(
-            value == 1 or config.environment is None,
-            f"ppo.environment plays with each process by itself, and with parallel.{name} {value}"
-            f" some have the same prompts; set parallel.{name} 1",
-        )
+    require(
+        parallel.pp == 1 or config.environment is None,
+        f"ppo.environment plays with the processes of a layer, and with parallel.pp {parallel.pp}"
+        " stages have the same prompts, too; set parallel.pp 1",
+    )

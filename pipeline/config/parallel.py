@@ -137,15 +137,10 @@ class ParallelConfig:
             f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
             " other; set it to false",
         )
-        if model.lora is None:
-            return
+        variant = "lora" if model.lora is None else model.lora.variant
         require(
-            model.lora.dropout == 0,
-            f"{role}.lora.dropout would draw other masks on each process of {tp}; set it 0",
-        )
-        require(
-            model.lora.variant in ("lora", "rslora"),
-            f"{role}.lora.variant {model.lora.variant} looks at whole weights, of which a process"
+            variant in ("lora", "rslora"),
+            f"{role}.lora.variant {variant} looks at whole weights, of which a process"
             f" of {tp} has a part; take lora or rslora",
         )
 
