@@ -16,6 +16,6 @@ def check_parallel(config: PPOSettings) -> None:
         parallel.check_model("ppo.critic", config.critic)
     require(
         parallel.pp == 1 or config.environment is None,
-        f"ppo.environment plays with the processes of a layer, and with parallel.pp {parallel.pp}"
-        " stages have the same prompts, too; set parallel.pp 1",
+        f"ppo.environment can't be used with parallel.pp {parallel.pp}, whose stages share their"
+        " prompts; set parallel.pp 1",
     )
