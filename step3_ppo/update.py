@@ -263,7 +263,7 @@ def _learn_policy(
     learns: bool,
     forward: Forward | None,
 ) -> list[dict[str, Tensor]]:
-    """Add the policy's gradients if it `learns`; return sums over the tokens of each micro-batch."""
+    """Add the policy's gradients if it `learns`; return sums over each micro-batch's tokens."""
     found: list[dict[str, Tensor]] = []
 
     def loss_of(minibatch: Minibatch) -> Tensor:

@@ -167,5 +167,5 @@ def test_mixtures_end_as_the_same_without_stages(name: str, tmp_path: Path) -> N
 
 
 def test_an_environment_is_refused_with_stages(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"with parallel\.pp 2 some have the same prompts"):
+    with pytest.raises(ConfigError, match=r"with parallel\.pp 2, whose stages share their prompts"):
         small(tmp_path, tmp_path / "out", pp=2, environment="guess")
