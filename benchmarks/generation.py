@@ -6,8 +6,8 @@ A Llama of 15M parameters with random weights answers prompts of 64 tokens greed
 have answers of 128 tokens each; the last has 64 prompts whose answers are 8 to 128 tokens long, as
 answers that end by themselves are. The two sides alternate within one run, after one round each
 that doesn't count; a figure is the median over rounds of answer tokens per second. The last column
-counts answers whose tokens are the same; they part where two tokens are equally likely but for
-rounding.
+counts answers whose tokens are the same, which part where two tokens are equally likely but for
+rounding, and the one before it the share of our decoding passes that came from graphs or traces.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.llama import VOCABULARY, save_llama
+from inference.engine.replay import PassCounts
 from inference.engine.sampling import Sampler
 from inference.generation import generate_each
 from pipeline.config import FrozenModelConfig
@@ -87,7 +88,9 @@ def answer_with_transformers(
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def answer_with_ours(model: PreTrainedModel, prompts: Answers, lengths: Sequence[int]) -> Answers:
+def answer_with_ours(
+    model: PreTrainedModel, prompts: Answers, lengths: Sequence[int], passes: PassCounts
+) -> Answers:
     """Greedy answers of the engine, which gives a slot back when its answer ends."""
     finished = generate_each(
         model,
@@ -96,6 +99,7 @@ def answer_with_ours(model: PreTrainedModel, prompts: Answers, lengths: Sequence
         max_new_tokens=max(lengths),
         batch_size=SPREAD,
         stop_when=lambda index, ids: len(ids) == lengths[index],
+        passes=passes,
     )
     answers = {each.index: each.response.ids for each in finished}
     return [answers[row] for row in range(len(prompts))]
@@ -129,8 +133,10 @@ def main(argv: Sequence[str]) -> None:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
     print(f"{args.threads} threads, {device.type}, {args.clock} time; load before: {load()}")
-    print("| precision | prompts | answers | transformers | ours | ratio | spread | same |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| precision | prompts | answers | transformers | ours | ratio | spread | replayed | same |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         save_llama(directory)
         generator = torch.Generator().manual_seed(0)
@@ -145,10 +151,11 @@ def main(argv: Sequence[str]) -> None:
                 lengths = mixed if count == SPREAD else [ANSWER] * count
                 size = (count, PROMPT)
                 prompts = torch.randint(3, VOCABULARY, size, generator=generator).tolist()
+                passes = PassCounts()
                 (slow, fast), (expected, got) = compare(
                     [
                         lambda: answer_with_transformers(theirs, prompts, lengths),  # noqa: B023
-                        lambda: answer_with_ours(ours, prompts, lengths),  # noqa: B023
+                        lambda: answer_with_ours(ours, prompts, lengths, passes),  # noqa: B023
                     ],
                     rounds=args.rounds,
                     clock=CLOCKS[args.clock],
@@ -161,7 +168,7 @@ def main(argv: Sequence[str]) -> None:
                     f" {tokens / statistics.median(slow):,.0f} tokens/s |"
                     f" {tokens / statistics.median(fast):,.0f} tokens/s |"
                     f" {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |"
-                    f" {same} of {count} |",
+                    f" {100 * passes.share_replayed:.0f} % | {same} of {count} |",
                     flush=True,
                 )
     print(f"load after: {load()}")

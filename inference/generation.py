@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from inference.engine.batch import OpenBatch
 from inference.engine.cache import bytes_per_token
 from inference.engine.exchange import Exchange
+from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
 from inference.engine.sampling import Sampler
 from inference.tp_group import tp_group_of
@@ -81,12 +82,13 @@ def generate_each(
     cache_bytes: int | None = None,
     on_token: OnToken | None = None,
     stop_when: StopWhen | None = None,
+    passes: PassCounts | None = None,
 ) -> Iterator[Finished]:
     """Answer the prompts like `generate`, each response handed out as it ends.
 
-    Fewer sequences than `batch_size` are computed at once where the keys and values of so many
+    Fewer sequences than `batch_size` are computed at once where the keys and values of that many
     don't fit `cache_bytes`: by default what is free. `stop_when` ends responses besides the
-    sampler's stop tokens and length.
+    sampler's stop tokens and length. `passes` keeps account of decoding passes.
 
     With a model that is divided among processes all of them call it, each with prompts of its own,
     and take its responses to the end; settings are the same on each.
@@ -108,7 +110,8 @@ def generate_each(
         cache_bytes = free_bytes(next(model.parameters()).device)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     room = slots_within(plain, exchange.smallest(cache_bytes), num_tokens=longest)
-    batch = OpenBatch(model, num_slots=min(batch_size, room, len(requests)), capacity=longest)
+    num_slots = min(batch_size, room, len(requests))
+    batch = OpenBatch(model, num_slots=num_slots, capacity=longest, passes=passes)
     finished = run_closed(
         batch, requests, exchange.on_token(on_token), exchange.stop_when(stop_when)
     )

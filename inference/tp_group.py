@@ -3,6 +3,9 @@
 Time in the group's collectives counts as waiting.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
@@ -13,6 +16,11 @@ from pipeline.position import HERE
 
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
 """Attributes of a model that is divided."""
+
+_OF_SHARDING = "is_of_sharding"
+"""Attribute of a hook."""
+
+Hook = TypeVar("Hook", bound=Callable[..., object])
 
 
 def sum_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
@@ -50,3 +58,14 @@ def tp_group_of(model: nn.Module) -> Group:
 def kv_heads_here(model: nn.Module) -> int | None:
     """Heads of keys that this process has of a divided model; None of any other."""
     return getattr(model, _KV_HEADS, None)
+
+
+def of_sharding(hook: Hook) -> Hook:
+    """Mark a hook by which the processes compute a layer together, as those of nobody else."""
+    setattr(hook, _OF_SHARDING, True)
+    return hook
+
+
+def is_of_sharding(hook: Callable[..., object]) -> bool:
+    """Whether a hook was marked so."""
+    return getattr(hook, _OF_SHARDING, False)

@@ -7,6 +7,7 @@ from pipeline.budget.start import check_memory
 from pipeline.cli import parse_step
 from pipeline.compute_threads import compute_threads
 from pipeline.config import StepConfig
+from pipeline.gpu_memory import use_expandable_segments
 from pipeline.gpu_numerics import gpu_numerics
 from pipeline.logs import configure_logging
 from pipeline.parallel import launched
@@ -32,6 +33,7 @@ def run_step(
         ConfigError: a setting can't be used, or the step needs more memory than there is.
     """
     config = parse_step(config_class, argv)
+    use_expandable_segments()
     config.parallel.check(launched.world_size())
     check_memory(config, section=section)
     parallel, patience = config.parallel, config.timeout_seconds

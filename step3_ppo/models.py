@@ -197,7 +197,7 @@ def load_actor(
         config.actor, tokenizer, device=device, seed=config.seed, in_parts=in_parts
     )
     set_stop_tokens(actor, chat.stop_ids)
-    cut_layers(actor, current_mesh().tensor)
+    cut_layers(actor, current_mesh().tensor, sequence=config.parallel.sequence)
     return actor
 
 
@@ -223,7 +223,7 @@ def load_critic(
             " every token of it; set ppo.critic.path to step 1's output, or choose a --method"
             " without a critic"
         )
-    cut_layers(critic, current_mesh().tensor)
+    cut_layers(critic, current_mesh().tensor, sequence=config.parallel.sequence)
     return critic
 
 
@@ -284,7 +284,7 @@ def load_one_reward(
         settings, device=device, seed=config.seed, defer=layout.zero_stage == 3
     )
     require_score(base_model(reward))
-    cut_where_possible(reward, current_mesh().tensor)
+    cut_where_possible(reward, current_mesh().tensor, sequence=config.parallel.sequence)
     if chat is None:
         require_context(base_model(reward), "reward", config)
         return RewardModel(reward, layout, name=name)
@@ -329,6 +329,6 @@ def load_reference(
     sharded = config.actor.zero_stage == 3
     model = load_causal_lm(source, device=device, seed=config.seed, defer=sharded)
     add_tokens(model, tokenizer, seed=config.seed)
-    cut_where_possible(model, current_mesh().tensor)
+    cut_where_possible(model, current_mesh().tensor, sequence=config.parallel.sequence)
     policy = Policy(model, kernels=config.actor.kernels)
     return Reference(FrozenEngine(policy, config.actor, name="reference"))

@@ -21,9 +21,9 @@ from step3_ppo.reward_text import RewardText
 
 
 class RewardModel:
-    """The frozen judge, with the mean and standard deviation that step 2 stored, if it did.
+    """A frozen reward model, with the mean and standard deviation that step 2 stored, if any.
 
-    It is sharded as the critic is, or as the actor where there is no critic.
+    It is sharded like the critic, or like the actor where there is no critic.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RewardModel:
         self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name=name)
         self.settings = base_model(model).config
         self.text = text
-        """Where it has a tokenizer or a chat template of its own."""
+        """Set if it has a tokenizer or a chat template of its own."""
         self.mean, self.std = stored_normalization(model)
         self.has_moments = has_moments(model)
 
@@ -54,7 +54,7 @@ class RewardModel:
 class PooledRewardModel(RewardModel):
     """A reward model and others, whose normalized scores are pooled into one.
 
-    What it calls its raw score is in the unit of normalized ones: its mean is 0, its deviation 1.
+    Its raw score is already normalized: its mean is 0, its deviation 1.
 
     Raises:
         ConfigError: one of them reads text, or has no stored mean and deviation.
@@ -92,8 +92,8 @@ def pooled(scores: Float[Tensor, "M B"], pool: Pool, pool_lambda: float) -> Floa
 
     Args:
         scores: on one scale.
-        pool: mean; uwo, mean - pool_lambda * variance with the variance over the M models, 1 / M;
-            min, the worst case (WCO).
+        pool: mean; uwo, mean - pool_lambda * (biased) variance over the M models; min, the worst
+            case (WCO).
         pool_lambda: of uwo.
     """
     if pool == "min":

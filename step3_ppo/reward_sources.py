@@ -136,8 +136,8 @@ class RewardSources:
         for name, fingerprint in state["files"].items():
             if own.get(name) != fingerprint:
                 raise ConfigError(
-                    f"the file of {_what(name)} is not the one that the run began with; bring"
-                    " it back, or say --overwrite to begin again"
+                    f"the file of {_what(name)} is not the one that the run began with; restore"
+                    " it, or pass --overwrite to start again"
                 )
 
     def check_alike(self, group: Group) -> None:

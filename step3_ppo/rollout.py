@@ -1,8 +1,8 @@
-"""Responses to a batch of prompts and what the models make of them, before any update.
+"""Responses to a batch of prompts, scored by the models, before any update.
 
 Dimension names: B responses of this process, T response tokens (padded), K without padding. Of an
 episode of several turns the response tokens are the actor's, turn after turn; what an environment
-said between them lies in `Experience.sequences` alone, so that nothing is summed over it.
+said between them is in `Experience.sequences` alone, so that no sum includes it.
 """
 
 from collections import defaultdict
@@ -38,9 +38,9 @@ def generate_responses(
     keys: Sequence[int],
     on_response: Callable[[int, Response], None] | None = None,
 ) -> list[Response]:
-    """The actor's answers, sampled by `keys`, which no other rollout of the run uses.
+    """The actor's responses, sampled with `keys`, which no other rollout of the run uses.
 
-    `on_response` is called with (number of the prompt, response) as they end.
+    `on_response` is called with (index of the prompt, response) as each one ends.
     """
     sampler = Sampler(
         temperature=config.temperature,
@@ -81,8 +81,8 @@ def score_responses(
         responses: to them.
         config: settings of the step.
         train_actor: whether the first update will train the actor beside the critic.
-        learns: whether an update follows at all, which may go back through this pass; without one
-            no graph is made.
+        learns: whether an update follows at all, which may backpropagate through this pass; without
+            one no graph is made.
     """
     sequences = list(map(whole_sequence, prompts, responses))
     outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
@@ -158,7 +158,7 @@ def compute_advantages(
 
     Args:
         experience: the responses as the models saw them.
-        reward_score: what each is worth, as `step3_ppo.response_rewards.rewards_of` has it.
+        reward_score: the reward of each, from `step3_ppo.response_rewards.rewards_of`.
         config: settings of the step.
         kl_coef: weight of the KL penalty.
         counted: False for responses that have no reward; all have one if not given.

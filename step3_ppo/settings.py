@@ -138,8 +138,8 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Passes over each rollout."""
 
     reuse_forward: bool = True
-    """Where a rollout is one micro-batch, the first update goes back through the pass that gave the
-    old log-probabilities: a fifth less work after generation, for its activations' memory."""
+    """Where a rollout is one micro-batch, backpropagate the first update through the pass that gave
+    the old log-probabilities: a fifth less work after generation, for its activations' memory."""
 
     kl_coef: float = 0.05
     """Weight of the KL penalty to the reference."""
@@ -223,7 +223,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Iterations between printed samples of fixed prompts (print_answers_interval)."""
 
     def reuses_forward(self, *, processes: int) -> bool:
-        """Whether the rollout of each of so many processes is one micro-batch, and is reused."""
+        """Whether the rollout of each of that many processes is one micro-batch, and is reused."""
         of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
         return self.reuse_forward and is_one
@@ -268,7 +268,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return self.rollout_size // self.group_size
 
     def responses_per_process(self, processes: int) -> int:
-        """Responses of a rollout that one of so many processes has, at most."""
+        """Responses of a rollout that one of that many processes has, at most."""
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
     @property

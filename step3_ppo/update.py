@@ -26,12 +26,12 @@ from step3_ppo.weights import Weighting
 
 @dataclass(frozen=True)
 class Update:
-    """What a minibatch did, over all processes."""
+    """The result of one minibatch, over all processes."""
 
     metrics: dict[str, float]
     tokens: int
     stopped: bool
-    """True where the new policy was too far from the old one, and nothing was changed."""
+    """True if the new policy was too far from the old one, and nothing was updated."""
 
 
 class Updates:
@@ -52,7 +52,7 @@ class Updates:
         return len(self._all)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates, of maxima the largest, of rates the last; and how far we came."""
+        """Means over the updates (maxima of maxima, the last learning rates), and their number."""
         names = {name for update in self._all for name in update.metrics}
         seen = {
             name: [update.metrics[name] for update in self._all if name in update.metrics]
@@ -80,9 +80,9 @@ def update_policy(
 ) -> Updates:
     """Update actor and critic over the epochs and minibatches of one rollout.
 
-    Which responses share a minibatch depends on (seed, step, epoch) alone, so that every process
-    cuts the same minibatches, however many processes hold them. `forward` is the pass over the
-    rollout that the first of them goes back through, where there is one.
+    Which responses share a minibatch depends on (seed, step, epoch) alone: it is the same for any
+    number of processes. `forward` is the scoring pass, if the first minibatch may backpropagate
+    through it.
     """
     updates, data = Updates(), current_mesh().data
     for epoch in range(config.ppo_epochs):
@@ -91,7 +91,7 @@ def update_policy(
         )
         order = torch.randperm(config.rollout_size, generator=generator)
         for minibatch in order.split(config.batch_size):
-            # In order: a minibatch of all responses then is the rollout as it was scored.
+            # Sorted, so that a minibatch of all responses is in the order of the scoring pass.
             rows = own_rows(sorted(minibatch.tolist()), data, group_size=config.group_size)
             update = update_minibatch(
                 models,
@@ -135,12 +135,12 @@ def update_minibatch(
     ptx: PtxStream | None,
     forward: Forward | None = None,
 ) -> Update:
-    """Learn from this process's `rows` of a minibatch that all processes share.
+    """One optimizer step of each model, on this process's `rows` of a shared minibatch.
 
-    What a token weighs does not depend on where and in which micro-batch it lies.
-    `forward` is the rollout's own pass over these rows, if the models have not changed since.
-    With `target_kl`, a minibatch whose approximate KL to the old policy is over 1.5 times the
-    target changes nothing and says so.
+    A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
+    over these rows, if the models have not changed since. With `target_kl`, a minibatch whose
+    approximate KL to the old policy is over 1.5 times the target updates nothing, and is marked
+    `stopped`.
     """
     lengths = [len(rollout.experience.sequences[row]) for row in rows]
     max_tokens = config.micro_batch_size * config.max_length
@@ -179,7 +179,7 @@ def update_minibatch(
 def _of_all(
     parts: Sequence[Mapping[str, Tensor]], *, num_tokens: int, data: Group
 ) -> dict[str, float]:
-    """Figures a token of all micro-batches of all processes, and the largest of the maxima."""
+    """Means per token over all micro-batches and processes, and the largest of the maxima."""
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
     rows = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each takes its own
     columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -201,8 +201,8 @@ def _backward(
 ) -> dict[str, Tensor]:
     """Add the gradients of one micro-batch; return sums over its tokens.
 
-    One model is through before the other begins, so that one graph is in memory, unless both are
-    there already.
+    One model's backward pass ends before the other's forward pass begins, so that only one graph is
+    in memory, unless `forward` holds both already.
     """
     figures = _backward_policy(
         models,
@@ -234,7 +234,7 @@ def _backward(
 
 
 def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weighting:
-    """The counts of a minibatch over all processes, without what no loss has."""
+    """The counts of a minibatch over all processes; tokens left out of the loss don't count."""
     mask = rollout.experience.mask
     index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)
     lengths, counted = mask[index].sum(dim=1), rollout.counted[index]
@@ -259,7 +259,7 @@ def _backward_policy(
     learns: bool,
     policy: TokenLogprobs | None,
 ) -> dict[str, Tensor]:
-    """Add the policy's gradient; `policy` is of a pass that it can go back through."""
+    """Add the policy's gradient; `policy` is of a pass that it can backpropagate through."""
     region = TrustRegion(
         config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
     )
@@ -296,7 +296,7 @@ def _backward_policy(
 
 
 def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PPOConfig) -> Tensor:
-    """The KL penalty of the loss, weighed as the rest of it."""
+    """The KL penalty of the loss, with the same token weights as the rest of it."""
     estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     kl = KL_LOSSES[estimator](logprobs - minibatch.ref_logprobs, ratio)
@@ -304,7 +304,7 @@ def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PP
 
 
 def _ratio_figures(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-    """How far the tokens' ratios are from 1: sums over what counts, and maxima."""
+    """The tokens' distance from ratio 1: sums over counted tokens, and maxima."""
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     return {
         "approx_kl": 0.5 * (ratio.log().square() * minibatch.counted).sum(),

@@ -197,7 +197,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         for name, value in (*only_dpo.items(), ("robust", self.robust)):
             require(
                 not value or self.loss == "dpo",
-                f"preference.{name} is of loss dpo; leave it away with loss {self.loss}",
+                f"preference.{name} is of loss dpo; leave it out with loss {self.loss}",
             )
         require(
             not self.robust or self.label_smoothing > 0,
@@ -243,7 +243,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             )
             require(
                 value == 1 or self.loss == "kto",
-                f"preference.{name} is of loss kto; leave it away with loss {self.loss}",
+                f"preference.{name} is of loss kto; leave it out with loss {self.loss}",
             )
         require(
             self.loss != "orpo" or (self.is_mean and self.reference_free),
@@ -252,8 +252,8 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         )
         require(
             self.loss != "kto" or not (self.is_mean or self.reference_free),
-            "preference.loss kto needs the reference and sums of log-probabilities; leave logp and"
-            " reference_free away",
+            "preference.loss kto needs the reference and sums of log-probabilities; omit logp and"
+            " reference_free",
         )
         require(
             self.precompute != "off" or self.model.lora is not None,

@@ -135,7 +135,7 @@ def paired_loss(
 
 
 def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, float]:
-    """Weights of good and of bad responses in data with so many of each.
+    """Weights of good and of bad responses in data with this many of each.
 
     `auto` weighs the rarer kind so that both weigh as much in all (Ethayarajh et al. 2024, eq. 9).
     """

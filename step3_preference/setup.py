@@ -88,7 +88,7 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         in_parts=config.parallel.is_cut,
     )
     set_stop_tokens(model, rows.chat.stop_ids)
-    cut_layers(model, run.mesh.tensor)
+    cut_layers(model, run.mesh.tensor, sequence=config.parallel.sequence)
     engine = Engine(
         Policy(model, kernels=config.model.kernels),
         config.model,

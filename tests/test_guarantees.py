@@ -63,3 +63,14 @@ def test_every_promise_names_tests_that_exist_and_their_tiers() -> None:
 
     assert count > 100
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_test_that_the_results_name_exists() -> None:
+    missing: list[str] = []
+    for line in (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines():
+        file = ""
+        for named, name in NAMED.findall(line):
+            file = named or file
+            if name not in tiers_of(file):
+                missing.append(f"{file}::{name}")
+    assert not missing

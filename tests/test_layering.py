@@ -31,7 +31,7 @@ FLOORS = (
     {"errors", "signals", "clock", "installation", "logs", "origin", "position", "scalars"},
     {"settings", "files", "parallel", "hub"},
     {"help", "config", "faults"},
-    {"cli", "gpu_numerics", "progress", "random_state", "watchdog"},
+    {"cli", "gpu_memory", "gpu_numerics", "progress", "random_state", "watchdog"},
     {"kernels", "trackers", "command"},
     {"compute_threads", "data", "engine", "launch"},
     {"models"},

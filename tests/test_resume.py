@@ -169,10 +169,7 @@ CASES = [
 ]
 CASES += [
     pytest.param(
-        step,
-        way,
-        id=f"{step}-{way}",
-        marks=pytest.mark.jobs if step == one else pytest.mark.grid,
+        step, way, id=f"{step}-{way}", marks=pytest.mark.jobs if step == one else pytest.mark.grid
     )
     for way, one in (("PiSSA on NF4, stage 3", "ppo"), ("8-bit moments, stage 2", "sft"))
     for step in CONFIGS

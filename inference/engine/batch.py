@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from inference.engine.exchange import SharedTickets
 from inference.engine.pace import Pace
 from inference.engine.padded import PaddedRows
+from inference.engine.replay import PassCounts
 from inference.engine.reported import reported
 from inference.engine.requests import (
     Choice,
@@ -78,6 +79,7 @@ class OpenBatch:
         reuses: whether a prompt takes over the keys and values of the sequences in slots, ended
             ones too, as far as it begins like one of them in the same `scope`.
         adapters: those that the model's layers have; each request names its own.
+        passes: where decoding passes are counted; of its own if not given.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class OpenBatch:
         clock: Callable[[], float] = perf_counter,
         reuses: bool = False,
         adapters: RowAdapters | None = None,
+        passes: PassCounts | None = None,
     ) -> None:
         self._model = model
+        self.passes = PassCounts() if passes is None else passes
         self._num_slots = num_slots
         self._adapters = adapters
         plain = base_model(model)
@@ -122,6 +126,7 @@ class OpenBatch:
                 num_slots=self._num_slots,
                 capacity=self.capacity,
                 reuses=self._reuses,
+                passes=self.passes,
                 adapters=self._adapters,
             )
         _log_padded(str(base_model(self._model).config.model_type))

@@ -12,9 +12,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from inference.engine.graphs import Capture, CudaCapture, GraphedRows
+from inference.engine.graphs import Agree, Capture, CudaCapture, GraphedRows
 from inference.engine.pieces import NextTokenAndPieces, StepLayout
-from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError, Stage
+from inference.engine.replay import (
+    Column,
+    Pass,
+    PassCounts,
+    ReplayedRows,
+    ReplayError,
+    Stage,
+)
 from inference.engine.traced import TracedRows
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.dispatch import is_built
@@ -52,6 +59,8 @@ class Decoder:
         device: of the model.
         replays: whether passes may be repeated without the modules: those whose Python does more
             than compute, with other processes or for somebody who watches, must run each time.
+        counts: where passes are counted.
+        agree: of the processes that compute each layer together.
         capture: what keeps passes; None is CUDA graphs on a GPU, traces on a CPU.
     """
 
@@ -62,6 +71,8 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         replays: bool,
+        counts: PassCounts,
+        agree: Agree = bool,
         capture: Capture | None = None,
     ) -> None:
         self._modules = modules
@@ -72,6 +83,8 @@ class Decoder:
             capture = CudaCapture(device)
         self._capture = capture
         self._kept: dict[tuple[int, int, Kind], ReplayedRows] = {}
+        self._counts = counts
+        self._agree = agree
 
     def __call__(
         self, columns: Sequence[Column], layout: StepLayout, *, spare: int
@@ -89,15 +102,36 @@ class Decoder:
         if self._replays:
             kind = isinstance(layout, NextTokenAndPieces), has_adapters(columns)
             rows = self._rows(count, max(layout.lengths), kind)
+            stage = rows.stage
             try:
-                return rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
+                logits = rows.run([*columns, *[padding] * (rows.num_rows - count)], layout)[:count]
             except ReplayError as reason:
                 _log_once(str(reason))
+                self._counts.refused += 1
                 self._replays = False
                 self._kept.clear()
+            else:
+                self._count(rows, stage)
+                return logits
+        self._counts.by_modules += 1
         padded = [*columns, *[padding] * (self._num_rows(count) - count)]
         inputs = torch.tensor(padded).T.contiguous()
         return self._modules(inputs.to(self._device), layout)[:count]
+
+    def _count(self, rows: ReplayedRows, stage: Stage) -> None:
+        """Keep account of a pass that was at this stage."""
+        if stage is Stage.REPLAY:
+            self._counts.replayed += 1
+            return
+        self._counts.by_modules += 1
+        if stage is not Stage.VERIFY:
+            return
+        if rows.difference == 0.0:
+            self._counts.exact += 1
+        else:
+            self._counts.rounded += 1
+        if self._capture is not None:
+            _log_kept(f"{rows.difference:.0e}" if rows.difference else None)
 
     def _rows(self, count: int, longest: int, kind: Kind) -> ReplayedRows:
         """The passes for so many sequences, the longest of so many tokens."""
@@ -132,6 +166,7 @@ class Decoder:
             longest=longest,
             device=self._device,
             capture=self._capture,
+            agree=self._agree,
         )
 
     def _num_rows(self, count: int) -> int:
@@ -164,6 +199,12 @@ def has_adapters(columns: Sequence[Column]) -> bool:
 @cache
 def _log_once(reason: str) -> None:
     logger.info("decoding goes through the model's modules each time: %s", reason)
+
+
+@cache
+def _log_kept(difference: str | None) -> None:
+    how = f"up to rounding, by {difference} of the largest logit" if difference else "to the bit"
+    logger.info("decoding goes by graphs, which repeat the model's modules %s", how)
 
 
 def power_of_two(count: int) -> int:

@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -20,6 +22,27 @@ Column = tuple[int, int, int, int]
 
 class ReplayError(Exception):
     """A pass can't be repeated without its modules; the message is a clause that says why."""
+
+
+@dataclass
+class PassCounts:
+    """How the decoding passes of a batch were computed."""
+
+    by_modules: int = 0
+    replayed: int = 0
+    exact: int = 0
+    """Recordings that repeated the modules' pass to the bit."""
+
+    rounded: int = 0
+    """Recordings that repeated it up to rounding."""
+
+    refused: int = 0
+    """Recordings that could not be made, or said something else than the modules."""
+
+    @property
+    def share_replayed(self) -> float:
+        """Of all passes; 0 where there was none."""
+        return self.replayed / max(1, self.replayed + self.by_modules)
 
 
 class Stage(Enum):
@@ -39,6 +62,8 @@ class ReplayedRows(ABC):
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.stage = Stage.MODULES
+        self.difference = 0.0
+        """From the modules' pass that verified it, as `relative_difference` has it."""
 
     def run(self, columns: Sequence[Column], layout: StepLayout) -> Float[Tensor, "N V"]:
         """The logits of the rows, in memory that the next pass may use again.
@@ -82,8 +107,24 @@ class ReplayedRows(ABC):
 
     @abstractmethod
     def _verify(self) -> Float[Tensor, "N V"]:
-        """The pass both ways, which must agree to the bit."""
+        """The pass both ways, which must agree."""
 
     @abstractmethod
     def _replay(self) -> Float[Tensor, "N V"]:
         """The pass without the modules."""
+
+
+def relative_difference(ours: Float[Tensor, "N V"], expected: Float[Tensor, "N V"]) -> float:
+    """The largest difference, as a share of the largest number; 0 where all bits agree."""
+    if torch.equal(ours, expected):
+        return 0.0
+    difference = (ours.double() - expected.double()).abs().max()
+    return float(difference / expected.abs().max())
+
+
+def is_rounding(difference: float, dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype that differ by so much may differ by rounding alone.
+
+    That is less than half of a dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. False for NaN.
+    """
+    return difference <= torch.finfo(dtype).eps ** 0.5

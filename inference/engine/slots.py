@@ -17,7 +17,8 @@ from inference.engine.decoder import Decoder, has_adapters
 from inference.engine.held import LEAST, Slot, as_array, common_prefix
 from inference.engine.modules import Modules
 from inference.engine.pieces import NextTokenAndPieces, Piece, Pieces, share_out
-from inference.engine.replay import Column
+from inference.engine.repeatable import replays_passes
+from inference.engine.replay import Column, PassCounts
 from inference.engine.requests import Ticket
 from inference.engine.row_adapters import RowAdapters
 from inference.engine.waiting import Waiting
@@ -65,6 +66,7 @@ class Slots:
         capacity: most tokens of a sequence, prompt and response.
         reuses: whether a prompt that begins as a sequence in a slot is read from where they part;
             else equal prompts alone are read once.
+        passes: where decoding passes are counted.
         adapters: those that the model's layers have.
     """
 
@@ -75,6 +77,7 @@ class Slots:
         num_slots: int,
         capacity: int,
         reuses: bool,
+        passes: PassCounts,
         adapters: RowAdapters | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
@@ -88,11 +91,14 @@ class Slots:
         """Rows of a pass, as those of training have many, and are rounded so."""
         # No part of this refers back to it: what a pass keeps goes when the slots do.
         self._modules = Modules(model, self.cache, self.device, adapters)
+        tp_group = tp_group_of(plain)
         self._decode = Decoder(
             self._modules,
             dtype=plain.dtype,
             device=self.device,
-            replays=tp_group_of(plain).size == 1 and not has_hooks(model),
+            replays=replays_passes(model, tp_group, self.device),
+            counts=passes,
+            agree=lambda own: own if tp_group.size == 1 else not any(tp_group.sums([not own])),
         )
         self._readings: list[Reading] = []
         self._ready: list[Ticket] = []
@@ -362,11 +368,3 @@ class Slots:
                 empty.stored = 0
             self.cache.swap((gap, place), (empty.length, full.length))
             self.slots[gap], self.slots[place] = full, empty
-
-
-def has_hooks(model: nn.Module) -> bool:
-    """Whether somebody wants to be called when its modules are."""
-    return any(
-        each._forward_hooks or each._forward_pre_hooks  # noqa: SLF001
-        for each in model.modules()
-    )

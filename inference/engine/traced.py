@@ -15,7 +15,14 @@ from torch import Tensor
 
 from inference.engine.cache import NextToken, prepare_attention
 from inference.engine.pieces import StepLayout
-from inference.engine.replay import Column, Pass, ReplayedRows, ReplayError
+from inference.engine.replay import (
+    Column,
+    Pass,
+    ReplayedRows,
+    ReplayError,
+    is_rounding,
+    relative_difference,
+)
 from inference.engine.trace import Call, OperatorTrace, Replay, TraceRecorder, memory
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.linear.cpu import Linear
@@ -119,7 +126,8 @@ class TracedRows(ReplayedRows):
         self._trace.substitute(self._product)
         assert self._layout.layout is not None
         live = slice(self._layout.layout.num_read)
-        if not nearly_equal(self._replay()[live], expected[live]):
+        self.difference = relative_difference(self._replay()[live], expected[live])
+        if not is_rounding(self.difference, expected.dtype):
             raise ReplayError("a kernel's products are not those of its modules")
         return expected
 
@@ -152,10 +160,3 @@ class TracedRows(ReplayedRows):
             if memory(call.made[0]) == memory(self._result):
                 self._head = linear
         return linear
-
-
-def nearly_equal(ours: Float[Tensor, "N V"], expected: Float[Tensor, "N V"]) -> bool:
-    """Whether the numbers differ by rounding alone: in less than half of a dtype's digits."""
-    allowed = torch.finfo(expected.dtype).eps ** 0.5
-    difference = (ours.double() - expected.double()).abs().max()
-    return bool(difference <= allowed * expected.abs().max())

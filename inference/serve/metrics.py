@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from inference.engine.replay import PassCounts
 from inference.engine.requests import Reason, Ticket
 from inference.serve.row import Row
 
@@ -24,6 +25,11 @@ class Metrics:
         self._running = Gauge("vllm:num_requests_running", "Responses in a slot.", **of_model)
         self._waiting = Gauge("vllm:num_requests_waiting", "Prompts without a slot.", **of_model)
         self._slots = Gauge("rlhf:slots", "Sequences that can run at once.", **of_model)
+        self._passes = Gauge(
+            *("rlhf:decoding_passes", "Passes until now: by the model's modules, or replayed."),
+            ["model_name", "by"],
+            registry=self.registry,
+        )
         self._prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", **of_model)
         self._queried = Counter(
             "vllm:prefix_cache_queries", "Tokens of prompts, by response.", **of_model
@@ -64,6 +70,11 @@ class Metrics:
             self._running.labels(name).set(count)
         for name, count in waiting.items():
             self._waiting.labels(name).set(count)
+
+    def passes(self, model: str, counts: PassCounts) -> None:
+        """How decoding passes were computed until now; adapters are counted under their base."""
+        self._passes.labels(model, "modules").set(counts.by_modules)
+        self._passes.labels(model, "replay").set(counts.replayed)
 
     def token(self, row: Row, ticket: Ticket, now: float) -> None:
         """A response has one more token."""

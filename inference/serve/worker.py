@@ -155,6 +155,8 @@ class Worker:
         for lane in busy:
             self._step(lane, pieces)
         self._metrics.running(*self._counts())
+        for lane in busy:
+            self._metrics.passes(lane.name, lane.batch.passes)
         if pieces:
             self._on_loop(self._deliver, pieces)
 

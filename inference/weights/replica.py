@@ -1,7 +1,7 @@
 """A second set of modules to generate with: of the trained model's class, plain and ungraded.
 
 Its weights are the trained model's own where those lie whole and unchanged in memory, else copies
-in one arena, made a unit at a time from what an engine gathers. Adapters are merged into copies,
+in an arena, made a unit at a time from what an engine gathers. Adapters are merged into copies,
 and quantized weights are dequantized there.
 Nothing of training - hooks, adapters, autograd - is in it, so that a process generates without the
 others.
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.tp_group import sum_
+from inference.weights.arena import Arena, Place
 from inference.weights.hash import bits_sum, hash_of_sums
 from inference.weights.sharding import Sharding
 from pipeline.engine.tensor_parts import Part, part_of, whole_shape
-from pipeline.models.attention import round_up
 from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
@@ -31,9 +31,6 @@ from pipeline.models.quantized import QuantizedLinear
 from pipeline.models.stream import meta_model
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
-
-ALIGNMENT = 64
-"""Bytes: each tensor of the arena begins at a cache line."""
 
 
 @dataclass
@@ -57,8 +54,8 @@ class Slot:
     """What the source is a part of, where this process trains a part of each layer."""
 
     shape: torch.Size
-    start: int | None
-    """Place in the arena, in bytes; None has the source's own memory."""
+    place: Place | None = None
+    """In the arena; None has the source's own memory."""
 
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
@@ -133,22 +130,18 @@ class Replica:
         self.model = meta_model(lambda: _same_class(plain, settings))
         self.model.eval().requires_grad_(False)
         sharding = Sharding(self.model, tp_group)
+        self._arena = Arena()
         self.slots = list(self._lay_out(sharding, shares=shares))
         sharding.apply()
         self._by_source: dict[nn.Parameter, list[Slot]] = {}
         for slot in self.slots:
             self._by_source.setdefault(slot.source, []).append(slot)
-        copied = [slot for slot in self.slots if slot.start is not None]
-        self.num_bytes = max(map(_end, copied), default=0)
-        """Memory of the arena, while it is there."""
-        self._arena: Tensor | None = None
         self._share_buffers()
         self.release()
 
     def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[Slot]:
         """The weights, each under all of its places."""
         slots: dict[tuple[int, int, ShardSpec | None], Slot] = {}
-        end = 0
         for name, module, leaf, _ in places(self.model):
             owner = name.rpartition(".")[0]
             source, layer, adapter = _source(self._plain, owner, leaf)
@@ -160,21 +153,26 @@ class Replica:
                 shape = whole if spec is None else spec.shape(whole)
                 same = spec == (None if part is None else part.own)
                 in_place = shares and layer is None and adapter is None and same
-                start = None if in_place else round_up(end, ALIGNMENT)
-                slot = slots[key] = Slot(name, source, layer, adapter, spec, part, shape, start)
-                end = end if in_place else _end(slot)
+                slot = slots[key] = Slot(name, source, layer, adapter, spec, part, shape)
+                if not in_place:
+                    slot.place = self._arena.reserve(slot.num_bytes)
                 yield slot
             slots[key].places.append((module, leaf))
 
     @property
     def shares(self) -> bool:
         """Whether any weight is the trained model's own."""
-        return any(slot.start is None for slot in self.slots)
+        return any(slot.place is None for slot in self.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies, while they are there."""
+        return self._arena.num_bytes
 
     @property
     def loaded(self) -> bool:
         """Whether it has weights to generate with."""
-        return self._arena is not None
+        return self._arena.there
 
     @torch.no_grad()
     def load(self, weights: HasTurns) -> None:
@@ -182,22 +180,20 @@ class Replica:
 
         `weights` is the engine that trains the model; all its processes call it in step.
         """
-        device = self.slots[0].source.device
-        if self._arena is None:
-            self._arena = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        if not self.loaded:
+            self._arena.allocate(self.slots[0].source.device)
             for slot in self.slots:
-                slot.show(self._memory(slot, self._arena))
+                slot.show(self._memory(slot))
         for params in weights.iter_gathered_units():
             for slot in (slot for param in params for slot in self._by_source.get(param, ())):
-                if slot.start is not None:
-                    self._memory(slot, self._arena).copy_(slot.value(self._trained_by))
+                if slot.place is not None:
+                    self._memory(slot).copy_(slot.value(self._trained_by))
         self._share_buffers()
 
-    def _memory(self, slot: Slot, arena: Tensor) -> Tensor:
-        if slot.start is None:
+    def _memory(self, slot: Slot) -> Tensor:
+        if slot.place is None:
             return slot.source.detach()
-        taken = arena[slot.start : _end(slot)]
-        return taken.view(slot.dtype).view(slot.shape)
+        return self._arena.at(slot.place).view(slot.dtype).view(slot.shape)
 
     def _share_buffers(self) -> None:
         """Have the trained model's buffers: some families change theirs as they read."""
@@ -208,7 +204,7 @@ class Replica:
 
     def release(self) -> None:
         """Give the memory back; the weights read as NaN until they are loaded again."""
-        self._arena = None
+        self._arena.release()
         for slot in self.slots:
             dtype, device = slot.dtype, slot.source.device
             nothing = float("nan") if dtype.is_floating_point else 0
@@ -230,11 +226,6 @@ class Replica:
             parts = [(weight, 0)] if self.tp_group.rank == 0 else []
         none = torch.zeros((), dtype=torch.int64, device=weight.device)
         return sum((bits_sum(part, first=first) for part, first in parts), start=none)
-
-
-def _end(slot: Slot) -> int:
-    assert slot.start is not None
-    return slot.start + slot.num_bytes
 
 
 def _same_class(plain: PreTrainedModel, settings: object) -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from inference.tp_group import join_columns, mark, sum_
+from inference.tp_group import join_columns, mark, of_sharding, sum_
 from pipeline.models.sharding import STYLES
 from pipeline.models.tensor_shards import TensorShards
 
@@ -25,11 +25,14 @@ class Sharding(TensorShards):
         self.narrow()
         mark(self.model, self.tp_group, kv_heads=self.kv_heads_here)
 
+    @of_sharding
     def _sum(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
         return sum_(output, self.tp_group)
 
+    @of_sharding
     def _join(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
         return join_columns(output, self.tp_group)
 
+    @of_sharding
     def _split(self, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (args[0].chunk(self.tp_group.size, dim=-1)[self.tp_group.rank],)

@@ -19,7 +19,7 @@ PREFILL = 2048
 """Prompt tokens of a pass, as `inference.engine.slots` reads them."""
 
 SLOT_BLOCK = 32
-"""A slot has whole blocks of so many tokens, and one more: see `inference.engine.cache`."""
+"""A slot has whole blocks of that many tokens, and one more: see `inference.engine.cache`."""
 
 SAMPLED = 4 * 4
 """Bytes of each logit while a token is drawn: logits, log-probabilities, probabilities and their

@@ -76,7 +76,7 @@ def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
     if not use.learns and not can_shard(model.plain, size):
         return model
     module = copy.deepcopy(model.module)
-    cut_for_plan(module, size)
+    cut_for_plan(module, size, sequence=workload.parallel.sequence)
     return replace(model, module=module)
 
 

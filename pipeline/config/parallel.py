@@ -29,13 +29,17 @@ class ParallelConfig:
     each has a part of the heads of attention and of the width of the MLPs; 1 has layers whole.
    """
 
+    sequence: bool = True
+    """With `tp`: each process keeps hidden states of tokens of its own between these parts
+    (sequence_parallel), and norms them; false keeps all on each."""
+
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
     of `pp` of them at most; gpipe goes forward with all first."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage in order, as 12 12 14 10; null gives all about as much to
-    compute."""
+    """With `pp`: blocks of each stage in order, such as 12 12 14 10; null gives all about as much
+    to compute."""
 
     micro_batches: int | None = None
     """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as

@@ -71,7 +71,7 @@ class Generation:
     """Responses of an iteration, or after training, that are a process's share."""
 
     batch_size: int
-    """Responses that a process generates at once, where there is room for so many."""
+    """Responses that a process generates at once, where there is room for that many."""
 
     prompt_length: int
     """Tokens of the longest prompt."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.comm import Collectives
+from pipeline.engine.side_stream import Mark, gradient_copies
 
 
 @dataclass
@@ -23,6 +24,9 @@ class _Buffer:
     since: int = 0
     """The meeting after which the others may still have read it."""
 
+    after: Mark | None = None
+    """The moment after which this process has read it."""
+
 
 class BufferPool:
     """Flat buffers by size and type. All processes borrow and give back in the same order."""
@@ -30,6 +34,8 @@ class BufferPool:
     def __init__(self, comm: Collectives, device: torch.device) -> None:
         self.comm = comm
         self.device = device
+        self.copies = gradient_copies(device)
+        """Of gradients to main memory."""
         self._free: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
         self._lent: dict[int, _Buffer] = {}
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
@@ -60,6 +66,9 @@ class BufferPool:
             buffer = _Buffer(memory, zero=self.comm.starts_zero)
         else:
             buffer = free.pop(index)
+            if buffer.after is not None:
+                buffer.after.hold_computation()
+                buffer.after = None
         view = buffer.memory if narrow is None else buffer.memory.view(narrow)[:numel]
         if zero and not buffer.zero:
             view.zero_()
@@ -68,9 +77,13 @@ class BufferPool:
         self._lent[view.data_ptr()] = buffer
         return view
 
-    def give_back(self, borrowed: Tensor) -> None:
-        """The buffer may be used again, once the other processes have read their pieces of it."""
+    def give_back(self, borrowed: Tensor, *, after: Mark | None = None) -> None:
+        """The buffer may be used again, once the other processes have read their pieces of it.
+
+        And once `after` has come, on this one.
+        """
         buffer = self._lent.pop(borrowed.data_ptr())
+        buffer.after = after
         buffer.since = self.comm.rendezvous
         self._free[buffer.memory.numel(), buffer.memory.dtype].append(buffer)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.kernels.toolchain.pinned_memory import pinned_empty
 from pipeline.parallel.gather import all_gather, reduce_scatter
 from pipeline.parallel.group import Group
 from pipeline.position import HERE
@@ -96,8 +97,9 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector that collectives read or write; all processes call it in step."""
-        pinned = self.pin_memory and device.type == "cpu"
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+        if self.pin_memory and device.type == "cpu":
+            return pinned_empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def piece(self, full: Tensor) -> Tensor:
         """This process's piece of a vector."""

@@ -59,7 +59,7 @@ class Engine:
 
     What a process keeps between uses is `config.zero_stage`'s choice: 0 everything, 1 and 2 its
     piece of masters, moments and summed gradients, 3 also its piece alone of the weights. The
-    result is the same to the bit.
+    result is the same bit for bit.
 
     `name`, the same on all processes, tells its collectives from those of other engines: where two
     are used in another order on some process, the error names both. `group` is that of `mesh.data`
@@ -190,7 +190,7 @@ class Engine:
         self.rollout_offload.begin(kinds)
 
     def reload_states(self) -> None:
-        """Put everything back on the device, to the bit."""
+        """Put everything back on the device, bit for bit."""
         self.rollout_offload.end()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -234,7 +234,7 @@ class Engine:
         known = {name for group in self.groups for name in group.flat.params}
         unknown = sorted(weights.keys() - known)
         if unknown:
-            raise KeyError(f"{unknown[0]} is no trained parameter of the model")
+            raise KeyError(f"{unknown[0]} is not a trained parameter of the model")
         self.zero.check_ready()
         self.comm.meet()
         self.zero.updates += 1

@@ -16,6 +16,7 @@ from pipeline.engine.disk_weights import DiskPiece, WeightDisk
 from pipeline.engine.layout import lay_out, padded_size
 from pipeline.engine.stored import StoredParameter, copy_elements
 from pipeline.engine.tensor_parts import Role
+from pipeline.kernels.toolchain.pinned_memory import pinned_empty
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,17 @@ class Placement:
     deterministic: bool
     """Sum micro-batches as a tree."""
 
+    offloads_gradients: bool
+    """Sum gradients in main memory, whatever computes the model."""
+
     pin_memory: bool
     """Keep offloaded vectors where the GPU can copy from by itself."""
 
     def host_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a vector that may lie elsewhere than where the model computes."""
-        pinned = self.pin_memory and device.type == "cpu" and self.device.type == "cuda"
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+        if self.pin_memory and device.type == "cpu" and self.device.type == "cuda":
+            return pinned_empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 class FlatParams:

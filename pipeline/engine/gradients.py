@@ -1,6 +1,4 @@
-"""Gradients on their way from autograd to the optimizer: buffers, and sums over micro-batches."""
-
-from collections.abc import Callable
+"""Gradients on their way from autograd to the optimizer: buffers, reductions, sums."""
 
 import torch
 from torch import Tensor
@@ -8,111 +6,8 @@ from torch import Tensor
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Work
 from pipeline.engine.flat import FlatParams
+from pipeline.engine.gradient_sums import OffloadedSum, RunningSum, TreeSum
 from pipeline.engine.units import ROOT
-
-
-class RunningSum:
-    """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
-
-    It has memory from the first gradient of a step until the step is over.
-    """
-
-    def __init__(self, empty: Callable[[], Tensor]) -> None:
-        self._empty = empty
-        self._total: Tensor | None = None
-        self.empty = True
-
-    @property
-    def total(self) -> Tensor:
-        """The sum; undefined while `empty`."""
-        if self._total is None:
-            self._total = self._empty()
-        return self._total
-
-    @property
-    def direct(self) -> Tensor | None:
-        """Where the first gradient may be written in place of `add`; then say `empty = False`."""
-        return self.total if self.empty else None
-
-    def add(self, gradient: Tensor) -> None:
-        """Add what a backward pass found; `gradient` may be overwritten afterwards.
-
-        Between devices it waits for the copy: the host would go on with numbers still on their way.
-        """
-        if self.empty:
-            self.total.copy_(gradient)
-        else:
-            self.total.add_(gradient.to(self.total.device))
-        self.empty = False
-
-    def end_micro_batch(self) -> None:
-        """Nothing to do: every addition is final."""
-
-    def finish(self) -> Tensor:
-        """The sum over all micro-batches; zeros where there was none."""
-        if self.empty:
-            self.total.zero_()
-            self.empty = False
-        return self.total
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._total = None
-        self.empty = True
-
-    def tensors(self) -> list[Tensor]:
-        """What takes memory now."""
-        return [] if self._total is None else [self._total]
-
-
-class TreeSum:
-    """The sum as a binary tree over micro-batches, whatever their number on this process.
-
-    Like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). With ranks added
-    as a tree as well, and micro-batch i on rank i modulo W, the tree over all micro-batches is the
-    same for every W that is a power of two. It holds at most log2(micro-batches) + 1 sums.
-    """
-
-    def __init__(self, empty: Callable[[], Tensor]) -> None:
-        self._empty = empty
-        self._current = RunningSum(empty)
-        self._levels: list[tuple[int, Tensor]] = []
-
-    direct = None
-
-    def add(self, gradient: Tensor) -> None:
-        """Add what a backward pass of the present micro-batch found."""
-        self._current.add(gradient)
-
-    def end_micro_batch(self) -> None:
-        """Add the micro-batch to the sums of as many others."""
-        if self._current.empty:
-            return
-        level, value = 0, self._current.total
-        self._current.clear()
-        while self._levels and self._levels[-1][0] == level:
-            value = self._levels.pop()[1] + value
-            level += 1
-        self._levels.append((level, value))
-
-    def finish(self) -> Tensor:
-        """The sum over all micro-batches, the smallest sums first; zeros where there was none."""
-        self.end_micro_batch()
-        if not self._levels:
-            return self._empty().zero_()
-        value = self._levels[-1][1]
-        for _, larger in reversed(self._levels[:-1]):
-            value = larger + value
-        return value
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._current.clear()
-        self._levels.clear()
-
-    def tensors(self) -> list[Tensor]:
-        """What takes memory now."""
-        return [*self._current.tensors(), *(value for _, value in self._levels)]
 
 
 class FlatGradients:
@@ -126,9 +21,10 @@ class FlatGradients:
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
         self.flat, self.pool, self.comm = flat, pool, flat.comm
         placement = flat.placement
-        kind = TreeSum if placement.deterministic else RunningSum
-        self.sum: TreeSum | RunningSum = kind(
-            lambda: placement.host_empty(flat.shard_numel, torch.float32, placement.gradient_device)
+        copies = pool.copies if placement.offloads_gradients else None
+        running = RunningSum(self._empty) if copies is None else OffloadedSum(self._empty, copies)
+        self.sum: TreeSum | RunningSum = (
+            TreeSum(self._empty, running) if placement.deterministic else running
         )
         self.found: set[str] = set()
         """Parameters that have had a gradient here since `clear`."""
@@ -136,6 +32,11 @@ class FlatGradients:
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
         self._dtype = flat.settings.dtype
         self.expect(once=False)
+
+    def _empty(self) -> Tensor:
+        placement = self.flat.placement
+        numel, device = self.flat.shard_numel, placement.gradient_device
+        return placement.host_empty(numel, torch.float32, device)
 
     def expect(self, *, once: bool) -> None:
         """Say whether each parameter gets one gradient at most before the next reduction.
@@ -225,7 +126,7 @@ class FlatGradients:
         else:
             self.sum.add(out)
         if buffer is not out:
-            self.pool.give_back(buffer)
+            self.pool.give_back(buffer, after=self.sum.read)
 
     def clear(self) -> None:
         """Forget what has been accumulated."""

@@ -232,6 +232,9 @@ def _gradient_buffers(
     apart = meets and not placement.shard_params
     narrow = meets or (through_group and config.zero.reduce_dtype == "bf16")
     num_bytes = sum(each.used for each in _buffers_of_pass(trained, narrow=narrow, apart=apart))
+    if placement.offloads_gradients and placement.device.type == "cuda" and micro_batches > 1:
+        # A sum in main memory comes to the GPU to be added to.
+        num_bytes += 4 * max(vector.numel // world for unit in trained for vector in unit)
     # gloo, and NCCL where the order of addition is fixed, receive pieces beside those they send.
     on_cpu = placement.device.type == "cpu"
     exchanges = through_group and (on_cpu or placement.deterministic)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.zero import ZeroModel
+from pipeline.kernels.toolchain.pinned_memory import pinned_empty
 
 Kind = Literal["weights", "masters", "moments", "gradients"]
 KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
@@ -41,8 +42,8 @@ class RolloutOffload:
             if storage.nbytes() == 0 or not storage.resizable() or storage.data_ptr() in offloaded:
                 continue
             offloaded.add(storage.data_ptr())
-            pinned = storage.device.type == "cuda"
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            new = pinned_empty if storage.device.type == "cuda" else torch.empty
+            copy = new(storage.nbytes(), dtype=torch.uint8)
             copy.untyped_storage().copy_(storage)
             self._offloaded.append((storage, copy.untyped_storage()))
         self.zero.is_offloaded = True

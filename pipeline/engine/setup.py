@@ -35,6 +35,7 @@ def placement_of(config: TrainedModelConfig, device: torch.device) -> Placement:
         params_on_disk=offload.params == "nvme",
         optimizer_on_disk=offload.optimizer == "nvme",
         deterministic=config.zero.reduction == "deterministic",
+        offloads_gradients=offload.gradients != "none",
         pin_memory=offload.pin_memory,
     )
 

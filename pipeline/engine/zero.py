@@ -32,7 +32,7 @@ class Unit:
         self.in_backward = False
         """From the arrival of its output's gradient until its gradients are on their way."""
         self.expects_backward = False
-        """Whether a forward pass has left something for autograd to go back through."""
+        """Whether a forward pass has left something for autograd to backpropagate through."""
 
     @property
     def gathered(self) -> bool:
@@ -76,7 +76,7 @@ class ZeroModel:
         self.broken = False
         """True after a backward pass that raised, until `discard`."""
         self.updates = 0
-        """How often the weights have changed; a graph from before can't be gone back through."""
+        """How often the weights have changed; an older graph can't be backpropagated through."""
         self._pinned = 0
         self._settling: Unit | None = None
         self._visited: list[Unit] = []
@@ -84,7 +84,7 @@ class ZeroModel:
         self._previous: dict[Unit, Unit] = {}
         self._root_was_gathered = True
         if getattr(model, "_engine", None) is not None:
-            raise ConfigError("an engine has taken this model already; build the model anew")
+            raise ConfigError("an engine has taken this model already; build the model again")
         object.__setattr__(model, "_engine", self)
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
@@ -134,13 +134,13 @@ class ZeroModel:
         return output
 
     def _before_unit(self, unit: Unit) -> None:
-        if in_backward():  # a recomputation inside of the backward pass of the unit itself
+        if in_backward():  # a recomputation inside the backward pass of the unit itself
             self._before_backward(unit)
             return
         if not self.root.gathered:
             raise RuntimeError(
                 f"{unit.name} was called while the weights outside of it were sharded: call the"
-                " engine instead of a module inside of it, or do it under `engine.gathered()`"
+                " engine instead of a module inside it, or do it under `engine.gathered()`"
             )
         self._visited.append(unit)
         self._gather(unit, self._next)

@@ -303,7 +303,7 @@ def passes_of(
         ConfigError, ModelError: as `own_part` and `cut_layers`.
     """
     stages = mesh.stages
-    cut_layers(model, mesh.tensor)
+    cut_layers(model, mesh.tensor, sequence=parallel.sequence)
     part, stage = own_part(model, parallel, stages, whole, kernels=settings.kernels)
     engine = Engine(
         part,

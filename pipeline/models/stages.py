@@ -148,7 +148,7 @@ class Stage:
 
 
 def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
-    """Leave in a model what stage `number` has, of stages with so many blocks each.
+    """Leave in a model what stage `number` has, of stages with that many blocks each.
 
     Raises:
         ModelError: models of its family can't be cut.
@@ -348,7 +348,7 @@ def _borrow(head: nn.Linear) -> Tensor:
 @functools.cache
 @torch.no_grad()
 def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
-    """Return if a small copy, cut, gives the hidden states of the whole one, to the bit.
+    """Return if a small copy, cut, gives the hidden states of the whole one, bit for bit.
 
     Raises:
         ModelError: it doesn't.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.parallel import launched
+from pipeline.parallel.leaving import abort_collectives, leave
 from pipeline.parallel.mesh import current_mesh, patience
 from pipeline.signals import ended_by_ctrl_c
 
@@ -24,7 +25,8 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     named, and all are ended: `watchdog` is `pipeline.watchdog.process.watching`.
 
     Raises:
-        JobFailed: a process failed, and the reason has been shown.
+        JobFailed: a process failed, and the reason has been shown. On GPUs the process ends at
+            once in place of it, for its own GPU may wait for the others.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield
@@ -43,7 +45,9 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
         with watchdog(timeout_seconds) if world.size > 1 else nullcontext():
             yield
             world.barrier()  # gloo's threads abort where a process leaves while another still sends
-    except JobFailed:
+    except JobFailed as failed:
+        if gpu is not None and isinstance(failed.code, int):
+            leave(failed.code, abort_collectives)
         raise  # a broken group can't be taken down in order
     except BaseException:
         dist.destroy_process_group()

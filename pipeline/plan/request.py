@@ -190,12 +190,11 @@ class Request(Deployment, Autotuning):
         )
         require(
             not (self.check and (self.dry_run or self.no_check)),
-            "--check looks at the machines; leave"
-            f" {'--dry-run' if self.dry_run else '--no-check'} away",
+            f"--check looks at the machines; omit {'--dry-run' if self.dry_run else '--no-check'}",
         )
         require(
             not (self.check and self.plan_for),
-            "--check looks at the machines there are; leave --plan-for away",
+            "--check looks at the machines there are; omit --plan-for",
         )
         for option, given in (
             ("--dry-run", self.dry_run),
@@ -205,8 +204,7 @@ class Request(Deployment, Autotuning):
         ):
             require(
                 self.autotune is None or not given,
-                "--autotune makes trials, on machines that this command reaches; leave"
-                f" {option} away",
+                f"--autotune makes trials, on machines that this command reaches; omit {option}",
             )
         require(
             not (self.resume and self.overwrite),
@@ -287,8 +285,8 @@ def full_name(option: str, path: str | None) -> str | None:
         return path
     require(
         path.lower() in OPT_SIZES,
-        f"{option} {path} is no size of OPT, which has {', '.join(OPT_SIZES)}; for another family"
-        " give the model's name or directory",
+        f"{option} {path} is not a size of OPT, which has {', '.join(OPT_SIZES)}; for another"
+        " family give the model's name or directory",
     )
     return f"facebook/opt-{path.lower()}"
 
@@ -301,7 +299,7 @@ def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:
 
 
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
-    """Raise, for a name that is no option, a sentence that knows the steps' settings too."""
+    """Raise, for a name that is not an option, a sentence that knows the steps' settings too."""
     known = {each.name for each in fields(Request)}
     of_steps = [
         setting

@@ -173,7 +173,7 @@ def _built(
     below = [handed_over, base, chosen or NOTHING, *_from_files(stage, command_line)]
     require(
         stage.method is None or all(name != "method" for name, _ in overrides),
-        f"{stage.section}.method names one method, and --method several; leave it away",
+        f"{stage.section}.method names one method, and --method several; leave it out",
     )
     require(
         not any("output_dir" in layer.settings for layer in below)

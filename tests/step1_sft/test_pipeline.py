@@ -1,4 +1,4 @@
-"""Step 1 through the stages of a pipeline ends as on one process, to the bit."""
+"""Step 1 through the stages of a pipeline ends as on one process, bit for bit."""
 
 import json
 import re
@@ -201,7 +201,7 @@ def test_what_the_model_can_not_be_cut_into_is_refused_by_the_plan(
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
+    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block again"),
     "dropout": ({}, {"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout draws masks"),
     "variant": ({}, {"lora": LoraConfig(variant="pissa")}, "model.lora.variant of parallel.pp 2"),
     "tasks": ({"eval_tasks": ("embedded",)}, {}, "eval_tasks are answered by the whole model"),

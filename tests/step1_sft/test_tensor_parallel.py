@@ -118,6 +118,16 @@ def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) ->
     assert ended(tmp_path / "mixed") == ended(tmp_path / "plain")
 
 
+@pytest.mark.grid
+def test_adapters_learn_the_same_bits_from_tokens_of_its_own(tmp_path: Path) -> None:
+    start, lora = make(tmp_path, "llama"), {"lora": LoraConfig(rank=2)}
+    for name, sequence in (("own", True), ("all", False)):
+        parallel = ParallelConfig(tp=2, micro_batches=3, sequence=sequence)
+        run_ranks(run, settings(start, tmp_path / name, parallel=parallel, model=lora))
+
+    assert ended(tmp_path / "own") == ended(tmp_path / "all")
+
+
 def take_up(config: SFTConfig, step: int) -> None:
     """Load the newest state of a run, and save it again under another step."""
     parallel = config.parallel

@@ -40,7 +40,7 @@ def test_the_reference_is_the_actor_as_it_started_whatever_the_actor_learns(toy:
 
 
 def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) -> None:
-    """The same, to the bit, as a frozen copy, and without one."""
+    """The same, bit for bit, as a frozen copy, and without one."""
     config = with_lora(toy_config(toy))
     models, copy = toy_models(config), toy_models(toy_config(toy)).reference
     update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)

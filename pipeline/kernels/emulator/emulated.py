@@ -56,6 +56,7 @@ class Emulator:
         self._functions.emulator_allow.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         for name in ("emulator_error", "emulator_last_launch"):
             getattr(self._functions, name).restype = ctypes.c_char_p
+        self._functions.emulator_locked_bytes.restype = ctypes.c_size_t
         self.cubins = directory / "cubins"
 
     def gpu(self, **changes: Any) -> Gpu:  # noqa: ANN401
@@ -104,6 +105,11 @@ class Emulator:
     def last_launch(self) -> str:
         """Kernel, grid, block, shared memory and stream."""
         return self._functions.emulator_last_launch().decode()
+
+    @property
+    def locked_bytes(self) -> int:
+        """Of pages that the driver was asked to lock; it locks a MiB at most."""
+        return self._functions.emulator_locked_bytes()
 
     def _allow(self, tensor: Tensor) -> None:
         if tensor.numel():

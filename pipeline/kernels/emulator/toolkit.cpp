@@ -80,6 +80,7 @@ struct State {
   std::string error, last;
   std::set<void*> libraries;
   std::set<Kernel*> kernels;
+  std::map<char*, size_t> locked;
 };
 
 State& state() {
@@ -96,6 +97,11 @@ void emulator_forbid() { state().ranges.clear(); }
 void emulator_schedule(int schedule) { state().schedule = schedule; }
 const char* emulator_error() { return state().error.c_str(); }
 const char* emulator_last_launch() { return state().last.c_str(); }
+size_t emulator_locked_bytes() {
+  size_t sum = 0;
+  for (const auto& pages : state().locked) sum += pages.second;
+  return sum;
+}
 
 // NVRTC.
 
@@ -180,7 +186,10 @@ int nvrtcDestroyProgram(Program** program) {
 
 // The driver.
 
-enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_IMAGE = 200, INVALID_HANDLE = 400, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
+// Pages that are locked, by their address; there is a MiB of them.
+constexpr size_t PAGE = 4096, LOCKABLE = 1 << 20;
+
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_IMAGE = 200, INVALID_HANDLE = 400, NOT_FOUND = 500, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, LAUNCH_FAILED = 719 };
 
 int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
 
@@ -189,6 +198,8 @@ int cuGetErrorName(int code, const char** name) {
       {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},   {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
       {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
       {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"}, {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
+      {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+      {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
       {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED"},
   };
   const auto found = names.find(code);
@@ -251,5 +262,20 @@ int cuLaunchKernel(Kernel* kernel, unsigned grid_x, unsigned grid_y, unsigned gr
   const emulator::Launch launch = {kernel->function, params[0], {grid_x, grid_y, grid_z}, {block_x, block_y, block_z},
                          shared_bytes, state().schedule};
   return emulator::run(launch, state().ranges, state().error) ? LAUNCH_FAILED : SUCCESS;
+}
+
+int cuMemHostRegister_v2(void* first, size_t bytes, unsigned flags) {
+  if (!bytes || reinterpret_cast<uintptr_t>(first) % PAGE || bytes % PAGE || flags != 1) return INVALID_VALUE;
+  auto& locked = state().locked;
+  const auto next = locked.lower_bound(static_cast<char*>(first));
+  if (next != locked.end() && next->first < static_cast<char*>(first) + bytes) return ALREADY_REGISTERED;
+  if (next != locked.begin() && std::prev(next)->first + std::prev(next)->second > first) return ALREADY_REGISTERED;
+  if (emulator_locked_bytes() + bytes > LOCKABLE) return OUT_OF_MEMORY;
+  locked[static_cast<char*>(first)] = bytes;
+  return SUCCESS;
+}
+
+int cuMemHostUnregister(void* first) {
+  return state().locked.erase(static_cast<char*>(first)) ? SUCCESS : NOT_REGISTERED;
 }
 }

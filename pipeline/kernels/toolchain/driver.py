@@ -1,4 +1,4 @@
-"""The CUDA driver, as far as kernels need it: load machine code, find a kernel, start it.
+"""The CUDA driver, as far as it is needed: load code, find a kernel, start it; lock pages.
 
 Called through ctypes. The functions are of CUDA 12.0; kernels of a library belong to no context.
 """
@@ -14,6 +14,9 @@ Dim = tuple[int, int, int]
 
 _POINTER = ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
+
+PORTABLE = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: pages are locked for all contexts."""
 
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
@@ -43,15 +46,18 @@ class Driver:
             library = ctypes.CDLL(str(path))
             launch, load = library.cuLaunchKernel, library.cuLibraryLoadData
             get_kernel, get_function = library.cuLibraryGetKernel, library.cuKernelGetFunction
+            register, unregister = library.cuMemHostRegister_v2, library.cuMemHostUnregister
         except (OSError, AttributeError) as error:
             raise KernelError(
-                f"{path} is no CUDA driver of version 12.0 or later: {error}"
+                f"{path} is not a CUDA driver of version 12.0 or later: {error}"
             ) from None
         launch.argtypes = [_POINTER, *[_UNSIGNED] * 7, _POINTER, _POINTER, _POINTER]
         load.argtypes = [_POINTER, ctypes.c_char_p, *[_POINTER] * 2, _UNSIGNED]
         load.argtypes += [*[_POINTER] * 2, _UNSIGNED]
         get_kernel.argtypes = [_POINTER, _POINTER, ctypes.c_char_p]
         get_function.argtypes = [_POINTER, _POINTER]
+        register.argtypes, unregister.argtypes = [_POINTER, ctypes.c_size_t, _UNSIGNED], [_POINTER]
+        self._register, self._unregister = register, unregister
         self._get_kernel, self._get_function = get_kernel, get_function
         self._launch, self._load, self._name_of = launch, load, library.cuGetErrorName
         self._check(library.cuInit(0), "cuInit")
@@ -116,6 +122,22 @@ class Driver:
             f"{what}; an earlier kernel of this process may be to blame, and"
             " CUDA_LAUNCH_BLOCKING=1 in the environment tells which"
         )
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Lock pages of this process, so that GPUs read and write them by themselves.
+
+        Raises:
+            DriverError: the driver locks no more.
+        """
+        self._check(self._register(address, num_bytes, PORTABLE), f"to lock {num_bytes} bytes")
+
+    def unregister(self, address: int) -> None:
+        """Unlock pages that were locked together; `address` is that of the first.
+
+        Raises:
+            DriverError: they were not.
+        """
+        self._check(self._unregister(address), "to unlock memory")
 
     def _check(self, code: int, what: str) -> None:
         if code:

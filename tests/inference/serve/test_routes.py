@@ -86,6 +86,9 @@ def test_metrics_count_requests_tokens_and_why_responses_ended(scoring: Running)
     assert grown["rlhf:requests_total /v1/chat/completions 400"] == 1
     assert grown["vllm:time_to_first_token_seconds_count tiny"] == 3
     assert grown["vllm:time_per_output_token_seconds_count tiny"] == 14
+    # The first token of each is the prompt's; those of one prompt come from the same passes.
+    by = {each: grown[f"rlhf:decoding_passes {each} tiny"] for each in ("modules", "replay")}
+    assert sum(by.values()) == 6 + 2, by
     assert after["rlhf:slots tiny"] == 4
     assert after["process_resident_memory_bytes"] > 2**26
 

@@ -81,7 +81,7 @@ def test_an_optimizer_on_the_host_trains_alike(stage: int, params: str) -> None:
 
     assert {group.masters.fp32().device.type for group in engine.groups} == {"cpu"}
     for name, weight in expected.items():
-        # The CPU's AdamW and the GPU's round differently: to the bit where they are one.
+        # The CPU's AdamW and the GPU's round differently: bit for bit where they are one.
         exact = local_device().type == "cpu"
         torch.testing.assert_close(
             got[name], weight, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5, msg=name
@@ -101,6 +101,25 @@ def test_between_steps_stage_3_keeps_the_weights_where_it_was_told() -> None:
 
     assert {flat.shard.device.type for flat in flats} == {"cpu"}
     assert not any(flat.held for flat in flats)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (3, {}), (2, {"gradients": "cpu"})])
+def test_no_backward_pass_has_the_host_wait(stage: int, offload: dict[str, str]) -> None:
+    model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
+    model.train().to(device=local_device(), dtype=torch.bfloat16)  # pyright: ignore[reportCallIssue]
+    engine = Engine(model, settings(stage, **offload), total_steps=STEPS)
+    hidden = torch.randn(2, 9, model.config.hidden_size, device=local_device())
+    for step in range(2):  # the first makes what is kept
+        for _ in range(MICRO_BATCHES):
+            logits = engine(inputs_embeds=hidden.bfloat16(), use_cache=False).logits
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                engine.backward(logits.float().square().mean())
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        engine.step()
 
 
 @pytest.mark.gpu

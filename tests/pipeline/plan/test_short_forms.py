@@ -158,6 +158,6 @@ def test_a_local_directory_wins_over_a_size(
 
 
 def test_a_size_that_opt_has_not_is_refused_and_other_names_are_left_alone() -> None:
-    with pytest.raises(ConfigError, match=r"^--reward-model 7b is no size of OPT, which has 125m,"):
+    with pytest.raises(ConfigError, match=r"^--reward-model 7b is not a size of OPT, which has"):
         configs("--actor-model", "gpt2", "--reward-model", "7b")
     assert configs("--actor-model", "gpt2")["sft"].model.path == "gpt2"
