@@ -1,7 +1,7 @@
 """Sequence parallelism: between the divided parts of blocks each process has tokens of its own.
 
 Korthikanti et al. 2022, section 4.2.2. Norms, residual sums and whatever else a block does token by
-token run on one so-many-th of the row. The tokens of all are gathered where a module begins whose
+token run on 1/tp of the row. The tokens of all are gathered where a module begins whose
 layers are divided by outputs, and what processes find in layers that are divided by inputs is
 summed, each for its own tokens. The first block takes its share of what the embeddings give, and
 the last one gives all tokens back: outside of the blocks, the model's code sees nothing of it.

@@ -117,7 +117,7 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
     Args:
         replicas: copies of each model; those of one copy are adjacent in rank, as are the
             processes of a machine.
-        pp: stages of a pipeline. The first so-many-th of the processes have the first stage.
+        pp: stages of a pipeline. The first 1/pp of the processes have the first stage.
         tp: processes that compute each layer together, neighbours in rank.
         timeout_seconds: for which one process may keep the others waiting.
 
