@@ -163,7 +163,7 @@ def read_row(line: bytes, limits: Limits) -> dict[str, Any] | BadRow | None:
     try:
         row = json.loads(line.rstrip().decode("utf-8"))
     except UnicodeDecodeError as error:
-        return BadRow(f"it is no UTF-8 at byte {error.start}")
+        return BadRow(f"it is not UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
         return BadRow(f"it is not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError):
