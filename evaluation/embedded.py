@@ -13,7 +13,7 @@ def read(reading: Reading) -> list[Question]:
         ConfigError: a data path is given, which the embedded task has no use for.
     """
     if reading.path is not None:
-        raise ConfigError(f"the task embedded has its own rows; leave {reading.path} away")
+        raise ConfigError(f"the task embedded has its own rows; omit {reading.path}")
     questions = held_out_questions()
     if reading.limit is not None and reading.limit < len(questions):
         # Evenly over the set, which is ordered by kind.
