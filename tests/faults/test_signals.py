@@ -108,7 +108,7 @@ def test_ctrl_c_is_answered_within_a_step_that_hangs_and_a_second_one_aborts(
     with Forked(job_of(start, tmp_path), fault="engine.step:1:3:hang") as job:
         wait_for(lambda: "engine.step hangs\n" in job.said(), job)
         job.signal(signal.SIGINT)
-        wait_for(lambda: "finishes the step at hand, saves its state" in job.said(), job)
+        wait_for(lambda: "finishes the current step, saves its state" in job.said(), job)
         assert all(process.is_alive() for process in job.processes)
         time.sleep(SAME_SECONDS + 0.2)
         job.signal(signal.SIGINT)
