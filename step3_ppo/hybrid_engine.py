@@ -41,7 +41,11 @@ class HybridEngine:
         self.resident = resident
         self.offloading = tuple(offloading)
         self.replica = Replica(
-            model, shares=not engine.sharded, tp_group=tp_group, trained_by=engine.tensor
+            model,
+            shares=not engine.sharded,
+            tp_group=tp_group,
+            trained_by=engine.tensor,
+            stages=engine.stages,
         )
         self.weights_hash = 0
         """Of the weights that generated last (`inference/weights/hash.py`)."""

@@ -55,7 +55,7 @@ class RewardSources:
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
         """By place, what the environment gave since the last results."""
-        self._same_rows = current_mesh().tensor.apart
+        self._same_rows = current_mesh().parts.apart
         """Processes with the same responses, of which the first alone asks the programs."""
 
     @property

@@ -17,13 +17,14 @@ from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
 from step3_ppo.episode_statistics import episode_statistics
-from step3_ppo.episodes import OnResponse, play
+from step3_ppo.episodes import OnResponse
 from step3_ppo.groups import are_equal
 from step3_ppo.models import Models
 from step3_ppo.prompts import PromptBatch, Prompts
 from step3_ppo.response_rewards import rewards_of
 from step3_ppo.rollout import generate_responses, with_overlong
 from step3_ppo.scoring import raw_scores
+from step3_ppo.shared_play import play_shared
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def sampled_responses(
             models, batch.inputs, config, keys=batch.keys, on_response=on_response
         )
     with models.hybrid_engine.generating() as actor:
-        episodes = play(
+        episodes = play_shared(
             actor,
             models.chat,
             environments,

@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from inference.generation import Response
-from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.batches import collate_part
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import whole_sequence
 from step3_ppo.models import Models
+from step3_ppo.own_micro_batches import own_micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,13 @@ def raw_scores(
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     scores = torch.zeros(len(rows), device=local_device())
-    limit = config.micro_batch_size * config.max_length
-    for part in local_micro_batches([len(row) for row in rows], max_tokens=limit):
-        batch = collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
-        scores[part] = models.reward.scores(batch)[: len(part)].float()
+    parts = own_micro_batches(config, [len(row) for row in rows])
+    batches = [
+        collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        for part in parts
+    ]
+    for part, found in zip(parts, models.reward.scores(batches), strict=True):
+        scores[part] = found[: len(part)].float()
     return scores
 
 

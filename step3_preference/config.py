@@ -169,17 +169,17 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             generation=Generation(
                 role="model",
                 phase="after training",
-                count=-(-self.data.max_eval_rows // max(1, world // self.parallel.tp)),
+                count=-(-self.data.max_eval_rows // self.parallel.pipelines(world)),
                 batch_size=self.generation_batch_size,
                 prompt_length=self.max_prompt_length,
                 new_tokens=self.max_new_tokens,
                 tensor_parallel=self.parallel.tp,
+                shared_by=self.parallel.pp,
             ),
         )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parallel.require_one_stage("this step")
         self.parallel.check_model("preference.model", self.model)
         check_tasks(self)
         require(bool(self.shares), "preference.shares must name a part of data.split: 1, 2 or 3")

@@ -22,7 +22,7 @@ class ParallelConfig:
 
     pp: int = 1
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    so many-th of the processes; 1 has the model whole. Steps 0, 1 and 2 only."""
+    so many-th of the processes; 1 has the model whole."""
 
     tp: int = 1
     """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
@@ -95,6 +95,10 @@ class ParallelConfig:
                 " start another number of processes",
             )
 
+    def pipelines(self, processes: int) -> int:
+        """Of so many processes those, or groups with parts of a model, with rows of their own."""
+        return max(1, processes // (self.pp * self.tp))
+
     @property
     def is_cut(self) -> bool:
         """Whether a process has a part of a model's layers alone."""
@@ -133,15 +137,10 @@ class ParallelConfig:
             f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
             " other; set it to false",
         )
-        if model.lora is None:
-            return
+        variant = "lora" if model.lora is None else model.lora.variant
         require(
-            model.lora.dropout == 0,
-            f"{role}.lora.dropout would draw other masks on each process of {tp}; set it 0",
-        )
-        require(
-            model.lora.variant in ("lora", "rslora"),
-            f"{role}.lora.variant {model.lora.variant} looks at whole weights, of which a process"
+            variant in ("lora", "rslora"),
+            f"{role}.lora.variant {variant} looks at whole weights, of which a process"
             f" of {tp} has a part; take lora or rslora",
         )
 
@@ -164,16 +163,4 @@ class ParallelConfig:
         require(
             "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
-        )
-
-    def require_one_stage(self, step: str) -> None:
-        """Raise where a step is to cut its models into stages that doesn't.
-
-        Raises:
-            ConfigError: one sentence.
-        """
-        require(
-            self.pp == 1,
-            f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
-            " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
         )

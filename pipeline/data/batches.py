@@ -164,11 +164,19 @@ def micro_batches(
         count += unit
 
 
-def local_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def local_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, at_least: int = 1
+) -> list[list[int]]:
     """Pack rows that only this process has into micro-batches, the same number on every process.
 
-    Some of them may be empty.
+    There are `at_least` that many if there are rows for them. Some may be empty.
     """
-    parts = micro_batches(lengths, max_tokens=max_tokens, num_processes=1, process=0)
+    parts = micro_batches(
+        lengths,
+        max_tokens=max_tokens,
+        num_processes=1,
+        process=0,
+        at_least=min(at_least, max(1, len(lengths))),
+    )
     most = int(current_mesh().data.max(len(parts)))
     return parts + [[] for _ in range(most - len(parts))]

@@ -171,10 +171,13 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     return _cut(plain, order_of(family), number=number, blocks=blocks)
 
 
-def blocks_of(model: nn.Module, stages: int, given: Sequence[int] | None = None) -> list[int]:
+def blocks_of(
+    model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
+) -> list[int]:
     """Blocks of each stage: as given, or so that all take about as long.
 
-    A block's time goes with its weights in matrices, as does that of the output matrix.
+    A block's time goes with its weights in matrices, as does that of the output matrix. With
+    `follows` those given are of another model, which has perhaps more or fewer.
 
     Raises:
         ConfigError: there are fewer blocks than stages, or those given don't add up.
@@ -186,7 +189,7 @@ def blocks_of(model: nn.Module, stages: int, given: Sequence[int] | None = None)
             f"parallel.pp {stages} is more than the {len(every)} blocks of the model; take"
             f" {len(every)} at most"
         )
-    if given is not None:
+    if given is not None and not (follows and sum(given) != len(every)):
         if len(given) != stages or sum(given) != len(every) or min(given) < 1:
             raise ConfigError(
                 f"parallel.partition {' '.join(map(str, given))} doesn't cut the model's"

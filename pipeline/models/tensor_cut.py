@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.engine.part_elements import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
+from pipeline.models.divided_dropout import DividedDropout
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.forward import base_model
 from pipeline.models.own_tokens import OwnTokens, why_not
@@ -210,6 +211,11 @@ def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module 
         dim = 0 if by_outputs else 1
         _replace(cut, "weight", tuple(replace(spec, dim=dim) for spec in specs), shards)
         mark_partial(cast("Tensor", whole.weight))
+        dropout = module.lora_dropout["default"]
+        if isinstance(dropout, nn.Dropout) and not by_outputs:
+            columns = max(shard.stop for spec in specs for shard in spec.shards)
+            own = specs[shards.tp_group.rank]
+            module.lora_dropout["default"] = DividedDropout(dropout.p, columns, own)
     return layer if has_bias and not by_outputs else None
 
 

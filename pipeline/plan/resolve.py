@@ -297,12 +297,17 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
-        "parallel": {"replicas": request.replicas, "tp": request.tensor_parallel},
+        "parallel": {
+            "replicas": request.replicas,
+            "tp": request.tensor_parallel,
+            "pp": request.pipeline_parallel,
+        },
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
         "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }
     if hasattr(stage.config_class, "inference_tp_size"):
-        own["inference_tp_size"] = request.tensor_parallel
+        # Each process plays by itself, with whole weights.
+        own["inference_tp_size"] = 1 if request.environment else request.tensor_parallel
     if request.guards is not None and hasattr(stage.config_class, "guards"):
         own["guards"] = request.guards
     # Steps that have no such short forms leave them as they are.

@@ -62,8 +62,18 @@ def test_tensor_parallel_divides_every_model_and_has_them_generate_together() ->
     assert [config.parallel.replicas for config in given.values()] == [3, 3, 3]
     assert given["ppo"].inference_tp_size == 1  # a step's own setting is the more specific
     assert configs("--tensor-parallel", "2")["ppo"].inference_tp_size == 2
+    game = configs("--tensor-parallel", "2", "--environment", "guessing", "--method", "grpo")
+    assert game["ppo"].inference_tp_size == 1  # each process plays by itself
     with pytest.raises(ConfigError, match="--tensor-parallel must be above 0, got 0"):
         configs("--tensor-parallel", "0")
+
+
+def test_pipeline_parallel_cuts_the_models_of_every_step() -> None:
+    given = configs("--pipeline-parallel", "2", "--reward.parallel.pp", "1")
+
+    assert [config.parallel.pp for config in given.values()] == [2, 1, 2]
+    with pytest.raises(ConfigError, match="--pipeline-parallel must be above 0, got 0"):
+        configs("--pipeline-parallel", "0")
 
 
 def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
