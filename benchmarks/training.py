@@ -1,13 +1,15 @@
-"""Steps 1 and 2 against TRL's SFTTrainer and RewardTrainer: same model, tokens and precision.
+"""Steps 1, 2 and DPO against TRL's SFTTrainer, RewardTrainer and DPOTrainer: same model and rows.
 
     pip install -e '.[peers]'
     python -m benchmarks.training --data-path train.jsonl.gz [--precisions fp32 bf16] [--rounds 3]
+    python -m benchmarks.training --data-path train.jsonl.gz --tasks dpo
 
 Both sides train the same Llama of 15M parameters on the same token ids in batches of the same size,
 with fused AdamW, without gradient checkpointing or evaluation. Ours is the step as users run it,
-tokenizing as it goes; TRL is given token ids. The two alternate within one run, each round in a
-fresh process. A figure is the median over rounds of real tokens (or pairs) per second, from the
-fourth step on.
+tokenizing as it goes; TRL is given token ids, of DPO texts, which it makes ids of before it begins.
+Both compute DPO's reference before the first step, of all rows there are, which doesn't count: a
+few hundred pairs do. The two alternate within one run, each round in a fresh process. A figure is
+the median over rounds of real tokens (or pairs) per second, from the fourth step on.
 """
 
 import argparse
@@ -21,6 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+TASKS = ("sft", "reward", "dpo")
 
 WARM_UP = 2
 """Steps before the clock starts."""
@@ -53,7 +57,7 @@ def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
     """Run the step as users do; return (seconds, tokens) of each optimizer step."""
     from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
 
-    split = (1, 0, 0) if args.task == "sft" else (0, 1, 0)
+    split = {"sft": (1, 0, 0), "reward": (0, 1, 0), "dpo": (0, 1, 1)}[args.task]
     with tempfile.TemporaryDirectory() as scratch:
         settings = {
             "output_dir": Path(scratch) / "run",
@@ -74,6 +78,12 @@ def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
             from step1_sft.train import train as train_sft
 
             directory = train_sft(SFTConfig(**settings))
+        elif args.task == "dpo":
+            from step3_preference.config import PreferenceConfig
+            from step3_preference.train import train as train_preference
+
+            shares = {"max_prompt_length": args.max_length // 2, "max_new_tokens": 2}
+            directory = train_preference(PreferenceConfig(**settings, **shares))
         else:
             from step2_reward.config import RewardConfig
             from step2_reward.train import train as train_reward
@@ -92,7 +102,7 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     rows = token_rows(args)
     lengths = [row.pop("length") for row in rows]
@@ -125,9 +135,13 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
             "train_sampling_strategy": "sequential",
         }
         dataset = Dataset.from_list(rows[: args.steps * args.batch_size])
-        make, config = (
-            (SFTTrainer, SFTConfig) if args.task == "sft" else (RewardTrainer, RewardConfig)
-        )
+        make, config = {
+            "sft": (SFTTrainer, SFTConfig),
+            "reward": (RewardTrainer, RewardConfig),
+            "dpo": (DPOTrainer, DPOConfig),
+        }[args.task]
+        if args.task == "dpo":
+            settings["precompute_ref_log_probs"] = True
         trainer = make(
             model=args.model, args=config(**settings), train_dataset=dataset, callbacks=[steps]
         )
@@ -146,6 +160,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     _, chat = load_chat(FrozenModelConfig(path=args.model), DataConfig())
     step, split = (1, (1, 0, 0)) if args.task == "sft" else (2, (0, 1, 0))
+    tokenizer = chat.tokenizer
     data = DataConfig(path=(args.data_path,), split=split, max_eval_rows=8)
     examples = load_examples(data, step=step, seed=1234).train
     stream = RowStream(num_rows=len(examples), batch_size=args.batch_size, seed=1234)
@@ -161,6 +176,17 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 ]
                 rows.append(
                     {"input_ids": chosen.input_ids, "labels": labels, "length": len(chosen)}
+                )
+            elif args.task == "dpo":
+                rejected = chat.encode(example.prompt, example.rejected)
+                prompt = chosen.trained.index(True)
+                sides = {"chosen": chosen, "rejected": rejected}
+                rows.append(
+                    {
+                        "prompt": tokenizer.decode(chosen.input_ids[:prompt]),
+                        **{k: tokenizer.decode(v.input_ids[prompt:]) for k, v in sides.items()},
+                        "length": sum(min(len(v), args.max_length) for v in sides.values()),
+                    }
                 )
             else:
                 chosen = chosen.tail(args.max_length)
@@ -196,7 +222,7 @@ def compare(args: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory), args.data_path)
-        for task, unit in (("sft", "tokens"), ("reward", "rows")):
+        for task, unit in (("sft", "tokens"), ("reward", "rows"), ("dpo", "tokens")):
             if task not in args.tasks:
                 continue
             for precision in args.precisions:
@@ -233,14 +259,14 @@ def main(argv: Sequence[str]) -> None:
     """Read the options and run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data-path", required=True, help="preference pairs, as train.py reads")
-    parser.add_argument("--tasks", nargs="+", choices=["sft", "reward"], default=["sft", "reward"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["sft", "reward"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--task", choices=["sft", "reward"], help=argparse.SUPPRESS)
+    parser.add_argument("--task", choices=TASKS, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--precision", default="fp32", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
