@@ -96,7 +96,7 @@ def lengths_seconds(width: int, rank: int, threads: int, *, narrow: bool) -> flo
 
 @functools.cache
 def update_seconds(size: int, threads: int) -> float:
-    """Of AdamW on so many weights."""
+    """Of AdamW on that many weights."""
     weight = torch.zeros(size, requires_grad=True)
     weight.grad = torch.ones(size)
     optimizer = torch.optim.AdamW([weight], fused=True)

@@ -76,7 +76,7 @@ class GpuSpeed:
         return f"{EFFICIENCY:.0%} of an {self.card}'s peak of {self.peak / 1e12:.0f} TFLOP/s"
 
     def forward(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """Seconds of so many tokens, in sequences of such a length, cut into so many passes."""
+        """Seconds of that many tokens, in sequences of such a length, cut into that many passes."""
         of_products = tokens * work.flops.forward(round(length)) / (EFFICIENCY * self.peak)
         of_reading = passes * 2 * work.parameters / self.bandwidth
         return max(of_products, of_reading, passes * work.flops.layers * LAUNCH)
@@ -120,7 +120,7 @@ class CpuSpeed:
     basis: str = "blocks of such models, timed now, as if nothing else ran on this machine"
 
     def forward(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """Seconds of so many tokens, in sequences of such a length, cut into so many passes."""
+        """Seconds of that many tokens, in sequences of such a length, cut into that many passes."""
         return self._seconds(work, tokens, length, passes, trains=False)
 
     def train(self, work: Work, *, tokens: float, length: float, passes: float) -> float:

@@ -88,8 +88,8 @@ class DataConfig:
     saved with the model."""
 
     template_date: str = "2026-01-01"
-    """The date, as 2026-01-31, for chat templates that put today's into the prompt, so that tokens
-    don't depend on the day of training."""
+    """The date, such as 2026-01-31, for chat templates that put today's into the prompt, so that
+    tokens don't depend on the day of training."""
 
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
@@ -118,7 +118,7 @@ class DataConfig:
         check_split("data.split", self.split)
         require(
             _is_date(self.template_date),
-            f"data.template_date must be a date as 2026-01-31, got {self.template_date}",
+            f"data.template_date must be a date such as 2026-01-31, got {self.template_date}",
         )
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
 
@@ -138,7 +138,7 @@ def check_split(name: str, split: Sequence[float]) -> None:
     """Raise `ConfigError`, which begins with `name`, unless the rows can be cut so."""
     require(
         all(part >= 0 and math.isfinite(part) for part in split) and sum(split) > 0,
-        f"{name} needs three proportions of 0 or more that are not all 0, as 2,4,4; got"
+        f"{name} needs three proportions of 0 or more that are not all 0, such as 2,4,4; got"
         f" {','.join(f'{part:g}' for part in split)}",
     )
 

@@ -92,7 +92,7 @@ class OptimConfig:
         )
         require(
             self.schedule in SCHEDULES,
-            f"optim.schedule {self.schedule} is no schedule;"
+            f"optim.schedule {self.schedule} is not a schedule;"
             f" {suggestion(self.schedule, SCHEDULES)}",
         )
         schedule = SCHEDULES[self.schedule]

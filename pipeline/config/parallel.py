@@ -22,7 +22,7 @@ class ParallelConfig:
 
     pp: int = 1
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    so many-th of the processes; 1 has the model whole. Steps 0, 1 and 2 only."""
+    so many-th of the processes; 1 has the model whole."""
 
     tp: int = 1
     """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
@@ -38,8 +38,8 @@ class ParallelConfig:
     of `pp` of them at most; gpipe goes forward with all first."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage in order, as 12 12 14 10; null gives all about as much to
-    compute."""
+    """With `pp`: blocks of each stage in order, such as 12 12 14 10; null gives all about as much
+    to compute."""
 
     micro_batches: int | None = None
     """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
@@ -94,6 +94,10 @@ class ParallelConfig:
                 f"{prefix}parallel.{name} {value} doesn't divide the {of}; take {nearest}, or"
                 " start another number of processes",
             )
+
+    def pipelines(self, processes: int) -> int:
+        """Of so many processes those, or groups with parts of a model, with rows of their own."""
+        return max(1, processes // (self.pp * self.tp))
 
     @property
     def is_cut(self) -> bool:
@@ -159,16 +163,4 @@ class ParallelConfig:
         require(
             "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
-        )
-
-    def require_one_stage(self, step: str) -> None:
-        """Raise where a step is to cut its models into stages that doesn't.
-
-        Raises:
-            ConfigError: one sentence.
-        """
-        require(
-            self.pp == 1,
-            f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
-            " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
         )

@@ -59,8 +59,15 @@ class _Row:
     @property
     def has(self) -> str:
         """See `SharedRow`."""
-        parts = [name for name in ("prompt", "chosen", "rejected") if getattr(self.example, name)]
-        return " and ".join(parts) or "nothing"
+        example = self.example
+        responses = {
+            (True, True): "a chosen and a rejected response",
+            (True, False): "a response",
+            (False, True): "a rejected response",
+        }
+        found = responses.get((bool(example.chosen), bool(example.rejected)))
+        parts = ["a prompt"] if example.prompt else []
+        return " and ".join([*parts, *([found] if found else [])]) or "nothing"
 
     def is_usable(self, use: RowUse) -> bool:
         """See `SharedRow`."""

@@ -5,7 +5,7 @@ Liu et al. 2024 (arXiv:2402.09353), equation 5, with W (out, in) and one length 
     W' = m (W + s B A) / |W + s B A|
 
 The lengths in the denominator count as constants in the backward pass (section 4.3), as in peft.
-At the start m = |W| by the same sums, so that W' is W to the bit.
+At the start m = |W| by the same sums, so that W' is W bit for bit.
 """
 
 from typing import Any, cast
@@ -90,8 +90,8 @@ def measured_weights(model: nn.Module) -> tuple[int, int]:
     """
     layers = [each for each in model.modules() if isinstance(each, LoraLayer)]
     layers = [each for each in layers if len(each.lora_magnitude_vector)]
-    sizes = [(each.in_features or 0) * (each.out_features or 0) for each in layers]
-    return sum(sizes), max((each.r["default"] for each in layers), default=0)
+    numbers = sum((each.in_features or 0) * (each.out_features or 0) for each in layers)
+    return numbers, max((each.r["default"] for each in layers), default=0)
 
 
 @torch.no_grad()

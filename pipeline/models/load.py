@@ -123,7 +123,7 @@ def load_causal_lm(
         _require_weights(path, missing)
     if not how_to_run(model).causal:
         raise ModelError(
-            f"{path} is no causal language model: what {model.config.model_type} says of a token"
+            f"{path} is not a causal language model: what {model.config.model_type} says of a token"
             " depends on what follows it; take another model, or set is_decoder true in its"
             " config.json if it was trained to generate"
         )
@@ -241,7 +241,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 def local_directory(path: str) -> Path | None:
-    """The directory that `path` means; None where it can be a name on the Hub and is no path."""
+    """The directory that `path` means; None where it can be a name on the Hub and is not a path."""
     local = Path(path).expanduser()
     return None if HUB_NAME.fullmatch(path) and not local.exists() else local
 

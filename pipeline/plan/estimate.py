@@ -97,7 +97,7 @@ class _Count:
         return -(-self.preview.counts.held_out // self.workload.world)
 
     def seconds(self, steps: int) -> float:
-        """Of so many iterations and the evaluations beside them."""
+        """Of that many iterations and the evaluations beside them."""
         generation = self.workload.generation
         rows = -(-self.workload.iteration_rows // self.workload.world)
         seconds = steps * self._learning(rows)

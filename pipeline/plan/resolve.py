@@ -161,7 +161,7 @@ def _built(
     below = [handed_over, base, chosen or NOTHING, *_from_files(stage, command_line)]
     require(
         stage.method is None or all(name != "method" for name, _ in overrides),
-        f"{stage.section}.method names one method, and --method several; leave it away",
+        f"{stage.section}.method names one method, and --method several; leave it out",
     )
     require(
         not any("output_dir" in layer.settings for layer in below)
@@ -285,7 +285,11 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
-        "parallel": {"replicas": request.replicas, "tp": request.tensor_parallel},
+        "parallel": {
+            "replicas": request.replicas,
+            "tp": request.tensor_parallel,
+            "pp": request.pipeline_parallel,
+        },
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
         "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }

@@ -24,7 +24,7 @@ HEADERS = {
 """What sources may include, by name."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
-"""Products and sums are rounded each unless a kernel asks for fmaf: as on the CPU, to the bit."""
+"""Products and sums are rounded each unless a kernel asks for fmaf: as on the CPU, bit for bit."""
 
 OLDEST = 70
 """Compute capability, 7.0, that the kernels are written for at least."""
@@ -197,7 +197,7 @@ class Gpu:
             try:
                 return self._driver.load(image)
             except DriverError:
-                pass  # a damaged file: make it anew
+                pass  # a damaged file: make it again
         try:
             image, _ = self._nvrtc.compile(
                 recipe.source,

@@ -133,7 +133,7 @@ def train(engine: Engine, steps: range) -> None:
 
 
 def wrong(engine: Engine, expected: dict[str, Tensor]) -> list[str]:
-    """Parameters whose masters are not those of the plain loop, to the bit."""
+    """Parameters whose masters are not those of the plain loop, bit for bit."""
     return [
         name
         for group in engine.visit()

@@ -68,6 +68,14 @@ def test_tensor_parallel_divides_every_model_and_has_them_generate_together() ->
         configs("--tensor-parallel", "0")
 
 
+def test_pipeline_parallel_cuts_the_models_of_every_step() -> None:
+    given = configs("--pipeline-parallel", "2", "--reward.parallel.pp", "1")
+
+    assert [config.parallel.pp for config in given.values()] == [2, 1, 2]
+    with pytest.raises(ConfigError, match="--pipeline-parallel must be above 0, got 0"):
+        configs("--pipeline-parallel", "0")
+
+
 def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
     given = configs("--lora", "4", "--lr", "1e-3")
     models = (given["sft"].model, given["reward"].model, given["ppo"].actor, given["ppo"].critic)
@@ -160,6 +168,6 @@ def test_a_local_directory_wins_over_a_size(
 
 
 def test_a_size_that_opt_has_not_is_refused_and_other_names_are_left_alone() -> None:
-    with pytest.raises(ConfigError, match=r"^--reward-model 7b is no size of OPT, which has 125m,"):
+    with pytest.raises(ConfigError, match=r"^--reward-model 7b is not a size of OPT, which has"):
         configs("--actor-model", "gpt2", "--reward-model", "7b")
     assert configs("--actor-model", "gpt2")["sft"].model.path == "gpt2"
