@@ -139,9 +139,9 @@ class ParallelConfig:
         )
         variant = "lora" if model.lora is None else model.lora.variant
         require(
-            variant in ("lora", "rslora"),
-            f"{role}.lora.variant {variant} looks at whole weights, of which a process"
-            f" of {tp} has a part; take lora or rslora",
+            variant not in ("pissa", "olora"),
+            f"{role}.lora.variant {variant} begins with parts of whole weights, of which a process"
+            f" of {tp} has a part; take lora, rslora or dora",
         )
 
     def _check_stages(self, role: str, model: TrainedModelConfig) -> None:

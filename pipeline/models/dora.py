@@ -16,6 +16,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from pipeline.models.layer_variant import LayerVariant, is_turned
+from pipeline.parallel.group import ALONE
+from pipeline.parallel.sums import tree_sum
+
+LENGTHS = "lora_magnitude_vector"
+"""What peft calls them."""
 
 BLOCK = 2**20
 """Elements of a weight whose lengths are computed at once, in fp32."""
@@ -33,6 +38,8 @@ class Dora(LayerVariant):
     """W' x and the bias."""
 
     def __init__(self, layer: LoraLayer) -> None:
+        self.columns = ALONE
+        """The processes of which each has some columns of the weight, and of `down`."""
         up = _halves(layer)[1]
         layer.lora_magnitude_vector["default"] = Magnitude(len(up), up.device)
         layer.use_dora["default"] = True
@@ -56,13 +63,15 @@ class Dora(LayerVariant):
     ) -> Float[Tensor, "*B out"]:
         """W' x and the bias, from `result`, which is W x and the bias.
 
-        Dropout is of the adapter's input alone.
+        Dropout is of the adapter's input alone. Where processes have columns of the weight, W x and
+        W' x are sums over them, to which the bias is added later.
         """
         base = module.get_base_layer()
         factor = _factor(module, _as_linear(module, cast("Tensor", base.weight)))
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         update = up(down(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
-        plain = result if base.bias is None else result - cast("Tensor", base.bias)
+        in_result = base.bias is not None and _variant(module).columns.size == 1
+        plain = result - cast("Tensor", base.bias) if in_result else result
         # Nothing is added to `result` where the factor is 1 and the update 0, as at the start.
         return result + ((factor - 1) * plain + factor * update)
 
@@ -112,6 +121,9 @@ def _factor(layer: LoraLayer, weight: Float[Tensor, "out in"]) -> Float[Tensor, 
     """The factor m / |W + s B A|; of a row without a length it is 0."""
     down, up = _halves(layer)
     lengths = row_lengths(weight, down, up, scaling=layer.scaling["default"])
+    columns = _variant(layer).columns
+    if columns.size > 1:
+        lengths = tree_sum(columns.gather(lengths.square(), what="lengths of rows")).sqrt()
     return _magnitude(layer) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
 
 
@@ -122,6 +134,10 @@ def _halves(layer: LoraLayer) -> tuple[Tensor, Tensor]:
 
 def _magnitude(layer: LoraLayer) -> Tensor:
     return cast("Tensor", layer.lora_magnitude_vector["default"].weight)
+
+
+def _variant(layer: LoraLayer) -> Dora:
+    return cast("Dora", layer.lora_variant["default"])
 
 
 def _as_linear(layer: LoraLayer, weight: Tensor) -> Float[Tensor, "out in"]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.engine.tensor_parts import part_of
 from pipeline.files.durable import settle, sync_directory
+from pipeline.models.dora import LENGTHS
 from pipeline.models.forward import base_model
 from pipeline.models.lora import merged
 from pipeline.models.quantized import dequantized_weights, quantized_layers, rounded_weights
@@ -189,9 +190,14 @@ def _write(
         if isinstance(model, PeftModel):
             save_adapter(model, adapter, staging / ADAPTER_DIR)
             if current_mesh().parts.size > 1:  # of which peft has written what the first one has
-                own = {name.replace(".default.", "."): each for name, each in adapter.items()}
+                own = {_in_peft(name): each for name, each in adapter.items()}
                 save_file(own, staging / ADAPTER_DIR / ADAPTER_FILE, metadata={"format": "pt"})
         move_in(staging, directory)
+
+
+def _in_peft(name: str) -> str:
+    """The name of an adapter's tensor in peft's files."""
+    return name.replace(f"{LENGTHS}.default.weight", LENGTHS).replace(".default.", ".")
 
 
 def move_in(staging: Path, directory: Path) -> None:

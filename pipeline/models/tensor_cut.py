@@ -27,7 +27,9 @@ from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
 from pipeline.models.divided_dropout import DividedDropout
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
+from pipeline.models.dora import Dora
 from pipeline.models.forward import base_model
+from pipeline.models.layer_variant import variant_in
 from pipeline.models.own_tokens import OwnTokens, why_not
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
 from pipeline.models.stages import block_list
@@ -206,17 +208,31 @@ def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module 
     elif has_bias:
         object.__setattr__(layer, "forward", functools.partial(_product, layer))
     if isinstance(module, LoraLayer):
-        down, up = module.lora_A["default"], module.lora_B["default"]
-        cut, whole = (up, down) if by_outputs else (down, up)
-        dim = 0 if by_outputs else 1
-        _replace(cut, "weight", tuple(replace(spec, dim=dim) for spec in specs), shards)
-        mark_partial(cast("Tensor", whole.weight))
-        dropout = module.lora_dropout["default"]
-        if isinstance(dropout, nn.Dropout) and not by_outputs:
-            columns = max(shard.stop for spec in specs for shard in spec.shards)
-            own = specs[shards.tp_group.rank]
-            module.lora_dropout["default"] = DividedDropout(dropout.p, columns, own)
+        _cut_adapter(shards, module, specs, by_outputs=by_outputs)
     return layer if has_bias and not by_outputs else None
+
+
+def _cut_adapter(
+    shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, by_outputs: bool
+) -> None:
+    """Leave this process's part of an adapter, whose layer has been cut as `specs` say."""
+    down, up = module.lora_A["default"], module.lora_B["default"]
+    cut, whole = (up, down) if by_outputs else (down, up)
+    of_rows, of_columns = (tuple(replace(spec, dim=dim) for spec in specs) for dim in (0, 1))
+    _replace(cut, "weight", of_rows if by_outputs else of_columns, shards)
+    mark_partial(cast("Tensor", whole.weight))
+    dropout, variant = module.lora_dropout["default"], variant_in(module)
+    if isinstance(dropout, nn.Dropout) and not by_outputs:
+        columns = max(shard.stop for spec in specs for shard in spec.shards)
+        own = specs[shards.tp_group.rank]
+        module.lora_dropout["default"] = DividedDropout(dropout.p, columns, own)
+    if isinstance(variant, Dora):
+        lengths = module.lora_magnitude_vector["default"]
+        if by_outputs:
+            _replace(lengths, "weight", of_rows, shards)
+        else:
+            variant.columns = shards.tp_group.apart
+            mark_partial(cast("Tensor", lengths.weight))
 
 
 def _cut(layer: nn.Module, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:

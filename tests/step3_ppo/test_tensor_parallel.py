@@ -22,7 +22,7 @@ from tests.step3_ppo.toy import save_models, toy_config
 CASES: dict[str, dict[str, Any]] = {
     "generating together": {"inference_tp_size": 2},
     "generating whole, stage 3, adapters": {
-        "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2)},
+        "actor": {"zero_stage": 3, "lora": LoraConfig(rank=2, variant="dora")},
         "critic": {"zero_stage": 3},
     },
     "programs": {
