@@ -199,7 +199,7 @@ nonsense | 'nonsense' | options start with --
 --reward | --reward | at least one value
 --reward math --data-path good.jsonl | column answer | chosen, prompt, rejected
 --reward length | max_tokens is missing | needs the longest response
---reward regex:( | rewards.regex.pattern | no regular expression
+--reward regex:( | rewards.regex.pattern | not a regular expression
 --reward-function score.py | --reward-function score.py | FILE.py:NAME
 --reward-function none.py:check | there is no file none.py | rewards.check.path
 --reward-function score.py:chek | has no `def chek` | did you mean check

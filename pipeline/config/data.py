@@ -29,6 +29,9 @@ class RowColumns:
     labels: bool = False
     """Whether `label` is what the step learns, of responses and prompts, and ties are read."""
 
+    known_labels: bool = False
+    """Whether it is what step 2 learns, so that the others see which rows step 2 can use."""
+
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a row's columns that have a value."""
         names = columns.keys() if self.all else (self.needed | self.others) & columns.keys()
@@ -101,6 +104,10 @@ class DataConfig:
     history: str = "all"
     """Of the turns before a response: all, user (what users wrote alone), or last:N (the last N
     user turns, and what stands between). System messages stay."""
+
+    labels: bool = False
+    """Step 2 learns the column `label`, so that rows with one count as its own where prompts are
+    shared out among the steps; train.py sets it for all steps."""
 
     def __post_init__(self) -> None:
         require(

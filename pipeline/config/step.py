@@ -221,13 +221,14 @@ class StepConfig(ABC):
 
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
-    "peak_tflops",
+    *("peak_tflops", "data.labels"),
     *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )
-"""What may change while a run is interrupted: where it lies, memory and speed."""
+"""What may change while a run is interrupted: where it lies, memory and speed. Where `data.labels`
+changes rows, these differ, which is compared by itself."""
 
 
 def affects_result(name: str) -> bool:

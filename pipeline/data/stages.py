@@ -106,6 +106,8 @@ def load_examples(
     """
     earlier = earlier or PromptRecord()
     kept = kept or RowColumns()
+    if step != 2:
+        kept = replace(kept, known_labels=config.labels)
     if EMBEDDED in config.path:
         data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:

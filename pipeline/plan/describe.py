@@ -157,7 +157,8 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     steps, epochs, tokens = preview.steps(config), preview.epochs(config), preview.tokens
     if steps is None or epochs is None:
         return
-    kind = "iterations" if config.workload(1).generates_first else "optimizer steps"
+    kind = "iteration" if config.workload(1).generates_first else "optimizer step"
+    kind += "" if steps == 1 else "s"
     rows = rows_of_a_step(config)
     passes = f"{epochs:.2g}"
     passes += " pass" if passes == "1" else " passes"

@@ -42,6 +42,8 @@ def step_configs(
 ) -> dict[str, StepConfig]:
     """The settings of all steps by name, whether they are to run, in `world` processes, or not.
 
+    Where a step of the run may learn labels all know that, so that they share rows out alike.
+
     `chosen` has settings by the prefix of a stage that give way to all that the user gave.
 
     Raises:
@@ -63,7 +65,17 @@ def step_configs(
             wrong.setdefault(str(error), []).append(stage.method)
     if wrong:
         _refuse(of_methods(wrong, stages))
-    return configs
+    in_run = {*command_line.request.step, *command_line.made}
+    read = [configs[stage.name] for stage in stages if stage.number in in_run]
+    if not any(config.row_columns.labels for config in read):
+        return configs
+    return {name: _knowing_labels(config) for name, config in configs.items()}
+
+
+def _knowing_labels(config: StepConfig) -> StepConfig:
+    if not config.reads_dialogues or EMBEDDED in config.data.path or config.data.is_packed:
+        return config
+    return replace(config, data=replace(config.data, labels=True))
 
 
 def _refuse(sentences: Sequence[str]) -> NoReturn:
