@@ -1,4 +1,4 @@
-"""Episodes of prompts that several processes have, because they train each layer together.
+"""Episodes of prompts that several processes have, because each has a part of the models.
 
 Each generates with whole weights by itself, so they share the prompts out, and tell each other what
 was played. Whatever an environment says, all learn from the same episodes.
@@ -33,7 +33,7 @@ def play_shared(
 
     With several processes `on_response` is called once all episodes have ended.
     """
-    same_rows = current_mesh().tensor.apart
+    same_rows = current_mesh().parts.apart
     if same_rows.size == 1:
         return play(
             *(model, chat, environments, prompts, config),

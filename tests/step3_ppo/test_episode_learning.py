@@ -143,7 +143,8 @@ def of_game(toy: Path, out: Path, **changes: Any) -> PPOConfig:
 
 
 def _train(config: PPOConfig) -> None:
-    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+    parallel = config.parallel
+    with cut_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
         train(config)
 
 
@@ -179,12 +180,16 @@ def test_a_run_that_was_cut_ends_in_the_same_weights_and_its_samples_show_the_di
     assert all(row["prompt"][0]["content"].isdigit() for row in sample)
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.grid)])
-def test_two_processes_learn_a_game_as_one_does(tp: int, toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "division", [{}, *(pytest.param({axis: 2}, marks=pytest.mark.grid) for axis in ("tp", "pp"))]
+)
+def test_two_processes_learn_a_game_as_one_does(
+    division: dict[str, int], toy: Path, tmp_path: Path
+) -> None:
     config = of_game(toy, tmp_path / "1")
     train(config)
 
-    parallel = ParallelConfig(tp=tp)
+    parallel = ParallelConfig(**division)
     run_ranks(_train, replace(config, output_dir=tmp_path / "2", parallel=parallel))
 
     one, two = exported(tmp_path / "1"), exported(tmp_path / "2")

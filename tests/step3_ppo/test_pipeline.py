@@ -12,7 +12,6 @@ import pytest
 from pipeline.budget.machine import Machine
 from pipeline.budget.step import step_memory
 from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig
-from pipeline.errors import ConfigError
 from pipeline.parallel.mesh import cut_mesh
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -164,8 +163,3 @@ def test_mixtures_end_as_the_same_without_stages(name: str, tmp_path: Path) -> N
     run_ranks(run, staged, world_size=world)
 
     assert ended(staged.output_dir) == ended(alone.output_dir)
-
-
-def test_an_environment_is_refused_with_stages(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"with parallel\.pp 2, whose stages share their prompts"):
-        small(tmp_path, tmp_path / "out", pp=2, environment="guess")
