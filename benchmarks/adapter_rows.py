@@ -50,7 +50,7 @@ def open_batch(model: PreTrainedModel, adapters: RowAdapters | None = None) -> O
 
 
 def seconds(batches: Sequence[OpenBatch], num_rows: int, num_names: int) -> float:
-    """Processor seconds of so many responses, of each name equally many."""
+    """Processor seconds of that many responses, of each name equally many."""
     began = time.process_time()
     for row, prompt in enumerate(prompts()[:num_rows]):
         name = row % num_names

@@ -4,7 +4,7 @@
     python -m benchmarks.busy --busy 4 --apart --steps 1 2 --rounds 3
 
 Runs the three steps of the embedded default, bounded, once to have models; then each step in each
-way, in turn, so many rounds. `one` and `all` spin as OpenMP does by itself; `ours` is what a user
+way, in turn, that many rounds. `one` and `all` spin as OpenMP does by itself; `ours` is what a user
 gets without any option. Shown are median optimizer steps a second (iterations in step 3), the best
 of one and all, and what ours loses against it. The machine must have nothing else to do.
 """

@@ -44,7 +44,7 @@ class Case:
     precision: str
     answer: int = 100
     same: bool = True
-    """Whether the weights must be the same to the bit."""
+    """Whether the weights must be the same bit for bit."""
 
 
 CASES = {

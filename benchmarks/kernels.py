@@ -10,8 +10,9 @@ times the second of two steps, when its own are awake, as they are after a backw
 taken within a round. `mixed` is what a mixed-precision step does with bf16 gradients and a clip
 coefficient that is known: gradient to fp32 and times the coefficient, AdamW on fp32 masters and
 moments, the weights rounded to bf16; `split` has these weights and 16 bits more for the master, to
-the same bits; `bf16-moments` are what they say. `stream` moves the same bytes with next to no
-arithmetic: the ceiling. DeepSpeed needs an interpreter of an environment that has it.
+the same bits; `bf16-moments` and `8bit-moments` are what they say. `stream` moves the same bytes
+with next to no arithmetic: the ceiling. DeepSpeed needs an interpreter of an environment that has
+it.
 
 Log-probabilities: forward and backward of 2,048 tokens, hidden size 512, 50,272 words, against the
 plain way through whole logits; seconds, bytes at the highest moment beyond the inputs, and the
@@ -46,8 +47,17 @@ from pipeline.kernels.logprobs import definition as logprobs
 from pipeline.kernels.logprobs.dispatch import linear_logprobs
 from pipeline.kernels.toolchain.cpp import CACHE, build
 
-FORMS = ("fp32", "mixed", "mixed-split", "mixed-split-bf16-moments")
-BYTES = {"fp32": 28, "mixed": 28, "mixed-split": 26, "mixed-split-bf16-moments": 18}
+FORMS = (
+    *("fp32", "mixed", "mixed-split"),
+    *("mixed-split-bf16-moments", "mixed-split-8bit-moments"),
+)
+BYTES = {
+    "fp32": 28,
+    "mixed": 28,
+    "mixed-split": 26,
+    "mixed-split-bf16-moments": 18,
+    "mixed-split-8bit-moments": 14,
+}
 """That a step must move for each parameter."""
 
 BARS = {

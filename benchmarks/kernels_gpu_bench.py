@@ -34,7 +34,7 @@ class Bench:
     tiny: bool
     output: Path
     memory: Callable[[], AbstractContextManager[None]] = nullcontext
-    """To run kernels inside of."""
+    """To run kernels inside."""
 
     copy_bandwidth: float = 0.0
     """Bytes a second of a copy, read and written."""

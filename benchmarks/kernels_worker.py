@@ -27,20 +27,20 @@ BF16 = torch.bfloat16
 
 def ours(numel: int, way: str) -> Callable[[], None]:
     """The kernel."""
-    from pipeline.kernels.adamw.definition import AdamW, Weights, split_master
+    from pipeline.kernels.adamw.definition import AdamW, Weights, new_moments, split_master
     from pipeline.kernels.adamw.dispatch import adamw_
 
     mixed, split = "mixed" in way, "split" in way
     moments = BF16 if "bf16-moments" in way else torch.float32
+    moments = torch.uint8 if "8bit-moments" in way else moments
     master, low_bits = torch.randn(numel), None
     if split:
         master, low_bits = split_master(master)
     weights = Weights(
         master,
-        torch.zeros(numel, dtype=moments),
-        torch.zeros(numel, dtype=moments),
-        torch.zeros(numel, dtype=BF16) if mixed and not split else None,
-        low_bits,
+        **new_moments(torch.zeros(numel), moments),
+        copy=torch.zeros(numel, dtype=BF16) if mixed and not split else None,
+        low_bits=low_bits,
     )
     gradient = torch.randn(numel).to(BF16 if mixed else torch.float32)
     step = AdamW(**SETTINGS, step=3, multiplier=CLIP if mixed else 1.0)
@@ -52,13 +52,12 @@ def stream(numel: int, way: str) -> Callable[[], None]:
     from pipeline.kernels.toolchain.cpp import build
     from pipeline.kernels.toolchain.threads import parallel
 
-    narrow, split, moments = "mixed" in way, "split" in way, "bf16-moments" in way
+    narrow, split = "mixed" in way, "split" in way
+    bits = 8 if "8bit-moments" in way else 16 if "bf16-moments" in way else 32
     source = Path(__file__).with_name("stream.cpp")
-    defines = {"NARROW": int(narrow), "SPLIT": int(split), "MOMENTS": int(moments)}
-    library = build(source, defines).library
-    width, master, state = (
-        torch.int16 if narrower else torch.int32 for narrower in (narrow, split, moments)
-    )
+    library = build(source, {"NARROW": int(narrow), "SPLIT": int(split), "MOMENTS": bits}).library
+    width, master = (torch.int16 if narrower else torch.int32 for narrower in (narrow, split))
+    state = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]
     vectors = [torch.ones(numel, dtype=dtype) for dtype in (master, state, state, width)]
     vectors.append(torch.ones(numel if narrow else 1, dtype=width))
     threads = torch.get_num_threads()

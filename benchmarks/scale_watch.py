@@ -170,7 +170,7 @@ class Job:
         return Process(position, connection, lookout)
 
     def at(self, time: float, do: Callable[[], float]) -> None:
-        """Call `do` at that time, and again so many seconds later as it says."""
+        """Call `do` at that time, and again that many seconds later as it says."""
         self._event += 1
         heapq.heappush(self._events, (time, self._event, do))
 

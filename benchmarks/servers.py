@@ -187,7 +187,7 @@ async def stream(side: Side, prompt: str) -> str:
 
 
 def all_at_once(side: Side, prompts: Sequence[str]) -> tuple[list[str], Speed]:
-    """The responses to prompts of so many clients, and how fast they came."""
+    """The responses to prompts of that many clients, and how fast they came."""
 
     async def gather() -> list[str]:
         return await asyncio.gather(*(stream(side, prompt) for prompt in prompts))

@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
 
 
 def answer_here(batch: OpenBatch, count: int) -> float:
-    """Processor seconds of so many responses in this process."""
+    """Processor seconds of that many responses in this process."""
     began = time.process_time()
     for seed, prompt in enumerate(prompts()[:count]):
         sampler = Sampler(temperature=1.0, seed=seed, min_new_tokens=ANSWER, stop_ids=(STOP,))
@@ -69,7 +69,7 @@ def answer_here(batch: OpenBatch, count: int) -> float:
 
 
 def answer_there(process: psutil.Process, port: int, count: int) -> float:
-    """Processor seconds of so many streamed responses in the server's process."""
+    """Processor seconds of that many streamed responses in the server's process."""
 
     async def all_at_once() -> None:
         await asyncio.gather(*(stream(port, row, prompts()[row]) for row in range(count)))

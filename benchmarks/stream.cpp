@@ -1,8 +1,8 @@
 // The memory traffic of AdamW with next to no arithmetic: the ceiling that a kernel is held to.
 //
 // Three vectors are read and written and one is read. With NARROW 1 that one is 16 bits wide, and one
-// as wide is written as well; with SPLIT 1 instead the first is two of 16 bits. With MOMENTS 1 two of
-// the three are 16 bits wide.
+// as wide is written as well; with SPLIT 1 instead the first is two of 16 bits. Two of the three have
+// numbers of MOMENTS bits: 8, 16 or 32.
 
 #include <cstdint>
 
@@ -15,7 +15,9 @@ using Narrow = uint16_t;
 #else
 using Narrow = uint32_t;
 #endif
-#if MOMENTS
+#if MOMENTS == 8
+using Moment = uint8_t;
+#elif MOMENTS == 16
 using Moment = uint16_t;
 #else
 using Moment = uint32_t;

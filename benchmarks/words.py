@@ -40,7 +40,7 @@ def save_words(directory: Path) -> None:
 
 
 def some_words(count: int) -> str:
-    """A text of so many random tokens."""
+    """A text of that many random tokens."""
     known = words()
     places = torch.randint(len(known), (count,)).tolist()
     return "".join(f" {known[place]}" for place in places)

@@ -76,7 +76,7 @@ class EvaluationConfig:
         require(self.shots >= 0, f"--shots must be 0 or above, got {self.shots}")
         takes = any(task.takes_shots for task in selected)
         require(takes or not self.shots, "--shots is for gsm8k; its rows have solutions to show")
-        require(takes or not self.instruction, "--instruction is for gsm8k; leave it away")
+        require(takes or not self.instruction, "--instruction is for gsm8k; leave it out")
         require(self.limit is None or self.limit > 0, f"--limit must be above 0, got {self.limit}")
         require(
             self.max_new_tokens is None or self.max_new_tokens > 0,

@@ -83,14 +83,19 @@ def generating_from(model: nn.Module, engine: Engine) -> Generating:
     """What gives a model that `engine` trains, at any ZeRO stage, gathered on every process.
 
     Weights that lie so in memory are used where they are; of others there is a copy meanwhile.
-    Processes that train parts of each layer generate together.
+    Processes that train parts of each layer generate together; those that train the stages of a
+    pipeline answer each some of the prompts that they all have.
     """
 
     @cache
     def made() -> Replica:
         together = engine.tensor
         return Replica(
-            model, shares=not engine.sharded, tp_group=together.apart, trained_by=together
+            model,
+            shares=not engine.sharded,
+            tp_group=together.apart,
+            trained_by=together,
+            stages=engine.stages,
         )
 
     @contextmanager

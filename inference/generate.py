@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     """Answer the prompts.
 
     Raises:
-        UserError: a wrong setting, no model at the path, a line that is no prompt.
+        UserError: a wrong setting, no model at the path, a line that is not a prompt.
     """
     options = parse(argv)
     require(options.samples > 0, f"--samples must be above 0, got {options.samples}")

@@ -15,8 +15,9 @@ from inference.engine.cache import bytes_per_token
 from inference.engine.exchange import Exchange
 from inference.engine.replay import PassCounts
 from inference.engine.requests import Finished, OnToken, Request, Response, StopWhen, Token
+from inference.engine.same_prompts import SamePrompts
 from inference.engine.sampling import Sampler
-from inference.tp_group import tp_group_of
+from inference.tp_group import sharing_of, tp_group_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.models.forward import base_model, context_length
 from pipeline.parallel.mesh import current_mesh
@@ -37,11 +38,11 @@ def generate(
     batch_size: int = 64,
     on_token: OnToken | None = None,
 ) -> list[Response]:
-    """Answer each prompt; responses come in the order of the prompts.
+    """Respond to each prompt; responses are in the order of the prompts.
 
     Sampling is keyed by (seed, key of the prompt, position), so it does not depend on the order of
-    the prompts or on what is computed beside them. A response also ends where the model's context
-    does.
+    the prompts or on what else is in the batch. A response also ends at the end of the model's
+    context.
 
     Args:
         model: a causal language model, plain or with adapters.
@@ -51,9 +52,9 @@ def generate(
         stop_ids: tokens that end a response.
         seed: of the sampling.
         top_p: sample only from the likeliest tokens that together reach this probability.
-        keys: one number for each prompt and sample; their indices if not given.
+        keys: one number for each prompt; their indices if not given.
         batch_size: sequences computed at once: slots of the key-value cache.
-        on_token: called with (prompt index, token) as tokens come.
+        on_token: called with (prompt index, token) as tokens are generated.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
@@ -84,14 +85,15 @@ def generate_each(
     stop_when: StopWhen | None = None,
     passes: PassCounts | None = None,
 ) -> Iterator[Finished]:
-    """Answer the prompts like `generate`, each response handed out as it ends.
+    """Respond to the prompts like `generate`, yielding each response as it ends.
 
-    Fewer sequences than `batch_size` are computed at once where the keys and values of so many
-    don't fit `cache_bytes`: by default what is free. `stop_when` ends responses besides the
-    sampler's stop tokens and length. `passes` keeps account of decoding passes.
+    Fewer sequences than `batch_size` are computed at once where the keys and values of that many
+    don't fit in `cache_bytes` (by default, the free memory). `stop_when` may end responses in
+    addition to the sampler's stop tokens and the length. `passes` keeps account of decoding passes.
 
-    With a model that is divided among processes all of them call it, each with prompts of its own,
-    and take its responses to the end; settings are the same on each.
+    If the model is divided among processes, all of them must call this with the same settings, each
+    with its own prompts, and exhaust the iterator. Processes with the same prompts each answer some
+    of them: `on_token` and `stop_when` are called for these alone.
 
     Raises:
         DataError: a prompt is empty, has ids that the model lacks or fills its context.
@@ -99,13 +101,15 @@ def generate_each(
     """
     plain = base_model(model)
     numbers = range(len(prompts)) if keys is None else keys
-    exchange = Exchange.of(prompts, numbers, tp_group_of(plain))
+    same = SamePrompts(sharing_of(plain), len(prompts))
+    on_token, stop_when = same.on_token(on_token), same.stop_when(stop_when)
+    exchange = Exchange.of(same.own(prompts), same.own(numbers), tp_group_of(plain))
     requests = [
         Request(prompt, sampler, key, min(max_new_tokens, room_after(plain, len(prompt))))
         for prompt, key in exchange.prompts
     ]
     if not requests:
-        return iter(())
+        return same.all(iter(()))
     if cache_bytes is None:
         cache_bytes = free_bytes(next(model.parameters()).device)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -115,7 +119,7 @@ def generate_each(
     finished = run_closed(
         batch, requests, exchange.on_token(on_token), exchange.stop_when(stop_when)
     )
-    return exchange.own(finished)
+    return same.all(exchange.own(finished))
 
 
 def run_closed(
@@ -124,7 +128,7 @@ def run_closed(
     on_token: OnToken | None,
     stop_when: StopWhen | None,
 ) -> Iterator[Finished]:
-    """Submit all requests at once, and hand out each response as it ends."""
+    """Submit all requests at once, and yield each response as it ends."""
     indices = {batch.submit(request): index for index, request in enumerate(requests)}
     batch.close()
     while batch.busy:
@@ -135,7 +139,7 @@ def run_closed(
                     try:
                         raise event.error
                     finally:
-                        del event  # else the error leads to itself, and to the cache
+                        del event  # else a reference cycle would keep the cache alive
                 yield Finished(index, ticket.request.prompt, ticket.response)
                 continue
             if on_token is not None:
@@ -145,10 +149,10 @@ def run_closed(
 
 
 def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -> int:
-    """How many sequences of `num_tokens` have room for their keys and values in `cache_bytes`.
+    """The number of sequences of `num_tokens` whose keys and values fit in `cache_bytes`.
 
     Raises:
-        ConfigError: not one has.
+        ConfigError: not even one fits.
     """
     needed = bytes_per_token(model) * num_tokens
     if needed > cache_bytes:
@@ -160,10 +164,10 @@ def slots_within(model: PreTrainedModel, cache_bytes: int, *, num_tokens: int) -
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that may hold keys and values.
+    """Memory that may be used for keys and values.
 
     Nine tenths of a GPU's free memory, the rest being for activations; on a CPU half of this
-    process's share of what is available, for the other half is the activations' and the system's.
+    process's share of the available memory, the rest being for activations and the system.
     """
     if device.type != "cuda":
         return psutil.virtual_memory().available // (2 * current_mesh().local_size)

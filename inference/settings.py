@@ -20,7 +20,7 @@ class Sampling:
     """Divides the logits before sampling; 0 takes the likeliest token (greedy)."""
 
     top_k: int | None = None
-    """Sample from so many of the likeliest tokens; null is all."""
+    """Sample from that many of the likeliest tokens; null is all."""
 
     top_p: float = 1.0
     """Sample from the likeliest tokens that together have this probability (nucleus sampling)."""

@@ -1,6 +1,7 @@
 """Tensor parallelism (Shoeybi et al. 2019): a model and the group that computes it together.
 
-Time in the group's collectives counts as waiting.
+And the group whose processes have a model each, and the same prompts for it. Time in the groups'
+collectives counts as waiting.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from pipeline.position import HERE
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
 """Attributes of a model that is divided."""
 
+_SHARING = "same_prompts_group"
+"""Attribute of a model that others with the same prompts have too."""
 _OF_SHARDING = "is_of_sharding"
 """Attribute of a hook."""
 
@@ -58,6 +61,19 @@ def tp_group_of(model: nn.Module) -> Group:
 def kv_heads_here(model: nn.Module) -> int | None:
     """Heads of keys that this process has of a divided model; None of any other."""
     return getattr(model, _KV_HEADS, None)
+
+
+def mark_sharing(model: nn.Module, group: Group) -> None:
+    """Say which processes have such a model each, and the same prompts for it.
+
+    Each then answers its part of them, and generation takes all of the group.
+    """
+    setattr(model, _SHARING, group)
+
+
+def sharing_of(model: nn.Module) -> Group:
+    """The processes that have the same prompts for `model`, each with one of its own."""
+    return getattr(model, _SHARING, ALONE)
 
 
 def of_sharding(hook: Hook) -> Hook:

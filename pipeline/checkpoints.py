@@ -1,4 +1,4 @@
-"""The resumable state of a step: what it holds, when it is saved, where a new start goes on."""
+"""The resumable state of a step: what it holds, when it is saved, and how a run resumes from it."""
 
 import logging
 import shutil
@@ -47,12 +47,12 @@ PATIENCE_SECONDS = 5
 
 
 class Checkpoints:
-    """Saves a step's state while it runs, and goes on from the newest one that verifies.
+    """Saves a step's state while it runs, and resumes from the newest checkpoint that verifies.
 
-    `engines` and `parts` are everything that a step changes as it goes. A process contributes its
-    own pieces, and its random number generators; the rest is the same on all. With `guards` the
-    run may go back: then the state is also saved before the first step, and of the healthy ones
-    those stay that the run may need.
+    `engines` and `parts` are all that a step changes. A process contributes its own shards and its
+    random number generators; the rest is the same on all. With `guards` the run may be rolled
+    back: then the state is also saved before the first step, and the healthy checkpoints that the
+    run may need are kept.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Checkpoints:
             **{name: part for name, part in parts.items() if part is not None},
         }
         self.done = 0
-        """Steps behind us."""
+        """Steps done so far."""
         self.is_new = True
-        """Whether the run begins, and takes up no earlier state."""
+        """Whether the run starts from scratch rather than from a checkpoint."""
         self._kept = 0
-        """The step whose state was saved last, or loaded."""
+        """The step whose state was last saved or loaded."""
         self._guards = guards
         self._returns = 0
-        """How often the run has gone back."""
+        """Number of rollbacks."""
         self._once: dict[str, Any] = {}
         self._base: str | None = None
         job, goes_on = world.gather_objects((uuid.uuid4().hex[:12], run.goes_on))[0]
@@ -105,7 +105,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """What `compute` gave when the run began: something that JSON has."""
+        """The result of `compute` when the run began, which must be JSON-serializable."""
         if name not in self._once:
             self._once[name] = compute()
         return self._once[name]
@@ -113,8 +113,8 @@ class Checkpoints:
     def steps(self, *, enough: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """The numbers of the steps to do, until there are `enough`.
 
-        After each the state is saved if that is due, and after the last one too, unless
-        `save_every` is null: what follows may take long. All processes come here together.
+        The state is saved after a step if that is due, and after the last step (which may be
+        followed by a long evaluation) unless `save_every` is null. All processes call it together.
 
         Raises:
             SystemExit: Ctrl-C or a scheduler's signal stops the run; the state is saved.
@@ -145,7 +145,7 @@ class Checkpoints:
             self._writer.close(patience)
 
     def save(self, step: int) -> None:
-        """Write the state after so many steps; training goes on while the files are written."""
+        """Write the state after that many steps; training goes on while the files are written."""
         if self._base is not None:  # written once
             if self._world.sum(self.run.is_main and self._writer.lost_base(self._base)):
                 self._writer.forget_base(self._base)
@@ -167,11 +167,11 @@ class Checkpoints:
         return found
 
     def go_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
-        """Take up that state of this run, but for the `parts` that are given as they shall be.
+        """Roll this run back to `checkpoint`, with the given state for `parts`.
 
-        And but for what the run has logged, and the time it took. The next step is the one after
-        the checkpoint's; those that are after it are removed. A run that is killed meanwhile or
-        later goes on as if it had not been. All processes call it, within `steps`.
+        The log and the elapsed time are kept. The next step is the one after the checkpoint's;
+        later checkpoints are removed. A run that is killed during or after a rollback resumes as if
+        it had not been. All processes call it, within `steps`.
         """
         run = {**self.run.state_dict(), "step": checkpoint.step}
         note = Return(self._returns + 1, checkpoint.step, {**parts, "run": run})
@@ -186,7 +186,7 @@ class Checkpoints:
         return self._guards is not None and self._guards.window is not None
 
     def _prepare(self) -> None:
-        """Have the memory for copies made while training goes on."""
+        """Allocate the memory for copies while training continues."""
         engines = list(self.engines.values())
         num_bytes = sum(trained_bytes(each) for each in engines)
         num_bytes += sum(
@@ -219,10 +219,10 @@ class Checkpoints:
             self._leave(EXIT_REQUEUE if ended else EXIT_INTERRUPTED)
 
     def _look_together(self, signals: StopSignals) -> None:
-        """Where the loop begins and ends, which processes do a moment apart: leave if told to.
+        """At the beginning and the end of the loop: leave if a signal was received.
 
-        The same signal ends at once those that are not in the loop yet, or no longer; others that
-        wait for them here have received it as well.
+        Processes reach these points at slightly different times, and outside the loop the signal
+        ends a process at once; those that wait for it here have received the signal as well.
         """
         try:
             self._save_or_leave(signals, due=False)
@@ -246,12 +246,12 @@ class Checkpoints:
         raise SystemExit(code)
 
     def _announce(self, number: signal.Signals, *, aborts: bool) -> None:
-        """Say at once what a signal does: the step at hand may be long."""
+        """Report at once what a signal does: the current step may be long."""
         if aborts:
             logger.info("%s is aborted; --resume %s", self.run.name, self.run.going_on())
         else:
             logger.info(
-                "%s has received %s: it finishes the step at hand, saves its state and leaves;"
+                "%s has received %s: it finishes the current step, saves its state and exits;"
                 " Ctrl-C %s",
                 self.run.name,
                 number.name,
@@ -284,7 +284,7 @@ class Checkpoints:
         }
 
     def _model(self, engine: Engine) -> dict[str, Any] | None:
-        """What it takes to build an engine's model again, from what its parts say."""
+        """What it takes to rebuild an engine's model, merged from its parts."""
         own = describe_model(engine.model)
         return None if own is None else merged(engine.parts.gather_objects(own))
 
@@ -302,7 +302,7 @@ class Checkpoints:
         return any(describe(each)["frozen"] for each in self.engines.values())
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that must stay as they are, by dotted name."""
+        """The settings that must not change, by dotted name."""
         return _deciding(portable(plain(self.config)))
 
     def _resume(self) -> None:
@@ -319,11 +319,11 @@ class Checkpoints:
             return
         if self.run.is_main:
             forget_return(self.root)
-        logger.info("%s has no checkpoint to go on from in %s", self.run.name, self.root)
+        logger.info("%s has no checkpoint to continue from in %s", self.run.name, self.root)
         self.run.begin()
 
     def _check(self, checkpoint: Checkpoint) -> None:
-        """Raise where the run would not go on as if nothing had happened."""
+        """Raise if the run would not continue as if it had not been interrupted."""
         state, settings = checkpoint.state, self._settings()
         theirs = _deciding(with_defaults(state["settings"], self.config))
         for name in sorted(theirs.keys() | settings.keys()):
@@ -331,16 +331,16 @@ class Checkpoints:
             if there != here:
                 raise ConfigError(
                     f"{checkpoint.path} was made with {name} {there}, and this run has {here};"
-                    " keep that setting, or say --overwrite to begin again"
+                    " keep that setting, or pass --overwrite to start again"
                 )
         if state["data"] != self.data:
             raise ConfigError(
-                f"the training rows are not those of {checkpoint.path}: the data has changed; bring"
-                " it back, or say --overwrite to begin again"
+                f"the training rows are not those of {checkpoint.path}: the data has changed;"
+                " restore it, or pass --overwrite to start again"
             )
 
     def _load(self, checkpoint: Checkpoint, note: Return | None = None) -> None:
-        """Take up that state, but for what the note says; what follows the checkpoint goes then."""
+        """Load the state, overridden by the note's; later checkpoints are removed in that case."""
         state = checkpoint.state
         parts = state["parts"] if note is None else {**state["parts"], **note.parts}
         for name, engine in self.engines.items():
@@ -367,5 +367,5 @@ class Checkpoints:
 
 
 def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, by dotted name, that decide what a run results in."""
+    """The settings that affect a run's result, by dotted name."""
     return {name: value for name, value in settings.items() if affects_result(name)}

@@ -34,6 +34,7 @@ from typing import NoReturn, TypeVar
 
 from pipeline.config import StepConfig
 from pipeline.errors import (
+    EXIT_DISK_FULL,
     EXIT_DIVERGED,
     EXIT_OUT_OF_MEMORY,
     EXIT_USER_ERROR,
@@ -42,6 +43,7 @@ from pipeline.errors import (
     JobFailed,
     UserError,
     UserErrors,
+    is_disk_full,
     is_out_of_memory,
 )
 from pipeline.help import step_help
@@ -178,7 +180,7 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
 
     Errors that are the user's to mend become one line on standard error, printed by one process
     only. A `KeyboardInterrupt` with a message prints it. Where memory ran out the code is 79, where
-    training diverged 80. Anything else keeps its traceback.
+    training diverged 80, where a disk was full 81. Anything else keeps its traceback.
     """
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -200,6 +202,9 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
         complain(str(interrupt) or "interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
+        if is_disk_full(error):
+            complain(f"error: the disk is full: {error}; free some space", once=_is_first_to_say)
+            sys.exit(EXIT_DISK_FULL)
         if not is_out_of_memory(error):
             raise
         complain(f"out of memory: {error}")

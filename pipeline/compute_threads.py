@@ -50,7 +50,7 @@ SLACK_CORES = 0.25
 
 @contextmanager
 def compute_threads(number: int | None, *, announce: bool = True) -> Iterator[None]:
-    """Compute with so many threads, which leave their cores to other programs while they wait.
+    """Compute with that many threads, which leave their cores to other programs while they wait.
 
     Args:
         number: of threads; None takes RLHF_THREADS, and without it as many as PyTorch does: those
@@ -58,7 +58,7 @@ def compute_threads(number: int | None, *, announce: bool = True) -> Iterator[No
         announce: log, once, that other programs need the cores.
 
     Raises:
-        ConfigError: RLHF_THREADS is no number above 0.
+        ConfigError: RLHF_THREADS is not a number above 0.
     """
     number = number or _from_environment()
     if number is not None:
@@ -151,7 +151,7 @@ class FewCores:
         """Of cores; 0 while the threads run wherever they may."""
 
     def hold(self, number: int) -> None:
-        """From now on threads run on so many cores."""
+        """From now on threads run on that many cores."""
         is_first = self.number == 0
         self.number = number
         for thread in _threads():

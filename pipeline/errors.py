@@ -1,6 +1,8 @@
 """The errors that are a user's to mend: one sentence that names the thing and the mend."""
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable, Sequence
 
 EXIT_FAILED = 1
@@ -10,6 +12,10 @@ EXIT_OUT_OF_MEMORY = 79
 
 EXIT_DIVERGED = 80
 """Of a run whose loss, gradients or weights stayed infinite or NaN; its best weights are kept."""
+
+
+EXIT_DISK_FULL = 81
+"""Of a run that could not write its results; it continues from its last checkpoint."""
 
 
 class UserError(Exception):
@@ -65,7 +71,9 @@ def exit_code(error: BaseException) -> int:
         return EXIT_USER_ERROR
     if isinstance(error, DivergedError):
         return EXIT_DIVERGED
-    return EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else 1
+    if is_disk_full(error):
+        return EXIT_DISK_FULL
+    return EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else EXIT_FAILED
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -73,6 +81,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     kind = type(error).__name__  # torch's own is not imported for this
     of_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or of_torch
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a disk, or the user's share of it, had no room left."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or os.strerror(errno.ENOSPC) in str(error)  # as safetensors' own error has it
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

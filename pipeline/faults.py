@@ -8,7 +8,7 @@ them), the nth time the process comes to `fault_point(point)`. The actions:
     kill        SIGKILL to the process itself
     exit        end at once with code 1, no clean-up
     hang        sleep for ever, and say so on stderr
-    sleep-<ms>  sleep so many milliseconds
+    sleep-<ms>  sleep that many milliseconds
     raise       RuntimeError
     enospc      OSError, as of a full disk
     eio         OSError, as of a broken one
@@ -75,7 +75,7 @@ def _parse_one(word: str) -> _Fault:
     fields = word.split(":")
     require(
         len(fields) == 4,
-        f"{ENVIRONMENT}={word} is no fault; write <point>:<rank>:<nth>:<action>",
+        f"{ENVIRONMENT}={word} is not a fault; write <point>:<rank>:<nth>:<action>",
     )
     point, rank, nth, action = fields
     require(

@@ -1,4 +1,4 @@
-"""What steps that learn from fixed rows share: the rows in order, evaluations, checkpoints."""
+"""Shared by the steps that learn from fixed rows: their order, evaluations, checkpoints."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +46,7 @@ class Source(Protocol):
 
     @property
     def stream(self) -> Stateful:
-        """The order, and how far it is."""
+        """The order, and the position in it."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same rows, and for no others."""
+        """Identifies the rows: different rows have different fingerprints."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Rows:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same training rows, and for no others."""
+        """Identifies the training rows: different rows have different fingerprints."""
         return fingerprint(self.data.train)
 
     @property
@@ -134,10 +134,10 @@ def load_rows(
 
 @dataclass(frozen=True)
 class Training(Generic[C, R, S]):
-    """A model that learns from rows of type R, which S gives, under settings of type C."""
+    """A model in training, on rows of type R from a source S, with settings of type C."""
 
     config: C
-    """With `data.max_length` no longer than what the model reads."""
+    """With `data.max_length` capped at the model's context."""
 
     model: nn.Module
     """The Hugging Face model, with its adapters if it has any."""
@@ -160,16 +160,16 @@ class Training(Generic[C, R, S]):
         return step == self.rows.total_steps or step % self.eval_every == 0
 
     def at_peak(self, sequences: Iterable[Encoded]) -> AtPeak:
-        """How long training on these would take at the peak, with logits for what is learned."""
+        """How long training on these would take at peak, with logits for target tokens alone."""
         return self.utilization.training((len(each), each.num_targets) for each in sequences)
 
     def export(self) -> None:
-        """Write the model with its present weights to the output directory."""
+        """Write the model with its current weights to the output directory."""
         export(self.model, self.rows.tokenizer, self.config.output_dir, weights=self.engine)
 
 
 def steps_between_evaluations(config: StepConfig, rows: Source, held_out: Sequence[object]) -> int:
-    """When a step evaluates that learns from these rows, and evaluates on those held out."""
+    """The interval between evaluations, for these training and held-out rows."""
     return evaluation_interval(
         config.eval_every,
         total_steps=rows.total_steps,
@@ -187,10 +187,9 @@ def set_up(
     guards: KnowsHealth | None = None,
     passes: Passes | None = None,
 ) -> Training[C, R, S]:
-    """Record the step's prompts, decide when it evaluates, and load its state with `resume`.
+    """Record the step's prompts, set the evaluation interval, and with `resume` load the state.
 
-    `guards`, where there are any, are part of that state. `passes` are those of a stage, where the
-    model is one.
+    `guards`, if any, are part of that state. `passes` is given if the model is a pipeline stage.
     """
     if rows.prompts is not None:
         record_prompts(rows.prompts, config)

@@ -8,7 +8,13 @@ from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain, remark, sa
 from pipeline.config import EMBEDDED, TrainedModelConfig
 from pipeline.config.deepspeed.read import notice_of
 from pipeline.data.embedded_talk import to_try
-from pipeline.errors import EXIT_DIVERGED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, ConfigError
+from pipeline.errors import (
+    EXIT_DISK_FULL,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    EXIT_OUT_OF_MEMORY,
+    ConfigError,
+)
 from pipeline.installation import CHAT
 from pipeline.launch.child import Ending, run_child
 from pipeline.launch.preflight import Check, insist, look
@@ -158,7 +164,7 @@ def _run_step(plan: Plan, stage: Stage, environment: Mapping[str, str], *, goes_
         size, goes_on = size // 2, True
         command = [*plan.command(stage), "--micro_batch_size", str(size)]
         remark(
-            f"{stage.title} ran out of memory and goes on with --{stage.prefix}"
+            f"{stage.title} ran out of memory and continues with --{stage.prefix}"
             f".micro_batch_size {size}; the result is the same, in less memory and more time"
         )
 
@@ -185,29 +191,37 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     """
     out = plan.request.output_dir
     if ending.code == EXIT_REQUEUE or ending.signal_received in STOP_SIGNALS:
-        complain(f"told to stop in {stage.title}; the same command with --resume goes on")
+        complain(f"told to stop in {stage.title}; the same command with --resume continues")
         raise SystemExit(EXIT_REQUEUE)
     if ending.signal_received is not None or ending.code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(
             f"interrupted in {stage.title}; {out} keeps what is finished, and the same"
-            " command with --resume goes on"
+            " command with --resume continues"
         )
     if ending.code in (0, EXIT_USER_ERROR):  # the step has printed what is wrong
         return ending.code
     if ending.code == EXIT_DIVERGED:  # the step has printed when and why, and kept its best weights
-        others = "no later step was started" if stage.method is None else "the other methods run on"
+        others = "no later step was started"
+        if stage.method is not None:
+            others = "the other methods continue"
         complain(
             f"{stage.title} diverged, and {others}; the same command with"
-            f" --resume and a smaller --{stage.prefix}.{stage.main_role}.optim.lr begins it again"
+            f" --resume and a smaller --{stage.prefix}.{stage.main_role}.optim.lr starts it again"
         )
         return EXIT_DIVERGED
+    if ending.code == EXIT_DISK_FULL:  # the step has printed what could not be written
+        complain(
+            f"{stage.title} could not write its results; with room on the disk the same command"
+            " with --resume continues from its last checkpoint"
+        )
+        return EXIT_FAILED
     if ending.code == EXIT_OUT_OF_MEMORY:
         from pipeline.plan.describe import describe_memory
 
         remark(describe_memory(plan))
         complain(
             f"{stage.title} ran out of memory with micro-batches of one sequence, beside what"
-            f" the table counts; {_savings(plan, stage)}. --resume then goes on from its last"
+            f" the table counts; {_savings(plan, stage)}. --resume then continues from its last"
             " checkpoint."
         )
         return EXIT_FAILED
@@ -215,7 +229,7 @@ def _failure(plan: Plan, stage: Stage, ending: Ending) -> int:
     complain(
         f"{stage.title} {how} (exit code {ending.code}): `{shlex.join(plan.command(stage))}`."
         f" If memory ran out: a smaller --{stage.prefix}.micro_batch_size;"
-        f" {_savings(plan, stage)}. --resume then goes on with this step."
+        f" {_savings(plan, stage)}. --resume then continues this step."
     )
     return EXIT_FAILED
 

@@ -10,7 +10,7 @@ def training_id(result: Mapping[str, object]) -> str:
     """Of the training that left this result.json: another one where steps, tokens or figures are.
 
     Figures on held-out rows have all their digits: only the same weights have the same ones. Time
-    and settings don't count, so that a training that was repeated to the bit is the same.
+    and settings don't count, so that a training that was repeated bit for bit is the same.
     """
     known = [result.get(name) for name in ("steps", "tokens", "eval")]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]

@@ -52,7 +52,7 @@ class Position:
         self.waits_for: tuple[int, ...] = ()
         """Ranks of the processes that this one waits for now, as far as it knows."""
         self.waits_at = ""
-        """What it waits for, where that is no collective."""
+        """What it waits for, where that is not a collective."""
         self._waited = 0.0
         self._stalls: deque[tuple[Any, Any]] = deque(maxlen=10_000)
 
@@ -78,7 +78,7 @@ class Position:
     def waiting(self, ranks: Sequence[int] = (), at: str = "") -> Iterator[None]:
         """Count the time inside as waiting for these processes.
 
-        `at` says for what, where it is no collective that this process has entered.
+        `at` says for what, where it is not a collective that this process has entered.
         """
         start = time.perf_counter()
         self.waits_for, self.waits_at = tuple(ranks), at  # no copy of what is a tuple

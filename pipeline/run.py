@@ -1,4 +1,4 @@
-"""One training run of one step: its directory, its files, its log. The loop belongs to the step."""
+"""One training run of one step: its directory, files and log. The loop belongs to the step."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ from pipeline.watchdog.stragglers import Stragglers
 logger = logging.getLogger(__name__)
 
 DIVERGED = "diverged.json"
-"""Left by a run that diverged: its state is none to go on from, so that it begins again."""
+"""Left by a run that diverged: its state is unusable, so that `--resume` starts again."""
 
 STALE = ("result.json", "samples.json", "lab.json", "predictions.jsonl", DIVERGED)
 LOCK = ".lock"
@@ -41,7 +41,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class AtPeak:
-    """Seconds that a step's training takes where every processor is at its peak."""
+    """Seconds that a step's training would take with every processor at its peak."""
 
     model: float
     """With the operations that the model's two passes need."""
@@ -53,11 +53,10 @@ class AtPeak:
 class Run:
     """Context manager around a step's loop; the main process alone writes, others are silent.
 
-    On entry: makes the directory, keeps other jobs out of it, refuses to begin over checkpoints of
-    a run that was cut off, writes the resolved settings to `config.yaml`, removes the results of an
-    earlier run, and starts a fresh `metrics.jsonl` unless the run is to go on: then
-    `load_state_dict` cuts off what came after the checkpoint. On exit, also by Ctrl-C: every file
-    holds whole lines only.
+    On entry: creates the directory and locks it, refuses to overwrite the checkpoints of an
+    unfinished run, writes the resolved settings to `config.yaml`, removes the results of an earlier
+    run, and starts a fresh `metrics.jsonl`; when resuming, `load_state_dict` truncates it to the
+    checkpoint instead. On exit, including by Ctrl-C, every file holds whole lines only.
     """
 
     def __init__(self, config: StepConfig, *, name: str, total_steps: int, mesh: Mesh) -> None:
@@ -68,7 +67,7 @@ class Run:
         self.step = 0
         self.tokens = 0
         self.goes_on = config.resume
-        """Whether to take up an earlier run's state; what the main process says counts."""
+        """Whether to resume an earlier run; the main process decides."""
         self._progress = Progress(name, total_steps)
         self._held = ExitStack()
         self._trackers = Trackers({})
@@ -131,28 +130,28 @@ class Run:
         self._trackers.close()
 
     def going_on(self) -> str:
-        """What a new start would do with `--resume`, as the end of a sentence."""
+        """What `--resume` would do, as the end of a sentence."""
         newest = next(iter(candidates(self.path(CHECKPOINTS))), None)
         step = None if newest is None else step_of(newest)
         return "begins at step 1" if step is None else f"goes on after step {step}"
 
     def _spare_what_was_cut_off(self) -> None:
-        """Refuse to begin over the checkpoints of a run that has not ended.
+        """Refuse to overwrite the checkpoints of an unfinished run.
 
         Raises:
-            ConfigError: there are some, and `resume` does not say to go on.
+            ConfigError: there are some, and `resume` is off.
         """
         unfinished = not any(self.path(name).exists() for name in ("result.json", DIVERGED))
         if not self.config.resume and unfinished and any(self.path(CHECKPOINTS).glob("step_*")):
             self._held.close()
             raise ConfigError(
-                f"{self.config.output_dir} holds the checkpoints of a run that was cut off; say"
-                f" --resume to go on with it, or remove {self.path(CHECKPOINTS)} to begin again"
+                f"{self.config.output_dir} holds the checkpoints of a run that was cut off; pass"
+                f" --resume to continue it, or remove {self.path(CHECKPOINTS)} to start again"
             )
 
     @property
     def seconds(self) -> float:
-        """Since entry, and before it in the runs that this one goes on with."""
+        """Since entry, plus those of the runs that this one continues."""
         return self._seconds_before + time.perf_counter() - self._start
 
     def path(self, name: str) -> Path:
@@ -204,7 +203,7 @@ class Run:
         self._progress.update(step, shown, seconds=self._seconds_trained)
 
     def _utilization(self, elapsed: float) -> dict[str, float]:
-        """`mfu` and `hfu` of the steps since the last line, which took so many seconds."""
+        """`mfu` and `hfu` of the steps since the last line, which took that many seconds."""
         steps, self._at_peak = self._at_peak, []
         if not steps:
             return {}
@@ -278,13 +277,13 @@ class Run:
         )
 
     def note_divergence(self, sentence: str) -> None:
-        """Leave word that the run diverged, and why, in place of a result."""
+        """Record that the run diverged, and why, in place of a result."""
         if self.is_main:
             note = {"step": self.step, "sentence": sentence}
             self.path(DIVERGED).write_text(json.dumps(note, indent=2) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
-        """What a new start goes on with; of the main process, which writes."""
+        """What a resumed run continues with; from the main process, which writes the files."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -296,7 +295,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run stood; what it logged after that will be logged again."""
+        """Continue from another run's state; what it logged after that will be logged again."""
         self.step, self.tokens = state["step"], state["tokens"]
         self._seconds_before = state["seconds"] - (time.perf_counter() - self._start)
         self._seconds_trained = state["seconds_trained"]
@@ -307,7 +306,7 @@ class Run:
             self._metrics.truncate(min(state["metrics_bytes"], self._metrics_bytes))
 
     def begin(self) -> None:
-        """Forget what an earlier run logged: there is nothing to go on with."""
+        """Discard what an earlier run logged: there is no state to resume from."""
         if self._metrics is not None:
             self._metrics.truncate(0)
 

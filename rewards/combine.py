@@ -41,7 +41,7 @@ def normalize_then_sum(
     all equal gets 0 from it, exactly. Deviations are of the sample, n - 1.
 
     Args:
-        values: by source, a number or None for each response; members of a group are neighbours.
+        values: by source, a number or None for each response; members of a group are adjacent.
         weights: by source.
         group_size: responses to each prompt.
         eps: added to the deviations.
@@ -67,7 +67,7 @@ def standardized(values: Values, eps: float) -> list[float | None]:
 def without_failures(sources: Sequence[Scored], weights: Sequence[float]) -> list[Values]:
     """By source, its values, with None on the responses that a source with a weight failed on.
 
-    A part of a sum is no reward: such a response has none, from any source.
+    A part of a sum is not a reward: such a response has none, from any source.
     """
     counted = [each.failed for each, weight in zip(sources, weights, strict=True) if weight != 0]
 

@@ -169,7 +169,7 @@ def _answer(url: str, response: http.client.HTTPResponse, content: bytes) -> Any
         return json.loads(content)
     except ValueError:
         text = content[:80].decode(errors="replace")
-        raise EndpointError(f"{url} answered what is no JSON: {text}") from None
+        raise EndpointError(f"{url} answered what is not JSON: {text}") from None
 
 
 def _seconds(header: str | None) -> float | None:

@@ -53,7 +53,7 @@ def read_schema(schema: Json, where: str) -> Draft202012Validator:
     """A schema, from its text or as it is.
 
     Raises:
-        ConfigError: it is no JSON, no schema, or refers to what isn't in it.
+        ConfigError: it is not JSON, no schema, or refers to what isn't in it.
     """
     if isinstance(schema, str):
         try:
@@ -63,7 +63,7 @@ def read_schema(schema: Json, where: str) -> Draft202012Validator:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise ConfigError(f"{where} is no JSON schema: {error.message}") from None
+        raise ConfigError(f"{where} is not a JSON schema: {error.message}") from None
     resource = DRAFT202012.create_resource(schema)
     uri = resource.id() or ""
     # Nothing but the schema itself, so that no reference is fetched from the network.

@@ -49,7 +49,7 @@ def columns_in(
         responses: what it must name.
 
     Raises:
-        ConfigError: it is no template, or lacks a response.
+        ConfigError: it is not a template, or lacks a response.
     """
     where = f"rewards.{name}.template"
     try:

@@ -44,7 +44,7 @@ def compiled(config: RewardConfig) -> re.Pattern[str]:
         return re.compile(config.pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"rewards.{config.name}.pattern is no regular expression: {error}"
+            f"rewards.{config.name}.pattern is not a regular expression: {error}"
         ) from None
 
 

@@ -56,7 +56,7 @@ class PairwiseJudge:
         """Columns of the rows that the template names.
 
         Raises:
-            ConfigError: it lacks a response, or is no template.
+            ConfigError: it lacks a response, or is not a template.
         """
         return columns_in(self.template, self.config.name, responses=("first", "second"))
 

@@ -1,4 +1,4 @@
-"""What a user's function returned, checked: nothing that is no number becomes one."""
+"""What a user's function returned, checked: nothing that is not a number becomes one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def outcome_of(result: object) -> Outcome:
     try:
         number = float(result)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        return Outcome.failed(f"it gave {_described(result)}, which is no number: {error}")
+        return Outcome.failed(f"it gave {_described(result)}, which is not a number: {error}")
     if not math.isfinite(number):
         return Outcome.failed(f"it gave {number}, which is not finite")
     return Outcome(number)

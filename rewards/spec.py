@@ -93,7 +93,7 @@ def _mapping(spec: str, option: str) -> Mapping[str, Any]:
         settings = None
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"{option} {spec} is no mapping of settings, as {{kind: math, weight: 2}}"
+            f"{option} {spec} is not a mapping of settings, such as {{kind: math, weight: 2}}"
         )
     return settings
 

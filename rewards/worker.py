@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     descriptor, parent = map(int, argv)
     end_with_parent(parent)
     leave_signals_to(parent)
-    os.dup2(2, 1)  # what a function prints is no output of the command that runs it
+    os.dup2(2, 1)  # what a function prints is not an output of the command that runs it
     connection = Connection(descriptor)
     try:
         _serve(connection, connection.recv())

@@ -40,7 +40,7 @@ class Rows:
 
 
 def load_rows(config: PretrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Rows:
-    """Pack what is no token file yet, on the main process, and open the corpus on all.
+    """Pack what is not a token file yet, on the main process, and open the corpus on all.
 
     Raises:
         DataError: there is no corpus, or it can't be used.

@@ -35,12 +35,6 @@ class SFTConfig(TaskSettings, StepConfig):
         check_tasks(self)
         self.parallel.check_model("model", self.model)
         require(
-            self.parallel.pp == 1 or not self.eval_tasks,
-            "eval_tasks are answered by the whole model, of which a process has a part with"
-            f" parallel.pp {self.parallel.pp}; leave them out, and run python -m evaluation on the"
-            " exported model",
-        )
-        require(
             self.patience is None or self.patience > 0,
             f"patience must be above 0 or null, got {self.patience}",
         )

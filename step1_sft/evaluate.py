@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     """Let both models answer, print their answers, and write `--out`.
 
     Raises:
-        UserError: a wrong setting, no model at a path, a line that is no prompt.
+        UserError: a wrong setting, no model at a path, a line that is not a prompt.
     """
     options = parse(argv)
     sampling = Sampling(

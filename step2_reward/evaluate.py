@@ -166,7 +166,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--path", "--model_name_or_path", required=True, help="reward model: OUT/step2_reward")
     add("--data-path", "--data_path", metavar="DATA", help="file, directory or Hub name, as train")
-    add("--pairs", type=int, default=1000, metavar="N", help="at most so many; default 1000")
+    add("--pairs", type=int, default=1000, metavar="N", help="at most that many; default 1000")
     add("--prompt", metavar="TEXT")
     add("--answer", nargs="+", default=[], metavar="TEXT")
     add("--max-length", "--max_length", type=int, default=512, metavar="N", help="in tokens")

@@ -61,7 +61,7 @@ class LabelSettings:
     0.999 favours classes of fewer than a thousand rows."""
 
     down_sample: float | None = None
-    """Train on at most so many times the rows of the rarest class, of each class; null takes all
+    """Train on at most that many times the rows of the rarest class, of each class; null takes all
     rows."""
 
     step_separator: str = "\n"

@@ -68,7 +68,7 @@ class LabelledBatch:
 
 
 def learned_places(count: int, *, most: int) -> list[int]:
-    """Which of so many ranked responses are learned, best first: the better ones and the worst."""
+    """Which of `count` ranked responses are learned, best first: the better ones and the worst."""
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
 
 

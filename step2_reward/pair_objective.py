@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jaxtyping import Float
 from torch import Tensor
 
 from pipeline.data.chat_format import ChatFormat
@@ -39,7 +40,7 @@ class PairObjective(Objective[EncodedPair, PairBatch]):
         return cut(rows, config)
 
     def loss(self, outputs: LabelOutputs, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs, and how many are in the right order."""
+        """The loss summed over pairs, and how many are in the right order; ties count half."""
         config = self.config
         chosen, rejected = batch.split(outputs.logits.squeeze(-1))
         loss = pairwise_loss(
@@ -49,13 +50,18 @@ class PairObjective(Objective[EncodedPair, PairBatch]):
             center_coef=config.center_coef,
             focal_gamma=config.focal_gamma if self.labels.loss == "focal" else 0.0,
         )
-        return loss, (chosen > rejected).sum()
+        return loss, num_in_order(chosen, rejected)
 
     def evaluate(
         self, scorer: Scorer, rows: Sequence[EncodedPair], config: RewardConfig
     ) -> dict[str, float]:
         """Loss, accuracy and mean scores of held-out pairs."""
         return evaluate(scorer, rows, config)
+
+
+def num_in_order(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]) -> Float[Tensor, ""]:
+    """How many pairs have the higher score on the chosen response; ties count half."""
+    return (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
 
 
 def evaluate(
@@ -66,8 +72,7 @@ def evaluate(
     with evaluating(scorer):
         for batch in cut(pairs, config):
             chosen, rejected = batch.split(scorer.final_scores(batch.tokens))
-            right = (chosen > rejected).sum() + 0.5 * (chosen == rejected).sum()
-            totals[0] += right.item()
+            totals[0] += num_in_order(chosen, rejected).item()
             totals[1] += chosen.sum().item()
             totals[2] += rejected.sum().item()
             totals[3] += pairwise_loss(chosen, rejected).item()

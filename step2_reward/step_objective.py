@@ -180,7 +180,7 @@ def known_separators(chat: ChatFormat, separator: str) -> frozenset[int]:
 
 
 def step_texts(example: Example, separator: str) -> list[str]:
-    """The steps as they are read; a separator inside of one becomes a space."""
+    """The steps as they are read; a separator inside one becomes a space."""
     parts = [map(str.strip, text.split(separator)) for text in example.steps]
     return [" ".join(filter(None, each)) for each in parts]
 

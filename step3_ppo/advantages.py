@@ -1,8 +1,8 @@
-"""Advantage estimators: how much better each token did than was to be expected.
+"""Advantage estimators: how much better than expected each token did.
 
 Pure functions of tensors. Dimension names: B responses, T response tokens (padded; masks are True
 on real tokens), P prompts, G responses to each. A new estimator is a function, an entry in
-`ESTIMATORS`, and a name with what it needs in `step3_ppo.config`.
+`ESTIMATORS`, a name in `step3_ppo.settings`, and its needs in `step3_ppo.needs`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ STD_FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Responses with their rewards; those to the same prompt are neighbours."""
+    """Responses with their rewards; those to the same prompt are adjacent."""
 
     rewards: Float[Tensor, "B T"]
     """Of each token, zero on padding."""
@@ -40,16 +40,17 @@ class Rewarded:
     """Discount per token."""
 
     lam: float
-    """The trade-off of GAE."""
+    """Lambda of GAE: 1 is Monte Carlo, 0 the one-step TD error."""
 
     counted: Bool[Tensor, " B"]
-    """False where a response has no reward: no baseline has it, and its advantage is 0."""
+    """False where a response has no reward: it is in no baseline, and its advantage is 0."""
 
     lam_value: float | None = None
-    """The trade-off of the returns that the critic learns; None is `lam`."""
+    """Lambda of the returns that the critic learns; None is `lam`."""
 
     lam_length_alpha: float | None = None
-    """Of the trade-off that grows with a response's length, 1 - 1 / (alpha * length); or None."""
+    """Alpha of a lambda that grows with a response's length, 1 - 1 / (alpha * length), in place of
+    `lam`; or None."""
 
     group_baseline: bool = False
     """Whether `reinforce_pp` compares scores with the mean of their group first."""
@@ -57,23 +58,23 @@ class Rewarded:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the policy learns from, and a critic; zero on padding."""
+    """What the policy and the critic learn from; zero on padding."""
 
     advantages: Float[Tensor, "B T"]
 
     returns: Float[Tensor, "B T"] | None = None
-    """What the critic's values should have been; None without a critic."""
+    """Targets of the critic's values; None without a critic."""
 
     silent: Bool[Tensor, " B"] | None = None
-    """Responses that teach nothing, whatever whitening makes of their zeros; None without any."""
+    """Responses whose advantages stay 0 when whitening shifts all others; None for none."""
 
 
 def gae_estimate(rewarded: Rewarded) -> Estimate:
-    """Generalized advantage estimation with a critic, as `gae`.
+    """Generalized advantage estimation with a critic; see `gae`.
 
-    The trade-off of a response of n tokens is 1 - 1 / (alpha n) with `lam_length_alpha` alpha, and
-    the critic learns returns of another one with `lam_value` (Yue et al. 2025, VAPO, 4.1 and 4.2;
-    Yuan et al. 2025, VC-PPO).
+    With `lam_length_alpha` alpha, lambda is 1 - 1 / (alpha n) for a response of n tokens; with
+    `lam_value`, the critic's returns have a lambda of their own (Yue et al. 2025, VAPO, 4.1 and
+    4.2; Yuan et al. 2025, VC-PPO).
     """
     values, mask, gamma = rewarded.values, rewarded.mask, rewarded.gamma
     assert values is not None
@@ -121,9 +122,9 @@ def grpo(rewarded: Rewarded) -> Estimate:
 
         A_i = (R_i - mean R) / (std R + 1e-4)
 
-    R_i is the sum of a response's token rewards; mean and (sample) standard deviation are those of
-    its group. Where all scores of a group are equal the advantages are exactly 0: the KL penalty
-    alone, divided by its own small deviation, would weigh as much as a score.
+    R_i is the sum of a response's token rewards; mean and (sample) standard deviation are over its
+    group. Where all scores of a group are equal the advantages are exactly 0: otherwise the KL
+    penalty alone, divided by its own small deviation, would count as much as a score.
     """
     grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
     scaled = centered(grouped, counted) / (group_std(grouped, counted) + STD_FLOOR)
@@ -132,12 +133,12 @@ def grpo(rewarded: Rewarded) -> Estimate:
 
 
 def dr_grpo(rewarded: Rewarded) -> Estimate:
-    """Group-relative advantages that are not divided (Liu et al. 2025), the same for every token.
+    """Group-relative advantages without the division (Liu et al. 2025), the same for every token.
 
         A_i = R_i - mean R
 
-    A group whose rewards differ little then weighs little. Its mean gradient is (G - 1) / G of that
-    of the expected reward. Responses of a group with equal returns have an advantage of exactly 0.
+    A group whose rewards differ little has little weight. The expected gradient is (G - 1) / G of
+    that of the expected reward. A group of equal returns has advantages of exactly 0.
     """
     grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
     return of_every_token(centered(grouped, counted), rewarded)
@@ -148,9 +149,9 @@ def rloo(rewarded: Rewarded) -> Estimate:
 
         A_i = R_i - mean of the other R_j = G / (G - 1) * (R_i - mean R)
 
-    R_i is the sum of a response's token rewards, G the size of its group. The other responses say
-    nothing about this one, so the policy gradient is unbiased. Responses of a group with equal
-    returns have an advantage of exactly 0.
+    R_i is the sum of a response's token rewards, G the size of its group. The baseline does not
+    depend on the response itself, so the policy gradient is unbiased. A group of equal returns has
+    advantages of exactly 0.
     """
     grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
     size = counts(counted)
@@ -159,10 +160,10 @@ def rloo(rewarded: Rewarded) -> Estimate:
 
 
 def reinforce_pp(rewarded: Rewarded) -> Estimate:
-    """REINFORCE++ (Hu 2025): each token's discounted rewards to come, to be whitened over all.
+    """REINFORCE++ (Hu 2025): each token's discounted reward-to-go, to be whitened over all tokens.
 
-    With `group_baseline` the mean score of the group is taken off each score first; a group of
-    equal returns then teaches exactly nothing, after whitening too.
+    With `group_baseline` the mean score of the group is first subtracted from each score; a group
+    of equal returns then has advantages of exactly 0, even after whitening.
     """
     rewards, silent = rewarded.rewards, ~rewarded.counted
     if rewarded.group_baseline:
@@ -181,8 +182,8 @@ def reinforce_pp(rewarded: Rewarded) -> Estimate:
 def best(rewarded: Rewarded) -> Estimate:
     """1 for the best response of each group, else 0 (RAFT: Dong et al. 2023; Yuan et al. 2023).
 
-    With the loss `none` that is the negative log-likelihood of the best ones. Equal best ones share
-    the 1; a group of equal returns has no best one.
+    With the loss `none` this is the negative log-likelihood of the best responses. Ties for the
+    best share the 1; a group of equal returns has no best response.
     """
     grouped, counted = returns_by_group(rewarded), by_group(rewarded.counted, rewarded)
     among = grouped.masked_fill(~counted, -torch.inf)

@@ -1,8 +1,8 @@
-"""Weights for responses that another policy drew than the one that training sees.
+"""Importance weights for responses that were sampled from another policy than training computes.
 
 Generation in fewer bits, adapters merged into bf16 and weights of an older update all sample from a
-policy pi_gen near pi_old, the one that training computes before any update. A token then weighs
-pi_old / pi_gen, bounded. Where both agree to the bit the weights are exactly 1.
+policy pi_gen near pi_old, which training computes before any update. A token's weight is then
+pi_old / pi_gen, bounded. Where the two are bit-identical the weights are exactly 1.
 
 Dimension names: B responses, T response tokens (padded), K without padding.
 """
@@ -29,7 +29,7 @@ def correction_weights(
     level: Level,
     cap: float,
 ) -> Float[Tensor, "B T"]:
-    """What each token weighs; 1 on padding.
+    """The weight of each token; 1 on padding.
 
     truncate: min(pi_old / pi_gen, cap) (truncated importance sampling, Yao et al. 2025).
     mask: the same ratio, and 0 where it lies outside [1 / cap, cap] (IcePop, Ling team 2025).
@@ -47,7 +47,7 @@ def correction_weights(
 
 
 def effective_share(total: float, squares: float, count: float) -> float:
-    """The share of the tokens that would teach as precisely without weights (Kish 1965).
+    """The effective sample size of weighted tokens, as a share of their number (Kish 1965).
 
     Args:
         total: sum of the weights.

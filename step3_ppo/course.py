@@ -95,7 +95,7 @@ class Course:
         require(
             checkpoints.once("training", lambda: training) == training,
             f"the model in {path} is not the one that this run began from: it was trained again;"
-            " bring that one back, or say --overwrite to begin again",
+            " restore that one, or pass --overwrite to start again",
         )
         plain = checkpoints.once("before", lambda: asdict(answer_all(self.held_out, strict=True)))
         self.before = Answers.read(plain)
@@ -103,7 +103,7 @@ class Course:
         require(
             any(answer.score is not None for answer in answers),
             "no answer to a held-out prompt has a reward: no source of ppo.rewards applies to one;"
-            " look at the columns that they read, such as an answer that is no number",
+            " look at the columns that they read, such as an answer that is not a number",
         )
         figures = self._figures(answers, kl=self.before.kl)
         check_start(self.config.actor.path, figures)

@@ -14,13 +14,14 @@ from pipeline.models.chat import decode_response
 from pipeline.parallel.device import local_device
 from step3_ppo.config import PPOConfig
 from step3_ppo.episode_statistics import parts_of
-from step3_ppo.episodes import EpisodeResponse, play, transcript
+from step3_ppo.episodes import EpisodeResponse, transcript
 from step3_ppo.models import Models
 from step3_ppo.prompts import Prompt
 from step3_ppo.response_rewards import ResponseRewards, rewards_of
 from step3_ppo.reward_sources import GOLD
 from step3_ppo.rollout import score_responses
 from step3_ppo.scoring import raw_scores, reward_of
+from step3_ppo.shared_play import play_shared
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class HeldOut(HeldOutPrompts):
         if environments is None:
             return super()._respond(model, prompts, temperature=temperature, seed=seed, keys=keys)
         return [
-            *play(
+            *play_shared(
                 model,
                 models.chat,
                 environments,

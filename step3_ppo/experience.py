@@ -1,4 +1,4 @@
-"""Responses as the models saw them, what is derived from them, and pieces of it to learn from.
+"""Scored responses, what is derived from them, and the minibatches that updates learn from.
 
 Dimension names: B responses of this process, T tokens of the longest, K response tokens of a piece.
 """
@@ -19,14 +19,14 @@ from pipeline.parallel.device import local_device, send
 
 @dataclass(frozen=True)
 class Forward:
-    """One pass of actor and critic over a process's whole rollout, with the graph to go back."""
+    """One pass of actor and critic over a process's whole rollout, with its autograd graph."""
 
     policy: TokenLogprobs
     values: Float[Tensor, " K"] | None
     """None without a critic."""
 
     def outputs(self) -> dict[str, Tensor]:
-        """Those of the models, without graphs."""
+        """The models' outputs, detached."""
         assert self.policy.entropy is not None
         outputs = {
             "logprobs": self.policy.logprobs.detach(),
@@ -37,13 +37,13 @@ class Forward:
 
 @dataclass(frozen=True)
 class Experience:
-    """Responses as the models saw them when they were sampled."""
+    """Responses, and what each model computes for them before any update."""
 
     sequences: list[Encoded]
     """Prompt and response; the actor's tokens are the trained ones."""
 
     stopped: Bool[Tensor, " B"]
-    """Whether the response ended by itself."""
+    """Whether the response ended with a stop token."""
 
     mask: Bool[Tensor, "B T"]
     """True on response tokens, the end-of-turn token included."""
@@ -63,7 +63,7 @@ class Experience:
     """The reward model's raw score of the whole sequence; None without a reward model."""
 
     forward: Forward | None = None
-    """What the first update can go back through, once."""
+    """The pass that the first update may backpropagate through, once."""
 
     @cached_property
     def mask_on_host(self) -> Bool[Tensor, "B T"]:
@@ -73,26 +73,26 @@ class Experience:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Response tokens of some rows, in one piece: everything an update needs."""
+    """The response tokens of some rows, concatenated: everything an update needs."""
 
     tokens: TokenBatch
     mask: Bool[Tensor, "B T"]
-    """Where the K tokens are, in this order, in their responses."""
+    """The places of the K tokens, in order, in their responses."""
 
     old_logprobs: Float[Tensor, " K"]
     ref_logprobs: Float[Tensor, " K"]
     advantages: Float[Tensor, " K"]
     lengths: Float[Tensor, " K"]
-    """Of each token: the tokens of its response."""
+    """For each token, the number of tokens of its response."""
 
     counted: Float[Tensor, " K"]
-    """0 for tokens that no loss has, else 1."""
+    """0 for tokens that are left out of every loss, else 1."""
 
     positive: Float[Tensor, " K"]
     """1 for tokens of responses with a reward above 0, else 0."""
 
     correction: Float[Tensor, " K"] | None
-    """Of `step3_ppo.correction`; None weighs all alike."""
+    """Importance weights of `step3_ppo.correction`; None for none."""
 
     kl_coef: float
     """Weight of the KL penalty in the loss."""
@@ -108,7 +108,7 @@ class Rollout:
 
     experience: Experience
     reward_score: Float[Tensor, " B"]
-    """What each response is worth, as it counts in the reward."""
+    """The reward of each response, before the KL penalty."""
 
     rewards: Float[Tensor, "B T"]
     advantages: Float[Tensor, "B T"]
@@ -116,19 +116,19 @@ class Rollout:
     """What the critic learns; None without a critic."""
 
     counted: Bool[Tensor, " B"]
-    """False for responses that neither a baseline nor a loss has."""
+    """False for responses that are left out of baselines and losses."""
 
     correction: Float[Tensor, "B T"] | None = None
-    """What each token weighs where generation's policy is not training's; None weighs all alike."""
+    """Importance weights where generation's policy differs from training's; None for none."""
 
     group_size: int = 1
-    """Responses to each prompt, which are neighbours."""
+    """Responses to each prompt, which are adjacent."""
 
     kl_coef: float = 0.0
     """Weight of the KL penalty in the loss; 0 where it is in the reward."""
 
     def minibatch(self, rows: Sequence[int]) -> Minibatch:
-        """The rows laid end to end; without rows, one that teaches nothing."""
+        """The rows, concatenated; without rows, a minibatch that has no gradient."""
         experience = self.experience
         device, taken = experience.mask.device, torch.tensor(list(rows) or [0])
         index = send(taken, device)
@@ -137,7 +137,7 @@ class Rollout:
         if not rows:
             sequences = [Encoded.untrained(sequences[0].input_ids)]
         lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)
-        # Found on the host, which then needs to ask the device for no number.
+        # Computed on the host, to avoid a device synchronization.
         here = experience.mask_on_host[taken] if rows else torch.zeros(0, dtype=torch.bool)
         places = send(here.flatten().nonzero().squeeze(1), device)
 

@@ -1,8 +1,8 @@
-"""Figures of the responses to a prompt beside each other: mean, deviation, whether all are equal.
+"""Statistics of a prompt's group of responses: mean, deviation, and whether all are equal.
 
 Pure functions of tensors. Dimension names: P prompts, G responses to each. `counted` is False where
-a response has no reward: it is no part of its group's figures. Sums go through the numbers in order
-of size, so that the order of the responses changes no bit.
+a response has no reward: it is left out. Sums are taken in sorted order, so that they do not depend
+on the order of the responses, not even in the last bit.
 """
 
 import torch
@@ -22,17 +22,17 @@ def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Fl
 
 
 def are_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Whether all counted numbers of a group are the same, as one number is, and none.
+    """Whether all counted numbers of a group are the same; true of groups of one, and of none.
 
-    By the largest and the smallest: a difference from the mean, or a deviation, is not exactly 0
-    after rounding.
+    Compares the largest with the smallest: after rounding, neither a difference from the mean nor a
+    deviation is exactly 0.
     """
     largest = grouped.masked_fill(~counted, -torch.inf).amax(dim=1, keepdim=True)
     return largest <= grouped.masked_fill(~counted, torch.inf).amin(dim=1, keepdim=True)
 
 
 def counts(counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """How many numbers of each group count."""
+    """The number of counted entries of each group."""
     return counted.double().sum(dim=1, keepdim=True)
 
 

@@ -58,7 +58,7 @@ class RLSignals(Signals):
 
 
 def diverges(history: Sequence[Metrics], *, errors: float) -> bool:
-    """Whether what is trained on rises and gold falls, each by more than so many standard errors.
+    """Whether what is trained on rises and gold falls, each by more than that many standard errors.
 
     Over all of `history`, by the slopes of the least-squares lines; False where an iteration lacks
     one of `OF_DIVERGENCE`.

@@ -1,7 +1,7 @@
-"""The actor's two lives: trained in shards, generating from a replica of its own.
+"""The hybrid engine: the actor trains in shards, and generates from a replica of its weights.
 
-After Yao et al. 2023 (DeepSpeed-Chat), 4, with copies where they alias: what generates never
-changes what trains.
+After Yao et al. 2023 (DeepSpeed-Chat), section 4, with copies where they alias: generation never
+modifies what is trained.
 """
 
 import time
@@ -18,14 +18,14 @@ from pipeline.parallel.group import ALONE, Group
 
 
 class HybridEngine:
-    """Turns the actor from training to generation and back.
+    """Switches the actor between training and generation.
 
     Args:
         engine: trains the actor.
         model: the actor's Hugging Face model, with its adapters if it has any.
         tp_group: the processes that generate together.
         resident: keep the replica's memory between generations.
-        napping: engines whose optimizer state leaves the device while the actor generates.
+        offloading: engines whose optimizer state leaves the device while the actor generates.
     """
 
     def __init__(
@@ -41,19 +41,23 @@ class HybridEngine:
         self.resident = resident
         self.offloading = tuple(offloading)
         self.replica = Replica(
-            model, shares=not engine.sharded, tp_group=tp_group, trained_by=engine.tensor
+            model,
+            shares=not engine.sharded,
+            tp_group=tp_group,
+            trained_by=engine.tensor,
+            stages=engine.stages,
         )
         self.weights_hash = 0
         """Of the weights that generated last (`inference/weights/hash.py`)."""
         self.seconds = 0.0
-        """Of the last turn from training to generation."""
+        """Of the last switch from training to generation."""
         self._updates = -1
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """The actor as it is now, to generate with; all processes enter in step.
+        """The actor with its current weights, to generate with; all processes must enter together.
 
-        Inside, a process needs nobody but its `tp_group`.
+        Inside, a process communicates with its `tp_group` only.
         """
         begin, was_loaded = time.perf_counter(), self.replica.loaded
         self._load()
@@ -66,7 +70,7 @@ class HybridEngine:
                 self.replica.release()
 
     def metrics(self) -> dict[str, int | float]:
-        """Which weights generated last, and how long it took to have them ready."""
+        """The hash of the weights that generated last, and the seconds of their sync."""
         return {"weights_hash": self.weights_hash, "seconds_weight_sync": self.seconds}
 
     def _load(self) -> None:

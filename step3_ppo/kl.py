@@ -16,29 +16,29 @@ class KLController:
     """
 
     base: float
-    """The coefficient without `factor`."""
+    """The coefficient before `factor`."""
 
     target: float | None
     horizon: int
 
     factor: float = 1.0
-    """Of a run that guards have taken back, beside what the target makes of the coefficient."""
+    """Raised by rollbacks of guards, on top of the adaptive coefficient."""
 
     @property
     def coef(self) -> float:
-        """The weight of the penalty as it is now."""
+        """The current weight of the penalty."""
         return self.base * self.factor
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient that has been reached, without `factor`."""
+        """The current coefficient, before `factor`."""
         return {"coef": self.base}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from another's coefficient."""
+        """Restore the coefficient."""
         self.base = state["coef"]
 
     def update(self, kl: float, *, responses: int) -> None:
-        """Record the mean KL of a rollout of so many responses."""
+        """Adapt to the mean KL of a rollout of this many responses."""
         if self.target is None:
             return
         error = min(MAX_ERROR, max(-MAX_ERROR, kl / self.target - 1))

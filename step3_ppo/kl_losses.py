@@ -1,13 +1,13 @@
-"""The KL penalty as a part of the loss: what one token adds to it, by estimator.
+"""The KL penalty as part of the loss: what one token adds to it, by estimator.
 
-Pure functions of tensors. Dimension name: K response tokens without padding. Of tokens drawn from
-the policy pi itself, given what stands before them,
+Pure functions of tensors. Dimension name: K response tokens without padding. In expectation over
+tokens drawn from the policy pi, each given its prefix,
 
-    k2      has the gradient of KL(pi || pi_ref), which RL means by "the KL";
-    k3      that of KL(pi_ref || pi), the other KL, although its value is the former;
-    k3_is   that of KL(pi || pi_ref), also where an older policy drew the tokens.
+    k2      has the gradient of KL(pi || pi_ref), the KL that RL penalizes;
+    k3      has that of KL(pi_ref || pi), although its value estimates the former;
+    k3_is   has that of KL(pi || pi_ref), even if an older policy drew the tokens.
 
-k1, log pi - log pi_ref, belongs into the reward: as a loss its expected gradient is 0.
+k1, log pi - log pi_ref, belongs in the reward: as a loss its expected gradient is 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ def squared(log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]) -> Float
 def unbiased_value(
     log_ratio: Float[Tensor, " K"], ratio: Float[Tensor, " K"]
 ) -> Float[Tensor, " K"]:
-    """k3 (Shao et al. 2024, eq. 4): never negative, and 0 where both policies agree."""
+    """k3 (Shao et al. 2024, eq. 4): never negative, and 0 where the policies agree."""
     del ratio
     return k3(log_ratio)
 

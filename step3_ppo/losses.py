@@ -82,7 +82,7 @@ def value_loss(
 def overlong_penalty(
     lengths: Float[Tensor, " B"], *, limit: int, buffer: float
 ) -> Float[Tensor, " B"]:
-    """What a response's length takes off its reward (Yu et al. 2025, eq. 13).
+    """The soft penalty on long responses, added to their reward (Yu et al. 2025, eq. 13).
 
     0 up to `limit` - `buffer` tokens, then falling in proportion to -1 at `limit`.
     """
@@ -102,7 +102,7 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
     An estimate of the KL divergence that is never negative.
     """
-    # On this side alone: where pi_ref hardly allows a token the penalty must keep its gradient.
+    # Clamped on this side only: where pi_ref makes a token very unlikely, the gradient must stay.
     log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return (-log_ratio).exp() - 1 + log_ratio
 

@@ -43,7 +43,7 @@ def _check_groups(config: PPOSettings, needs: Needs) -> None:
     require(
         config.baseline == "none" or not config.whiten_rewards,
         "ppo.whiten_rewards changes the unit of rewards, and ppo.baseline group takes scores off"
-        " them; leave one away",
+        " them; omit one",
     )
     require(
         config.dynamic_sampling >= 0,
@@ -108,7 +108,7 @@ def _check_kl(config: PPOSettings) -> None:
     )
     require(
         not (config.kl_in == "reward" and estimator in ("k2", "k3", "k3_is")),
-        f"ppo.kl_estimator {estimator} belongs into the loss, and ppo.kl_in is reward, where k1"
+        f"ppo.kl_estimator {estimator} belongs in the loss, and ppo.kl_in is reward, where k1"
         " alone has the gradient of the KL: set ppo.kl_in loss, or leave it at auto",
     )
     require(

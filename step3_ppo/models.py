@@ -5,6 +5,8 @@ Dimension names: N tokens of a batch, K response tokens (its targets), B respons
 
 import logging
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,12 +22,14 @@ from pipeline.data.chat_format import ChatFormat
 from pipeline.engine.engine import Engine
 from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError, ModelError
+from pipeline.models.asking import Asking
 from pipeline.models.chat import require_same_chat
 from pipeline.models.class_values import require_score
 from pipeline.models.export import set_stop_tokens
 from pipeline.models.forward import Policy, Scorer, base_model, context_length, reads_whole
 from pipeline.models.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
-from pipeline.models.tensor_cut import cut_layers, cut_where_possible
+from pipeline.models.passes import Passes, frozen_passes, passes_of
+from pipeline.models.stages import Passage
 from pipeline.models.trained import evaluating, trained_causal_lm, trained_classifier
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -46,17 +50,26 @@ logger = logging.getLogger(__name__)
 class Reference:
     """The policy that the KL penalty holds the actor to."""
 
-    def __init__(self, engine: Engine | FrozenEngine) -> None:
+    def __init__(self, engine: Engine | FrozenEngine, asking: Asking) -> None:
         self.engine = engine
         """The actor's own engine where the reference is the actor without its adapter."""
+        self.asking = asking
+        """Its passes."""
 
-    def logprobs(self, batch: TokenBatch, *, temperature: float) -> Float[Tensor, " K"]:
-        """Log pi_ref of the response tokens."""
-        with evaluating(self.engine.model):
-            if isinstance(self.engine, FrozenEngine):
-                return self.engine(batch, temperature=temperature).logprobs
-            with cast("PeftModel", cast("Policy", self.engine.model).model).disable_adapter():
-                return self.engine(batch, temperature=temperature).logprobs
+    def logprobs(
+        self, batches: Sequence[TokenBatch], *, temperature: float
+    ) -> list[Float[Tensor, " K"]]:
+        """Log pi_ref of the response tokens of each batch."""
+        engine = self.engine
+        plain = cast("Policy", engine.model).model
+        frozen = isinstance(engine, FrozenEngine)
+        without = nullcontext() if frozen else cast("PeftModel", plain).disable_adapter()
+        with evaluating(engine.model), without:
+            return self.asking.ask_all(
+                batches,
+                lambda batch: engine(batch, temperature=temperature).logprobs,
+                lambda batch: (batch.num_targets,),
+            )
 
 
 class Critic(nn.Module):
@@ -70,11 +83,22 @@ class Critic(nn.Module):
         super().__init__()
         self.scorer = Scorer(model, kernels=kernels)
         self.mean, self.std = stored_normalization(model) if normalize else (0.0, 1.0)
-        self.has_moments = has_moments(model)
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, " K"]:
         """Values, read at the token before each target."""
         return (self.scorer(batch)[batch.targets - 1] - self.mean) / self.std
+
+
+class CriticStage(nn.Module):
+    """A stage of the critic that isn't the last one; its parameters are called as the critic's."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.scorer = passage
+
+    def forward(self, batch: TokenBatch) -> Float[Tensor, "1 N d"]:
+        """Hidden states."""
+        return self.scorer(batch)
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,10 @@ class Models:
     """The actor, to generate with."""
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
+    policy_passes: Passes
+    """Over micro-batches, of the actor."""
+    value_passes: Passes | None
+    """The same of the critic."""
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -109,12 +137,12 @@ class Models:
         """Shift and scale scores, and values where the critic has none of its own, by these."""
         assert self.reward is not None
         self.reward.mean, self.reward.std = mean, std
-        if self.critic is None:
+        if self.critic is None or has_moments(self.value_model):
             return
-        critic = cast("Critic", self.critic.model)
-        if not critic.has_moments:
+        critic = self.critic.model
+        if isinstance(critic, Critic):  # and not a stage without the head
             critic.mean, critic.std = mean, std
-            base_model(critic.scorer.model).config.update({"score_mean": mean, "score_std": std})
+        base_model(self.value_model).config.update({"score_mean": mean, "score_std": std})
 
     @property
     def value_model(self) -> nn.Module:
@@ -145,35 +173,25 @@ def load_models(
     for model in (models[role] for role in ("critic", "reference") if role in models):
         require_same_chat(tokenizer, load_tokenizer(model), "the actor", model)
 
-    updates = config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
-    actor_iterations = max(1, iterations - config.critic_warmup_steps)
     actor = load_actor(config, tokenizer, chat, device=device)
     critic = load_critic(config, tokenizer, device=device)
     for role, model in {"actor": actor, "critic": critic}.items():
         if model is not None:
             require_context(base_model(model), role, config)
     reward = load_reward(config, tokenizer, device=device)
-    engine = Engine(
-        Policy(actor, kernels=config.actor.kernels),
-        config.actor,
-        total_steps=actor_iterations * updates,
-        name="actor",
-        group=mesh.data,
-        parts=mesh.parts,
-        tensor=mesh.tensor,
-    )
-    critic_engine = None
+    policy_passes = passes_of_actor(actor, config, iterations=iterations)
+    value_passes = None
     if critic is not None:
-        critic_engine = engine_of_critic(critic, config, total_steps=iterations * updates)
-    trained = (engine,) if critic_engine is None else (engine, critic_engine)
+        value_passes = passes_of_critic(critic, config, iterations=iterations)
+    trained = [each.engine for each in (policy_passes, value_passes) if each is not None]
     return Models(
-        actor=engine,
-        critic=critic_engine,
-        reference=load_reference(config, engine, tokenizer, device=device),
+        actor=policy_passes.engine,
+        critic=None if value_passes is None else value_passes.engine,
+        reference=load_reference(config, policy_passes, tokenizer, device=device),
         reward=reward,
         sources=RewardSources(config) if sources is None else sources,
         hybrid_engine=HybridEngine(
-            engine,
+            policy_passes.engine,
             actor,
             tp_group=tp_group,
             resident=config.replica == "resident",
@@ -181,6 +199,8 @@ def load_models(
         ),
         tokenizer=tokenizer,
         chat=chat,
+        policy_passes=policy_passes,
+        value_passes=value_passes,
     )
 
 
@@ -191,11 +211,29 @@ def load_actor(
     *,
     device: torch.device,
 ) -> nn.Module:
-    """The actor's Hugging Face model, or this process's part of its layers."""
+    """The actor's Hugging Face model."""
     actor = trained_causal_lm(config.actor, tokenizer, device=device, seed=config.seed, defer=True)
     set_stop_tokens(actor, chat.stop_ids)
-    cut_layers(actor, current_mesh().tensor)
     return actor
+
+
+def passes_of_actor(actor: nn.Module, config: PPOConfig, *, iterations: int) -> Passes:
+    """The passes of the actor, or of this process's part of it, over so many iterations."""
+    learning = max(1, iterations - config.critic_warmup_steps)
+    return passes_of(
+        actor,
+        config.actor,
+        config.parallel,
+        current_mesh(),
+        lambda whole: Policy(whole, kernels=config.actor.kernels),
+        total_steps=learning * _updates(config),
+        name="actor",
+    )
+
+
+def _updates(config: PPOConfig) -> int:
+    """Of an iteration."""
+    return config.ppo_epochs * math.ceil(config.rollout_size / config.batch_size)
 
 
 def load_critic(
@@ -219,21 +257,25 @@ def load_critic(
             " every token of it; set ppo.critic.path to step 1's output, or choose a --method"
             " without a critic"
         )
-    cut_layers(critic, current_mesh().tensor)
     return critic
 
 
-def engine_of_critic(critic: nn.Module, config: PPOConfig, *, total_steps: int) -> Engine:
-    """What trains the critic, over so many updates."""
-    mesh = current_mesh()
-    return Engine(
-        Critic(critic, normalize=config.normalize_score, kernels=config.critic.kernels),
+def passes_of_critic(critic: nn.Module, config: PPOConfig, *, iterations: int) -> Passes:
+    """The passes of the critic, or of this process's part of it, over so many iterations."""
+
+    def whole(model: nn.Module) -> Critic:
+        return Critic(model, normalize=config.normalize_score, kernels=config.critic.kernels)
+
+    return passes_of(
+        critic,
         config.critic,
-        total_steps=total_steps,
+        config.parallel,
+        current_mesh(),
+        whole,
+        total_steps=iterations * _updates(config),
         name="critic",
-        group=mesh.data,
-        parts=mesh.parts,
-        tensor=mesh.tensor,
+        follows=True,
+        passing=CriticStage,
     )
 
 
@@ -276,20 +318,24 @@ def load_one_reward(
     """
     chat = text_format(tokenizer, settings)
     layout = config.reward_layout
-    reward = load_classifier(
-        settings, device=device, seed=config.seed, defer=layout.zero_stage == 3
-    )
+    defer = defers(settings, layout, config)
+    reward = load_classifier(settings, device=device, seed=config.seed, defer=defer)
     require_score(base_model(reward))
-    cut_where_possible(reward, current_mesh().tensor)
     if chat is None:
         require_context(base_model(reward), "reward", config)
-        return RewardModel(reward, layout, name=name)
+        return RewardModel(reward, layout, name=name, parallel=config.parallel)
     logger.info(
         "%s has a tokenizer or a chat template of its own: it is given the text of answers",
         settings.path,
     )
     text = RewardText(tokenizer, chat, max_tokens=context_length(base_model(reward)))
-    return RewardModel(reward, layout, text, name=name)
+    return RewardModel(reward, layout, text, name=name, parallel=config.parallel)
+
+
+def defers(settings: FrozenModelConfig, like: TrainedModelConfig, config: PPOConfig) -> bool:
+    """Whether no process is to hold the weights of a frozen model whole while it is loaded."""
+    staged = config.parallel.pp > 1 and settings.quantize == "none"
+    return staged or like.zero_stage == 3
 
 
 def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> None:
@@ -309,22 +355,28 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
 
 def load_reference(
     config: PPOConfig,
-    actor: Engine,
+    actor: Passes,
     tokenizer: PreTrainedTokenizerBase,
     *,
     device: torch.device,
 ) -> Reference:
-    """The configured reference, else the actor as it starts, sharded as the actor is.
+    """The configured reference, else the actor as it starts, kept as the actor is.
 
     With LoRA that is the base with the adapter off, which needs no second copy.
     """
     if config.reference.path is None and config.actor.lora is not None:
-        return Reference(actor)
+        return Reference(actor.engine, actor)
     same = config.reference.path is None
     source: FrozenModelConfig | TrainedModelConfig = config.actor if same else config.reference
-    sharded = config.actor.zero_stage == 3
-    model = load_causal_lm(source, device=device, seed=config.seed, defer=sharded)
+    defer = defers(source, config.actor, config)
+    model = load_causal_lm(source, device=device, seed=config.seed, defer=defer)
     add_tokens(model, tokenizer, seed=config.seed)
-    cut_where_possible(model, current_mesh().tensor)
-    policy = Policy(model, kernels=config.actor.kernels)
-    return Reference(FrozenEngine(policy, config.actor, name="reference"))
+    engine, asking = frozen_passes(
+        model,
+        config.actor,
+        config.parallel,
+        current_mesh(),
+        lambda whole: Policy(whole, kernels=config.actor.kernels),
+        name="reference",
+    )
+    return Reference(engine, asking)

@@ -44,8 +44,8 @@ def check_first_update(ratio_error: float, models: Models) -> None:
     """Stop at once where the first minibatch's ratio is not 1: nothing has been learned yet.
 
     fp32 allows 1e-3 for sums in another order; below fp32, where rounding is coarse, 0.5 at any
-    token. Where the update goes back through the pass that scored the rollout, it is 1 but for rows
-    that don't belong together; `check_rollout_gap` compares policies in any case.
+    token. Where the update backpropagates through the pass that scored the rollout, it is 1 but for
+    rows that don't belong together; `check_rollout_gap` compares policies in any case.
 
     Raises:
         OffPolicyError: masks, positions or precision differ between rollout and training.

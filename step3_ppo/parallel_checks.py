@@ -11,17 +11,11 @@ def check_parallel(config: PPOSettings) -> None:
         ConfigError: one sentence that names the setting and the mend.
     """
     parallel = config.parallel
-    parallel.require_one_stage("step 3")
-    require(
-        parallel.micro_batches is None,
-        "parallel.micro_batches belongs to the steps that learn from rows; lower"
-        " micro_batch_size to have more of them",
-    )
     parallel.check_model("ppo.actor", config.actor)
     if config.has_critic:
         parallel.check_model("ppo.critic", config.critic)
     require(
-        parallel.tp == 1 or config.environment is None,
-        f"ppo.environment plays with each process by itself, and with parallel.tp {parallel.tp}"
-        " some have the same prompts; set parallel.tp 1",
+        parallel.pp == 1 or config.environment is None,
+        f"ppo.environment can't be used with parallel.pp {parallel.pp}, whose stages share their"
+        " prompts; set parallel.pp 1",
     )

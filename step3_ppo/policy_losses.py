@@ -1,7 +1,7 @@
 """Policy losses: what one token adds to the loss, by its ratio and its advantage.
 
 Pure functions of tensors. Dimension names: K response tokens without padding; B responses, T tokens
-of the longest. A new loss is a function, an entry in `LOSSES`, and a name in `step3_ppo.config`.
+of the longest. A new loss is a function, an entry in `LOSSES`, and a name in `step3_ppo.settings`.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ def cispo(
 ) -> Float[Tensor, " K"]:
     """-min(ratio, 1 + clip_high) * A * log pi, the ratio a constant (MiniMax 2025, eq. 4 and 5).
 
-    Every token keeps its gradient; what is clipped is how much it weighs.
+    Every token keeps its gradient; only its weight is bounded.
     """
     return -ratio.detach().clamp(max=1 + region.clip_high) * advantages * logprobs
 
@@ -67,7 +67,7 @@ def reinforce(
     advantages: Float[Tensor, " K"],
     region: TrustRegion,
 ) -> Float[Tensor, " K"]:
-    """-A * log pi (Williams 1992), right for the policy that was sampled; no ratio, no clipping."""
+    """-A * log pi (Williams 1992): unbiased for on-policy samples; no ratio, no clipping."""
     del ratio, region
     return -advantages * logprobs
 
@@ -85,8 +85,8 @@ def sequence_ratio(
 ) -> Float[Tensor, " K"]:
     """The geometric mean of a response's ratios at each of its tokens (Zheng et al. 2025, eq. 7).
 
-    In the form of tokens, eq. 14: its value is that of the sequence, its gradient with respect to
-    each log pi the value itself. `mask` says which tokens, in order, are of which response.
+    In the token-level form of eq. 14: its value is the sequence's ratio, and so is its derivative
+    with respect to each token's own log pi. `mask` assigns the K tokens, in order, to responses.
     """
     mean = response_means((logprobs - old_logprobs).detach(), mask)
     value = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -94,19 +94,19 @@ def sequence_ratio(
 
 
 def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " K"]:
-    """The mean over its response at each token, summed in float64."""
+    """For each token the mean over its response, summed in float64."""
     padded = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
     padded = padded.masked_scatter(mask, values.double())
     counts = mask.sum(dim=1)
     means = padded.sum(dim=1) / counts.clamp(min=1)
-    # By its size, which the host knows: a choice by the mask would have to ask the device for it.
+    # The host knows the output's size; selecting by the mask would wait for the device.
     return means.repeat_interleave(counts, output_size=len(values)).to(values.dtype)
 
 
 def without_gradient(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """Tokens that `clipped` gives no gradient: their ratio is past the bound of their advantage."""
+    """Tokens without a gradient in `clipped`: the ratio is past the bound on their side."""
     beyond = (advantages > 0) & (ratio > 1 + region.clip_high)
     beyond |= (advantages < 0) & (ratio < 1 - region.clip)
     if region.dual_clip is not None:

@@ -23,13 +23,13 @@ class PromptBatch:
     """This process's prompts of a rollout, or of some of its groups."""
 
     groups: list[int]
-    """Which groups of the rollout they are; that of number g is of process g % W."""
+    """Their groups in the rollout; group g belongs to process g % W."""
 
     prompts: list[Prompt]
-    """Those of a group are the same and neighbours."""
+    """Those of a group are the same, and adjacent."""
 
     keys: list[int]
-    """Of the random numbers that sample each response; no other rollout of the run has them."""
+    """Of the random numbers that sample each response; unique within the run."""
 
     @property
     def inputs(self) -> list[list[int]]:
@@ -48,7 +48,7 @@ class Prompts:
     train: list[Prompt]
     held_out: list[Prompt]
     stream: RowStream
-    """Row numbers of `train`, those of an iteration at a time."""
+    """Row numbers of `train`, one iteration's at a time."""
 
     fingerprint: str
     """Of the rows that the training prompts come from."""
@@ -60,20 +60,20 @@ class Prompts:
     """Of what this step and the earlier ones train on and hold out."""
 
     attempt: int = 0
-    """How often the run has gone back: it enters the keys, else the same responses came again."""
+    """Number of rollbacks; part of the keys, so that other responses are sampled after one."""
 
     def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
         """The stream's next prompts, one for each of these groups of a rollout; by default for all.
 
-        Which process answers a prompt follows from its group, and what it samples from the number
-        of prompts that the run has taken before and of the times that it has gone back.
+        A prompt's process follows from its group; the random numbers, from the number of prompts
+        that the run has taken before and the number of rollbacks.
         """
         places = range(self.stream.batch_size) if groups is None else groups
         first = self.stream.position
         return self._batch(self.stream.take(len(places)), places, first, attempt=self.attempt)
 
     def first_batch(self) -> PromptBatch:
-        """The prompts of the first iteration, at any time; the stream stays where it is."""
+        """The prompts of the first iteration; does not advance the stream."""
         stream = self.stream
         rows = RowStream(num_rows=stream.num_rows, batch_size=stream.batch_size, seed=stream.seed)
         return self._batch(next(rows), range(stream.batch_size), 0, attempt=0)
@@ -92,7 +92,7 @@ class Prompts:
 
 
 def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
-    """Read, encode and sift the prompts; those over `max_prompt_length` are left out, and counted.
+    """Read and encode the prompts; those over `max_prompt_length` are left out, and counted.
 
     Raises:
         DataError: no prompt is short enough.

@@ -11,7 +11,7 @@ from step3_ppo.config import PPOConfig
 
 
 def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
-    """The batches of PPO-ptx where it is on; leaves the record of all that the step trains on.
+    """The batches of PPO-ptx if it is on; writes the record of all prompts of the step.
 
     Args:
         chat: how dialogues are encoded.
@@ -26,14 +26,13 @@ def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "Ptx
 class PtxStream:
     """Batches of dialogues or plain text, as large as PPO's minibatches.
 
-    What is longer than `config.data.max_length`, which is to lie within the actor's context, loses
-    its end.
+    Rows longer than `config.data.max_length`, which must fit the actor's context, lose their end.
     """
 
     def __init__(
         self, chat: ChatFormat, config: PPOConfig, apart: PromptRecord | None = None
     ) -> None:
-        """`apart` has the prompts that PPO and the earlier steps hold out: none is learned."""
+        """`apart` has the prompts that PPO and earlier steps hold out; they are not trained on."""
         self.chat = chat
         self.config = config
         rows = config.ptx_rows or config.data
@@ -46,11 +45,11 @@ class PtxStream:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands."""
+        """The stream's position."""
         return self.rows.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where another stood."""
+        """Continue at another stream's position."""
         self.rows.load_state_dict(state)
 
     def __next__(self) -> tuple[list[TokenBatch], int]:

@@ -1,4 +1,4 @@
-"""What each response of a rollout is worth: a reward model's score, programs, or a sum of both.
+"""The reward of each response of a rollout: a reward model's score, programs, or a weighted sum.
 
 Dimension name: B responses of this process.
 """
@@ -27,31 +27,32 @@ class ResponseRewards:
     """Of the responses of this process."""
 
     reward: Float[Tensor, " B"]
-    """What is maximized, 0 where it is not known."""
+    """What is maximized; 0 where it is not known."""
 
     score: Float[Tensor, " B"]
-    """What figures count: of a reward model alone in its own unit, as `counted_scores` has it, else
-    the reward; NaN where it is not known."""
+    """What metrics report: of a reward model alone its score in its own unit (`counted_scores`),
+    else the reward; NaN where it is not known."""
 
     sources: Mapping[str, Scored] = field(default_factory=dict)
-    """What each source gave, and `gold`; empty where a reward model alone looked."""
+    """The values of each source, and `gold`; empty with a reward model alone."""
 
     seconds: float = 0.0
-    """That were waited for the sources after everything else was done."""
+    """Waited for the sources after everything else was done."""
 
     @property
     def known(self) -> Bool[Tensor, " B"]:
-        """Whether a response has a reward: a source failed on the others, or none applied."""
+        """Whether a response has a reward; on the others a source failed, or none applied."""
         return ~self.score.isnan()
 
     def by_source(self) -> dict[str, list[float | None]]:
-        """What each source gave, by the name of its metric."""
+        """The values of each source, by the name of its metric."""
         return {metric_of(name): scored.values for name, scored in self.sources.items()}
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
         """Means by source, the share without a reward, and the wait; over all processes.
 
-        Of gold its standard error too, with so many responses to each prompt.
+        `group_size` responses to each prompt are not independent, which the standard error of gold
+        takes into account.
         """
         if not self.sources:
             return {}
@@ -78,7 +79,7 @@ class ResponseRewards:
 
 
 def metric_of(source: str) -> str:
-    """What the figures of a source are called."""
+    """The name of a source's metric."""
     return source if source == GOLD else f"reward_{source}"
 
 
@@ -99,9 +100,9 @@ def rewards_of(
         score: the reward model's raw score of each response.
         stopped: whether each ended by itself.
         config: settings of the step.
-        given: what the sources gave, where that was asked for already.
-        learns: whether it is a rollout, and not the answers to held-out prompts, whose sources are
-            summed whatever `reward_combine` says.
+        given: the sources' values, if they have been collected already.
+        learns: True for a rollout; the sources of answers to held-out prompts are summed,
+            regardless of `reward_combine`.
         strict: whether failures may stop the run.
 
     Raises:
@@ -124,7 +125,7 @@ def rewards_of(
         else:
             sources[source.name] = given[source.name]
     own = [sources[source.name] for source in config.rewards]
-    # An environment counts whatever its weight: where it failed there is no whole episode.
+    # An environment counts even at weight 0: where it failed the episode is incomplete.
     counting = [1.0 if each.kind == ENVIRONMENT else each.weight for each in config.rewards]
     values = without_failures(own, counting)
     score = _tensor(weighted_sum(values, _weights(config)), stopped)
@@ -138,7 +139,7 @@ def rewards_of(
 
 
 def normalized(values: Sequence[Sequence[float | None]], config: PPOConfig) -> list[float | None]:
-    """Sources scaled by themselves, as `normalize_then_sum` does over the whole rollout."""
+    """The sum of sources, each normalized over the whole rollout (`normalize_then_sum`)."""
     data = current_mesh().data
     everyones = data.gather_objects(values)
     joined = [
@@ -159,7 +160,7 @@ def _tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]
 
 
 def check_failures(given: Mapping[str, Scored], models: Models, *, num_rows: int) -> None:
-    """Stop, on all processes alike, where a source that is trained on failed too often."""
+    """Stop all processes together if a source that is trained on failed too often."""
     if not given:
         return
     own = {

@@ -8,43 +8,57 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from pipeline.config import TrainedModelConfig
+from pipeline.config import ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
-from pipeline.engine.frozen import FrozenEngine
 from pipeline.errors import ConfigError
 from pipeline.models.forward import Scorer, base_model
+from pipeline.models.passes import frozen_passes
 from pipeline.models.step_scores import response_scores
 from pipeline.models.trained import evaluating
+from pipeline.parallel.mesh import current_mesh
 from rewards.config import Pool
 from step3_ppo.reward_text import RewardText
 
 
 class RewardModel:
-    """The frozen judge, with the mean and standard deviation that step 2 stored, if it did.
+    """A frozen reward model, with the mean and standard deviation that step 2 stored, if any.
 
-    It is sharded as the critic is, or as the actor where there is no critic.
+    It is sharded, and cut into stages, like the critic, or like the actor if there is no critic.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         like: TrainedModelConfig,
         text: RewardText | None = None,
         *,
         name: str = "reward model",
+        parallel: ParallelConfig | None = None,
     ) -> None:
-        self.engine = FrozenEngine(Scorer(model, kernels=like.kernels), like, name=name)
+        self.engine, self.asking = frozen_passes(
+            model,
+            like,
+            parallel or ParallelConfig(),
+            current_mesh(),
+            lambda whole: Scorer(whole, kernels=like.kernels),
+            name=name,
+        )
         self.settings = base_model(model).config
         self.text = text
-        """Where it has a tokenizer or a chat template of its own."""
+        """Set if it has a tokenizer or a chat template of its own."""
         self.mean, self.std = stored_normalization(model)
         self.has_moments = has_moments(model)
 
-    def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Raw score of each sequence, read at its last token or where its steps end."""
+    def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
+        """Raw score of each sequence of each batch, read at its last token or where steps end."""
         with evaluating(self.engine.model):
-            return response_scores(self.engine(batch), batch, self.settings)
+            return self.asking.ask_all(
+                batches,
+                lambda batch: response_scores(self.engine(batch), batch, self.settings),
+                lambda batch: (len(batch.lengths),),
+            )
 
     def normalized(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Scores with mean 0 and variance 1 over step 1's responses."""
@@ -54,7 +68,7 @@ class RewardModel:
 class PooledRewardModel(RewardModel):
     """A reward model and others, whose normalized scores are pooled into one.
 
-    What it calls its raw score is in the unit of normalized ones: its mean is 0, its deviation 1.
+    Its raw score is already normalized: its mean is 0, its deviation 1.
 
     Raises:
         ConfigError: one of them reads text, or has no stored mean and deviation.
@@ -77,14 +91,18 @@ class PooledRewardModel(RewardModel):
         self.members = [member for _, member in members]
         self.pool: Pool = pool
         self.pool_lambda = pool_lambda
-        self.engine = self.members[0].engine
+        self.engine, self.asking = self.members[0].engine, self.members[0].asking
         self.text = None
         self.mean, self.std, self.has_moments = 0.0, 1.0, True
 
-    def scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Pooled score of each sequence."""
-        found = [member.normalized(member.scores(batch)).float() for member in self.members]
-        return pooled(torch.stack(found), self.pool, self.pool_lambda)
+    def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
+        """Pooled score of each sequence of each batch."""
+        found = [
+            [member.normalized(each).float() for each in member.scores(batches)]
+            for member in self.members
+        ]
+        together = zip(*found, strict=True)
+        return [pooled(torch.stack(each), self.pool, self.pool_lambda) for each in together]
 
 
 def pooled(scores: Float[Tensor, "M B"], pool: Pool, pool_lambda: float) -> Float[Tensor, " B"]:
@@ -92,8 +110,8 @@ def pooled(scores: Float[Tensor, "M B"], pool: Pool, pool_lambda: float) -> Floa
 
     Args:
         scores: on one scale.
-        pool: mean; uwo, mean - pool_lambda * variance with the variance over the M models, 1 / M;
-            min, the worst case (WCO).
+        pool: mean; uwo, mean - pool_lambda * (biased) variance over the M models; min, the worst
+            case (WCO).
         pool_lambda: of uwo.
     """
     if pool == "min":

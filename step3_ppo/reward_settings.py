@@ -144,6 +144,6 @@ def without_reward_options(options: list[Option]) -> list[Option]:
         return rest
     require(
         all(name != "rewards" for name, _ in rest),
-        "--rewards lists the sources already; leave --reward-function and --reward away",
+        "--rewards lists the sources already; omit --reward-function and --reward",
     )
     return [*rest, ("rewards", [json.dumps(plain(sources))])]

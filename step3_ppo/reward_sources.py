@@ -55,7 +55,7 @@ class RewardSources:
         self._fingerprint: dict[str, str] = {}
         self._outcomes: dict[int, Outcome] = {}
         """By place, what the environment gave since the last results."""
-        self._same_rows = current_mesh().tensor.apart
+        self._same_rows = current_mesh().parts.apart
         """Processes with the same responses, of which the first alone asks the programs."""
 
     @property
@@ -136,8 +136,8 @@ class RewardSources:
         for name, fingerprint in state["files"].items():
             if own.get(name) != fingerprint:
                 raise ConfigError(
-                    f"the file of {_what(name)} is not the one that the run began with; bring"
-                    " it back, or say --overwrite to begin again"
+                    f"the file of {_what(name)} is not the one that the run began with; restore"
+                    " it, or pass --overwrite to start again"
                 )
 
     def check_alike(self, group: Group) -> None:

@@ -1,13 +1,13 @@
-"""Responses to a batch of prompts and what the models make of them, before any update.
+"""Responses to a batch of prompts, scored by the models, before any update.
 
 Dimension names: B responses of this process, T response tokens (padded), K without padding. Of an
 episode of several turns the response tokens are the actor's, turn after turn; what an environment
-said between them lies in `Experience.sequences` alone, so that nothing is summed over it.
+said between them is in `Experience.sequences` alone, so that no sum includes it.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from inference.engine.sampling import Sampler
 from inference.generation import Response, generate_each
-from pipeline.data.batches import TokenBatch, collate, local_micro_batches, pad
+from pipeline.data.batches import TokenBatch, collate, pad
+from pipeline.models.forward import TokenLogprobs
 from pipeline.models.trained import evaluating
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
@@ -27,6 +28,7 @@ from step3_ppo.experience import Experience, Forward, Rollout
 from step3_ppo.losses import overlong_penalty, token_rewards, whiten
 from step3_ppo.models import Models
 from step3_ppo.needs import ESTIMATOR_NEEDS
+from step3_ppo.own_micro_batches import own_micro_batches
 from step3_ppo.scoring import raw_scores
 
 
@@ -38,9 +40,9 @@ def generate_responses(
     keys: Sequence[int],
     on_response: Callable[[int, Response], None] | None = None,
 ) -> list[Response]:
-    """The actor's answers, sampled by `keys`, which no other rollout of the run uses.
+    """The actor's responses, sampled with `keys`, which no other rollout of the run uses.
 
-    `on_response` is called with (number of the prompt, response) as they end.
+    `on_response` is called with (index of the prompt, response) as each one ends.
     """
     sampler = Sampler(
         temperature=config.temperature,
@@ -81,28 +83,29 @@ def score_responses(
         responses: to them.
         config: settings of the step.
         train_actor: whether the first update will train the actor beside the critic.
-        learns: whether an update follows at all, which may go back through this pass; without one
-            no graph is made.
+        learns: whether an update follows at all, which may backpropagate through this pass; without
+            one no graph is made.
     """
+    device = local_device()
     sequences = list(map(whole_sequence, prompts, responses))
-    outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
-    reuses = learns and config.reuses_forward(processes=current_mesh().data.size)
+    parts = [part or [0] for part in own_micro_batches(config, [len(row) for row in sequences])]
+    batches = [collate([sequences[row] for row in rows]).to(device) for rows in parts]
+    found = _of_frozen(models, batches, config)  # before there are graphs in memory
     kept: Forward | None = None
-    max_tokens = config.micro_batch_size * config.max_length
-    for part in local_micro_batches([len(row) for row in sequences], max_tokens=max_tokens):
-        rows = part or [0]
-        batch = collate([sequences[row] for row in rows]).to(local_device())
-        found = _of_frozen(models, batch, config)  # before there are graphs in memory
-        with nullcontext() if reuses else _without_graphs(models):
-            forward = _forward(models, batch, config, train_actor=train_actor)
-        found |= forward.outputs()
-        kept = forward if reuses else None
-        lengths = [len(responses[row].ids) for row in rows]
-        for name, output in found.items():
+    if learns and config.reuses_forward(processes=current_mesh().data.size):
+        (batch,) = batches
+        kept = _forward(models, batch, config, train_actor=train_actor)
+        found |= {name: [output] for name, output in kept.outputs().items()}
+    else:
+        with _without_graphs(models):
+            found |= _of_trained(models, batches, config)
+    outputs: dict[str, list[Tensor]] = defaultdict(lambda: [torch.empty(0)] * len(sequences))
+    for name, each in found.items():
+        for rows, output in zip(parts, each, strict=True):
+            lengths = [len(responses[row].ids) for row in rows]
             pieces = output.split(lengths) if name != "score" else output.unbind()
             for row, piece in zip(rows, pieces, strict=True):
                 outputs[name][row] = piece
-    device = local_device()
     if models.reward is not None and models.reward.text is not None:
         outputs["score"] = list(raw_scores(models, prompts, responses, config))
     sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
@@ -120,21 +123,45 @@ def score_responses(
     )
 
 
-def _of_frozen(models: Models, batch: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
-    found = {"ref_logprobs": models.reference.logprobs(batch, temperature=config.temperature)}
+def _of_frozen(
+    models: Models, batches: Sequence[TokenBatch], config: PPOConfig
+) -> dict[str, list[Tensor]]:
+    found = {"ref_logprobs": models.reference.logprobs(batches, temperature=config.temperature)}
     if models.reward is None or models.reward.text is not None:
         return found
-    return found | {"score": models.reward.scores(batch)}
+    return found | {"score": models.reward.scores(batches)}
+
+
+def _of_trained(
+    models: Models, batches: Sequence[TokenBatch], config: PPOConfig
+) -> dict[str, list[Tensor]]:
+    """What actor and critic say, without graphs."""
+
+    def policy(batch: TokenBatch) -> Tensor:
+        outputs = _policy(models, batch, config)
+        assert outputs.entropy is not None
+        return torch.stack([outputs.logprobs, outputs.entropy])
+
+    both = models.policy_passes.ask_all(batches, policy, lambda batch: (2, batch.num_targets))
+    found = {"logprobs": [each[0] for each in both], "entropy": [each[1] for each in both]}
+    if models.value_passes is None or models.critic is None:
+        return found
+    values = models.value_passes.ask_all(batches, models.critic, lambda batch: (batch.num_targets,))
+    return found | {"values": values}
+
+
+def _policy(models: Models, batch: TokenBatch, config: PPOConfig) -> TokenLogprobs:
+    return models.actor(
+        batch,
+        temperature=config.temperature,
+        entropy=True,
+        entropy_learns=config.entropy_coef > 0,
+    )
 
 
 def _forward(models: Models, batch: TokenBatch, config: PPOConfig, *, train_actor: bool) -> Forward:
     with torch.set_grad_enabled(torch.is_grad_enabled() and train_actor):
-        policy = models.actor(
-            batch,
-            temperature=config.temperature,
-            entropy=True,
-            entropy_learns=config.entropy_coef > 0,
-        )
+        policy = _policy(models, batch, config)
     return Forward(policy, None if models.critic is None else models.critic(batch))
 
 
@@ -158,7 +185,7 @@ def compute_advantages(
 
     Args:
         experience: the responses as the models saw them.
-        reward_score: what each is worth, as `step3_ppo.response_rewards.rewards_of` has it.
+        reward_score: the reward of each, from `step3_ppo.response_rewards.rewards_of`.
         config: settings of the step.
         kl_coef: weight of the KL penalty.
         counted: False for responses that have no reward; all have one if not given.

@@ -1,4 +1,4 @@
-"""The responses of an iteration; groups that teach nothing give way to further prompts.
+"""The responses of an iteration; groups without a gradient are replaced by further prompts.
 
 Dimension name: B responses of this process.
 """
@@ -17,20 +17,21 @@ from pipeline.parallel.mesh import current_mesh
 from rewards.contract import Scored
 from step3_ppo.config import PPOConfig
 from step3_ppo.episode_statistics import episode_statistics
-from step3_ppo.episodes import OnResponse, play
+from step3_ppo.episodes import OnResponse
 from step3_ppo.groups import are_equal
 from step3_ppo.models import Models
 from step3_ppo.prompts import PromptBatch, Prompts
 from step3_ppo.response_rewards import rewards_of
 from step3_ppo.rollout import generate_responses, with_overlong
 from step3_ppo.scoring import raw_scores
+from step3_ppo.shared_play import play_shared
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """This process's part of a rollout; the responses to a prompt are neighbours."""
+    """This process's part of a rollout; the responses to a prompt are adjacent."""
 
     inputs: list[list[int]]
     """Prompts in token ids."""
@@ -38,20 +39,20 @@ class Sampled:
     responses: list[Response]
 
     metrics: dict[str, float]
-    """`refills`, the prompts that others gave way to, where that may happen; of an environment's
-    episodes what `step3_ppo.episode_statistics` says."""
+    """`refills`, the number of replacements, with dynamic sampling; of an environment's episodes
+    the metrics of `step3_ppo.episode_statistics`."""
 
     given: dict[str, Scored] | None = None
-    """What sources gave for the responses, where that was asked for already."""
+    """The sources' rewards of the responses, where they were needed for dynamic sampling."""
 
 
 def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampled:
-    """Let the actor answer the next prompts, and further ones where all rewards are equal.
+    """Sample responses to the next prompts, and to further ones where all rewards are equal.
 
-    A group with equal rewards has no gradient: its prompt gives way to the next one of the stream,
-    in at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). What is left then is learned from
-    as it is. Which groups these are is known on all processes, and prompts are dealt out in the
-    groups' order, so that any number of processes samples the same.
+    A group with equal rewards has no gradient: its prompt is replaced by the next one of the
+    stream, in at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups that are still
+    equal after that are kept. All processes know which groups are replaced, and prompts are
+    assigned in the order of the groups, so that any number of processes samples the same.
     """
     batch = prompts.next_batch()
     inputs = list(batch.inputs)
@@ -76,7 +77,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
                 given[name].values[row] = scored.values[place]
                 given[name].failed[row] = scored.failed[place]
         if scores is not None:
-            # A process without new responses scores an old one again: all score together.
+            # Scoring is collective: a process without new responses scores an old one again.
             seen = rows or [0]
             own = ([inputs[row] for row in seen], [responses[row] for row in seen])
             scores[seen] = raw_scores(models, *own, config)
@@ -93,7 +94,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
 
 
 def respond(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
-    """The actor's answers to a batch; programs that reward them begin as they end."""
+    """The actor's responses to a batch; each is submitted to the reward programs as it ends."""
     submit = models.sources.submitting(batch.prompts, models.tokenizer)
     return sampled_responses(models, batch, config, on_response=submit)
 
@@ -105,14 +106,14 @@ def sampled_responses(
     *,
     on_response: OnResponse | None = None,
 ) -> list[Response]:
-    """The actor's answers to a batch, or its episodes in an environment, by the batch's keys."""
+    """The actor's responses to a batch, or its episodes in an environment, drawn by its keys."""
     environments = models.sources.environments
     if environments is None:
         return generate_responses(
             models, batch.inputs, config, keys=batch.keys, on_response=on_response
         )
     with models.hybrid_engine.generating() as actor:
-        episodes = play(
+        episodes = play_shared(
             actor,
             models.chat,
             environments,
@@ -130,7 +131,7 @@ def sampled_responses(
 def dead_groups(
     rewards: Float[Tensor, " B"], counted: Bool[Tensor, " B"], *, group_size: int
 ) -> list[int]:
-    """The groups of the whole rollout whose counted rewards are all equal, in order."""
+    """The groups of the whole rollout whose counted rewards are all equal, in ascending order."""
     data = current_mesh().data
     grouped = rewards.double().view(-1, group_size)
     is_dead = are_equal(grouped, counted.view_as(grouped))[:, 0].tolist()
@@ -139,7 +140,7 @@ def dead_groups(
 
 
 def _rows(groups: Sequence[int], group_size: int) -> list[int]:
-    """Where this process has the responses of its groups."""
+    """The rows of these groups' responses on this process."""
     size = current_mesh().data.size
     return [group // size * group_size + sample for group in groups for sample in range(group_size)]
 
@@ -161,7 +162,7 @@ def _dead_groups(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> list[int]:
-    """The groups of the whole rollout that teach nothing, by what each response counts there."""
+    """The groups of the whole rollout without a gradient, with overlong penalties applied."""
     device = local_device()
     stopped = torch.tensor([response.stopped for response in responses], device=device)
     lengths = torch.tensor([len(response.ids) for response in responses], device=device)

@@ -1,4 +1,4 @@
-"""What the reward model says of responses, and how that counts where a response has no end.
+"""Scores of the reward model, and how they count for unfinished responses.
 
 Dimension name: B responses of this process.
 """
@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from inference.generation import Response
-from pipeline.data.batches import collate_part, local_micro_batches
+from pipeline.data.batches import collate_part
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import whole_sequence
 from step3_ppo.models import Models
+from step3_ppo.own_micro_batches import own_micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def raw_scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """The reward model's own score of each sequence; all processes call it."""
+    """The reward model's raw score of each sequence; all processes must call it."""
     assert models.reward is not None
     text = models.reward.text
     rows = [
@@ -36,10 +37,13 @@ def raw_scores(
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     scores = torch.zeros(len(rows), device=local_device())
-    limit = config.micro_batch_size * config.max_length
-    for part in local_micro_batches([len(row) for row in rows], max_tokens=limit):
-        batch = collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
-        scores[part] = models.reward.scores(batch)[: len(part)].float()
+    parts = own_micro_batches(config, [len(row) for row in rows])
+    batches = [
+        collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+        for part in parts
+    ]
+    for part, found in zip(parts, models.reward.scores(batches), strict=True):
+        scores[part] = found[: len(part)].float()
     return scores
 
 
@@ -49,11 +53,11 @@ def counted_scores(
     models: Models,
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Raw scores as figures count them, in the reward model's own unit.
+    """Raw scores as metrics report them, in the reward model's own unit.
 
-    The reward model was trained on whole responses: what it says of one that was cut off means
-    nothing, and may be high. Such a response counts `missing_eos_score`, as in PPO's reward, or its
-    own score where that is lower.
+    The reward model was trained on finished responses: its score of a truncated one is meaningless
+    and may be high. Such a response counts as `missing_eos_score`, as in PPO's reward, or as its
+    own score if that is lower.
     """
     assert score is not None
     assert models.reward is not None
@@ -71,10 +75,10 @@ def reward_of(
     models: Models,
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Raw scores as PPO's reward counts them: normalized and clipped.
+    """Raw scores as they enter PPO's reward: normalized and clipped.
 
-    A response that did not end by itself gets `missing_eos_score` at most. At most, not just that:
-    else a reward model that scores every whole response lower would teach never to end.
+    An unfinished response gets at most `missing_eos_score`. A flat replacement would reward never
+    ending wherever the reward model scores finished responses even lower.
     """
     assert score is not None
     assert models.reward is not None
@@ -93,9 +97,9 @@ def measured_moments(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> list[float]:
-    """Mean and standard deviation of the raw score over the responses of all processes that ended.
+    """Mean and standard deviation of the raw score over the finished responses of all processes.
 
-    For a reward model that comes without them. Where fewer than two ended, all count.
+    For a reward model without stored moments. If fewer than two responses finished, all count.
     """
     score = raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])

@@ -52,7 +52,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     step 1's."""
 
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """What the KL penalty holds the actor to; a null path is the actor as it starts."""
+    """The reference of the KL penalty; a null path is the initial actor."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, where one is used; null takes step 2's output."""
@@ -70,35 +70,34 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Responses to each prompt (num_generations, rollout.n)."""
 
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "best"] = "gae"
-    """gae asks a critic; grpo, dr_grpo, rloo and best compare the responses to a prompt: with their
-    mean, in standard deviations or not, with the mean of the others, or take the best alone;
-    reinforce_pp whitens the rewards to come over all tokens. Papers: docs/ppo.md."""
+    """gae uses a critic; grpo, dr_grpo, rloo and best compare the responses to a prompt: with their
+    mean, divided by their deviation or not, with the mean of the others, or keep the best alone;
+    reinforce_pp whitens the reward-to-go over all tokens. Papers: docs/ppo.md."""
 
     baseline: Literal["none", "group"] = "none"
-    """Of reinforce_pp: group takes the mean score of a prompt's responses off each score."""
+    """For reinforce_pp: group subtracts the mean score of a prompt's responses from each."""
 
     loss: Literal["clip", "gspo", "cispo", "none"] = "clip"
     """clip is PPO's clipped ratio; gspo clips the mean ratio of a response; cispo bounds the ratio
     and keeps every gradient; none is the plain policy gradient, for one update a rollout."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Weights of that loss: every token alike, every response alike, or 1 / max_new_tokens each."""
+    """Weighting of that loss: tokens equally, responses equally, or 1 / max_new_tokens each."""
 
     dynamic_sampling: int = 0
-    """Rounds in which prompts whose responses all have the same reward give way to further ones (Yu
-    et al. 2025, eq. 11)."""
+    """Rounds in which prompts whose responses all have equal rewards are replaced by others (Yu et
+    al. 2025, eq. 11)."""
 
     overlong_buffer: float = 0.0
     """Tokens before max_new_tokens in which a reward falls by up to 1 (Yu et al. 2025, eq. 13);
     below 1 a share of them."""
 
     overlong: Literal["score", "mask"] = "score"
-    """What becomes of responses without an end: score keeps them; mask leaves them out of baseline
-    and loss."""
+    """Unfinished responses: score keeps them; mask leaves them out of baseline and loss."""
 
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Importance weights where generation's policy is not training's: truncate bounds them by
-    correction_cap, mask leaves out what lies beyond (TIS, IcePop)."""
+    """Importance weights where generation's policy differs from training's: truncate bounds them by
+    correction_cap, mask zeroes those beyond it (TIS, IcePop)."""
 
     correction_level: Literal["token", "sequence"] = "token"
     """Whose ratio: a token's, or the geometric mean of a response's."""
@@ -111,11 +110,11 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     et al. 2025, VAPO: 0.1)."""
 
     generation_batch_size: int = 64
-    """Prompts a process answers at once; changes no result."""
+    """Concurrent responses of a process; does not affect results."""
 
     inference_tp_size: int = 1
-    """Processes that generate together by tensor parallelism; it divides their number and that of
-    attention heads."""
+    """Processes that generate together by tensor parallelism; must divide their number and the
+    number of attention heads."""
 
     replica: Literal["release", "resident"] = "release"
     """Weights gathered, merged or sharded to generate with: release gives their memory back to
@@ -132,20 +131,20 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Longest response, in tokens, its end-of-turn token included."""
 
     temperature: float = 1.0
-    """Of sampling, and of every log-probability compared."""
+    """Temperature of sampling and of all log-probabilities."""
 
     ppo_epochs: int = 1
     """Passes over each rollout."""
 
     reuse_forward: bool = True
-    """Where a rollout is one micro-batch, the first update goes back through the pass that gave the
-    old log-probabilities: a fifth less work after generation, for its activations' memory."""
+    """Where a rollout is one micro-batch, backpropagate the first update through the pass that gave
+    the old log-probabilities: a fifth less work after generation, for its activations' memory."""
 
     kl_coef: float = 0.05
     """Weight of the KL penalty to the reference."""
 
     kl_in: Literal["reward", "loss", "none"] = "reward"
-    """Where that penalty is (use_kl_loss)."""
+    """Where that penalty is applied (use_kl_loss)."""
 
     kl_estimator: Literal["auto", "k1", "k2", "k3", "k3_is"] = "auto"
     """auto is k1 in the reward, and in the loss k3_is, whose gradient is that of KL(pi || pi_ref),
@@ -162,10 +161,10 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Discount per token."""
 
     lam: float = 0.95
-    """Bias against variance of GAE: 1 is Monte Carlo, 0 one-step TD."""
+    """Bias-variance trade-off of GAE: 1 is Monte Carlo, 0 one-step TD."""
 
     lam_value: float | None = None
-    """The same of the returns that the critic learns (Yue et al. 2025, VAPO: 1); null is lam."""
+    """The same for the critic's returns (Yue et al. 2025, VAPO: 1); null is lam."""
 
     lam_length_alpha: float | None = None
     """Let the policy's trade-off grow with the response's length, 1 - 1 / (alpha * tokens) (Yue et
@@ -205,7 +204,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Normalized scores are clipped to ± this; null is off."""
 
     missing_eos_score: float | None = -1.0
-    """Highest score of a response that did not end by itself, after normalization; null is off."""
+    """Maximum score of an unfinished response, after normalization; null is off."""
 
     critic_warmup_steps: int = 0
     """First iterations in which only the critic learns."""
@@ -223,10 +222,19 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Iterations between printed samples of fixed prompts (print_answers_interval)."""
 
     def reuses_forward(self, *, processes: int) -> bool:
-        """Whether the rollout of each of so many processes is one micro-batch, and is reused."""
+        """Whether the rollout of each of that many processes is one micro-batch, and is reused."""
         of_process = self.responses_per_process(processes)
         is_one = self.batch_size == self.rollout_size and of_process <= self.micro_batch_size
+        is_one = is_one and self.least_micro_batches == 1 and self.parallel.pp == 1
         return self.reuse_forward and is_one
+
+    @property
+    def least_micro_batches(self) -> int:
+        """Of a minibatch on each process, or each pipeline, where there are responses for them."""
+        given, deterministic = self.parallel.micro_batches, self.actor.zero.reduction
+        if given is None and deterministic == "deterministic":
+            return 1
+        return self.parallel.least_micro_batches or 1
 
     @property
     def has_critic(self) -> bool:
@@ -268,7 +276,7 @@ class PPOSettings(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return self.rollout_size // self.group_size
 
     def responses_per_process(self, processes: int) -> int:
-        """Responses of a rollout that one of so many processes has, at most."""
+        """Responses of a rollout that one of that many processes has, at most."""
         return -(-self.prompts_per_rollout // processes) * self.group_size
 
     @property

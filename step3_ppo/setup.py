@@ -1,4 +1,4 @@
-"""What PPO works with: models and prompts, all that has a state, and where an earlier run stood."""
+"""Builds what the loop works with, and restores the state of an earlier run."""
 
 import logging
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """What an iteration works with, and what is carried from one to the next."""
+    """What an iteration works with, and the state carried from one to the next."""
 
     models: Models
     prompts: Prompts
@@ -50,7 +50,7 @@ class Setup:
         return Guarded(self.guards, self.checkpoints, slow_down=lambda: slow_down(self))
 
     def export_actor(self) -> None:
-        """Write the actor with its present weights to the output directory."""
+        """Write the actor with its current weights to the output directory."""
         models = self.models
         directory = self.checkpoints.run.path("actor")
         export(models.policy, models.tokenizer, directory, weights=models.actor)
@@ -64,11 +64,11 @@ def set_up(
     run: Run,
     sources: RewardSources,
 ) -> Setup:
-    """Load the models and the state of an earlier run with `resume`, and evaluate the start.
+    """Load the models, with `resume` the state of an earlier run, and evaluate the initial actor.
 
     Raises:
         ModelError: as `step3_ppo.models.load_models`; or the actor's first figures are not finite.
-        ConfigError: settings that the models can't take, or processes with different files.
+        ConfigError: the models don't support a setting, or processes have different files.
     """
     sources.check_alike(run.mesh.world)
     if config.uses_reward_model:
@@ -110,7 +110,7 @@ def set_up(
 
 
 def slow_down(ppo: Setup) -> None:
-    """After each rollback learn half as fast, twice as near the reference, from other responses."""
+    """Halve the learning rate and double `kl_coef` for each rollback, and resample responses."""
     rollbacks = ppo.guards.rollbacks
     for engine in ppo.models.trained.values():
         engine.lr_scale = 0.5**rollbacks
@@ -121,9 +121,9 @@ def slow_down(ppo: Setup) -> None:
 def set_moments(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Measure the moments of a reward model without any on the first rollout, or take up those.
+    """Measure, or restore, the moments of a reward model that has none stored.
 
-    The actor's responses are the ones that the first iteration learns from.
+    The responses are those that the first iteration learns from.
     """
     if models.reward is None or models.reward.has_moments or not config.normalize_score:
         return

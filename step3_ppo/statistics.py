@@ -1,4 +1,4 @@
-"""What a rollout looks like, in numbers over all processes."""
+"""Metrics of a rollout, over all processes."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,14 +17,14 @@ def rollout_statistics(
     rollout: Rollout,
     counted_score: Float[Tensor, " B"] | None = None,
 ) -> dict[str, float]:
-    """Scores, KL per response in nats, entropy per token, lengths, and how good the critic was.
+    """Scores, KL per response in nats, entropy per token, lengths, and the critic's accuracy.
 
-    `score` is `counted_score`, what figures count, NaN where a response has none (without it, the
-    reward model's raw score), and `score_stderr` its mean's standard error, `reward_score` what was
+    `score` is the mean of `counted_score`, NaN where a response has none (without it, of the reward
+    model's raw score), `score_stderr` its standard error, and `reward_score` the mean of what is
     maximized; `kl` is the k1 estimate summed over each response, `kl_k3` the k3 estimate;
-    `uncounted` is the share of responses that neither
-    a baseline nor a loss has; `rollout_gap` and `rollout_gap_max` are the mean and the largest
-    absolute difference between generation's and training's log-probabilities.
+    `uncounted` is the share of responses that enter neither a baseline nor a loss; `rollout_gap`
+    and `rollout_gap_max` are the mean and the largest absolute difference between the
+    log-probabilities of generation and of training.
     """
     experience = rollout.experience
     mask = experience.mask
@@ -74,7 +74,7 @@ def rollout_statistics(
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:
-    """The mean value of a token, and how much of the returns' variance values explain."""
+    """The mean value of a token, and the share of the returns' variance that values explain."""
     mask, values = rollout.experience.mask, rollout.experience.values
     if values is None or rollout.returns is None:
         return {}
@@ -90,9 +90,9 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
-    """Mean standard deviation of a group's rewards, and the shares of groups without any.
+    """The mean standard deviation within groups, and the share of groups whose rewards are equal.
 
-    Of those `dead_right` have rewards above 0, and `dead_wrong` the others.
+    `dead_right` is the share of equal rewards above 0, `dead_wrong` that of the others.
     """
     if rollout.group_size == 1:
         return {}
@@ -117,9 +117,9 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def correction_statistics(rollout: Rollout) -> dict[str, float]:
-    """The mean weight of a token, and the share of the tokens that would teach as precisely alone.
+    """The mean weight of a token, and the effective sample size as a share of the tokens.
 
-    Empty where nothing is corrected.
+    Empty without a correction.
     """
     if rollout.correction is None:
         return {}

@@ -60,9 +60,9 @@ def train(config: PPOConfig) -> Path:
 
 
 def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, float]:
-    """One rollout and the updates on it, logged; the metrics.
+    """One rollout and the updates on it, logged; returns the metrics.
 
-    No part of the loop above, so that an iteration's graphs are gone before the next one begins.
+    A function of its own, so that an iteration's graphs are freed before the next one begins.
     """
     models, clock = ppo.models, Clock()
     sampled = sample_rollout(models, ppo.prompts, config)
@@ -104,8 +104,8 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
 def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeights) -> None:
     """Write the directories of actor and critic, and of the averaged actor if there is one.
 
-    The actor is the best one, where it is kept, and stays in the engine; the average is that of all
-    updates, and the critic the last one.
+    The actor is the best one, if that is kept, and remains in the engine; the average is over all
+    updates, and the critic is the last one.
     """
     if ema is not None:
         with ema.applied():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.data.batches import local_micro_batches
+from pipeline.data.batches import TokenBatch
 from pipeline.models.forward import TokenLogprobs
 from pipeline.parallel.device import send
 from pipeline.parallel.group import Group
@@ -19,6 +19,7 @@ from step3_ppo.kl_losses import KL_LOSSES
 from step3_ppo.losses import policy_ratio, value_loss
 from step3_ppo.models import Models
 from step3_ppo.off_policy import check_first_update
+from step3_ppo.own_micro_batches import own_micro_batches
 from step3_ppo.policy_losses import LOSSES, TrustRegion
 from step3_ppo.ptx import PtxStream
 from step3_ppo.weights import Weighting
@@ -26,12 +27,12 @@ from step3_ppo.weights import Weighting
 
 @dataclass(frozen=True)
 class Update:
-    """What a minibatch did, over all processes."""
+    """The result of one minibatch, over all processes."""
 
     metrics: dict[str, float]
     tokens: int
     stopped: bool
-    """True where the new policy was too far from the old one, and nothing was changed."""
+    """True if the new policy was too far from the old one, and nothing was updated."""
 
 
 class Updates:
@@ -52,7 +53,7 @@ class Updates:
         return len(self._all)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates, of maxima the largest, of rates the last; and how far we came."""
+        """Means over the updates (maxima of maxima, the last learning rates), and their number."""
         names = {name for update in self._all for name in update.metrics}
         seen = {
             name: [update.metrics[name] for update in self._all if name in update.metrics]
@@ -80,9 +81,9 @@ def update_policy(
 ) -> Updates:
     """Update actor and critic over the epochs and minibatches of one rollout.
 
-    Which responses share a minibatch depends on (seed, step, epoch) alone, so that every process
-    cuts the same minibatches, however many processes hold them. `forward` is the pass over the
-    rollout that the first of them goes back through, where there is one.
+    Which responses share a minibatch depends on (seed, step, epoch) alone: it is the same for any
+    number of processes. `forward` is the scoring pass, if the first minibatch may backpropagate
+    through it.
     """
     updates, data = Updates(), current_mesh().data
     for epoch in range(config.ppo_epochs):
@@ -91,7 +92,7 @@ def update_policy(
         )
         order = torch.randperm(config.rollout_size, generator=generator)
         for minibatch in order.split(config.batch_size):
-            # In order: a minibatch of all responses then is the rollout as it was scored.
+            # Sorted, so that a minibatch of all responses is in the order of the scoring pass.
             rows = own_rows(sorted(minibatch.tolist()), data, group_size=config.group_size)
             update = update_minibatch(
                 models,
@@ -135,27 +136,28 @@ def update_minibatch(
     ptx: PtxStream | None,
     forward: Forward | None = None,
 ) -> Update:
-    """Learn from this process's `rows` of a minibatch that all processes share.
+    """One optimizer step of each model, on this process's `rows` of a shared minibatch.
 
-    What a token weighs does not depend on where and in which micro-batch it lies.
-    `forward` is the rollout's own pass over these rows, if the models have not changed since.
-    With `target_kl`, a minibatch whose approximate KL to the old policy is over 1.5 times the
-    target changes nothing and says so.
+    A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
+    over these rows, if the models have not changed since. With `target_kl`, a minibatch whose
+    approximate KL to the old policy is over 1.5 times the target updates nothing, and is marked
+    `stopped`.
     """
     lengths = [len(rollout.experience.sequences[row]) for row in rows]
-    max_tokens = config.micro_batch_size * config.max_length
-    data = current_mesh().data
     weighting = _weighting(rollout, rows, config)
     num_tokens = weighting.num_tokens
-    parts: list[dict[str, Tensor]] = []
-    for part in local_micro_batches(lengths, max_tokens=max_tokens):
-        minibatch = rollout.minibatch([rows[index] for index in part])
-        parts.append(
-            _backward(
-                models, minibatch, config, weighting, train_actor=train_actor, forward=forward
-            )
-        )
-    metrics = _of_all(parts, num_tokens=num_tokens, data=data)
+    minibatches = [
+        rollout.minibatch([rows[index] for index in part])
+        for part in own_micro_batches(config, lengths)
+    ]
+    parts = _learn_policy(
+        models, minibatches, config, weighting, learns=train_actor, forward=forward
+    )
+    if models.critic is not None:
+        values = _learn_values(models, minibatches, config, weighting, forward=forward)
+        parts = [policy | value for policy, value in zip(parts, values, strict=True)]
+    metrics = _of_all(parts, models, num_tokens=num_tokens)
+    metrics |= models.policy_passes.metrics() if train_actor else {}
     too_far = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if too_far:
         for engine in models.trained.values():
@@ -177,11 +179,16 @@ def update_minibatch(
 
 
 def _of_all(
-    parts: Sequence[Mapping[str, Tensor]], *, num_tokens: int, data: Group
+    parts: Sequence[Mapping[str, Tensor]], models: Models, *, num_tokens: int
 ) -> dict[str, float]:
-    """Figures a token of all micro-batches of all processes, and the largest of the maxima."""
+    """Means per token over all micro-batches and processes, and the largest of the maxima.
+
+    Of the stages of a pipeline the last one has them.
+    """
+    data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
-    rows = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each takes its own
+    own = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each takes its own
+    rows = models.policy_passes.from_last(own)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     maxima = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
     sums = dict(zip(columns, data.sums([sum(each) for each in columns.values()]), strict=True))
@@ -190,51 +197,48 @@ def _of_all(
     }
 
 
-def _backward(
+def _learn_values(
     models: Models,
-    minibatch: Minibatch,
+    minibatches: Sequence[Minibatch],
     config: PPOConfig,
     weighting: Weighting,
     *,
-    train_actor: bool,
     forward: Forward | None,
-) -> dict[str, Tensor]:
-    """Add the gradients of one micro-batch; return sums over its tokens.
+) -> list[dict[str, Tensor]]:
+    """Add the critic's gradients; return sums over the tokens of each micro-batch.
 
-    One model is through before the other begins, so that one graph is in memory, unless both are
-    there already.
+    The actor's backward passes have ended by then, so that only graphs of one model are in memory,
+    unless `forward` holds both already.
     """
-    figures = _backward_policy(
-        models,
-        minibatch,
-        config,
-        weighting,
-        learns=train_actor,
-        policy=None if forward is None else forward.policy,
-    )
-    if models.critic is None:
-        return figures
-    assert minibatch.old_values is not None
-    assert minibatch.returns is not None
-    values = models.critic(minibatch.tokens) if forward is None else forward.values
-    assert values is not None
-    loss = value_loss(
-        values,
-        minibatch.old_values,
-        minibatch.returns,
-        clip=config.value_clip,
-        counted=minibatch.counted,
-    )
-    models.critic.backward(loss / weighting.num_tokens)
-    beyond = values.new_zeros(())
-    if config.value_clip is not None:
-        moved = (values - minibatch.old_values).abs() > config.value_clip
-        beyond = (moved * minibatch.counted).sum()
-    return figures | {"value_loss": loss.detach(), "value_clip_fraction": beyond}
+    assert models.value_passes is not None
+    found: list[dict[str, Tensor]] = []
+
+    def loss_of(minibatch: Minibatch) -> Tensor:
+        assert models.critic is not None
+        assert minibatch.old_values is not None
+        assert minibatch.returns is not None
+        values = models.critic(minibatch.tokens) if forward is None else forward.values
+        assert values is not None
+        loss = value_loss(
+            values,
+            minibatch.old_values,
+            minibatch.returns,
+            clip=config.value_clip,
+            counted=minibatch.counted,
+        )
+        beyond = values.new_zeros(())
+        if config.value_clip is not None:
+            moved = (values - minibatch.old_values).abs() > config.value_clip
+            beyond = (moved * minibatch.counted).sum()
+        found.append({"value_loss": loss.detach(), "value_clip_fraction": beyond})
+        return loss
+
+    models.value_passes.learn(minibatches, loss_of, divisor=weighting.num_tokens)
+    return found
 
 
 def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weighting:
-    """The counts of a minibatch over all processes, without what no loss has."""
+    """The counts of a minibatch over all processes; tokens left out of the loss don't count."""
     mask = rollout.experience.mask
     index = send(torch.tensor(list(rows), dtype=torch.long), mask.device)
     lengths, counted = mask[index].sum(dim=1), rollout.counted[index]
@@ -250,24 +254,46 @@ def _weighting(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> Weig
     )
 
 
-def _backward_policy(
+def _learn_policy(
     models: Models,
-    minibatch: Minibatch,
+    minibatches: Sequence[Minibatch],
     config: PPOConfig,
     weighting: Weighting,
     *,
     learns: bool,
-    policy: TokenLogprobs | None,
-) -> dict[str, Tensor]:
-    """Add the policy's gradient; `policy` is of a pass that it can go back through."""
+    forward: Forward | None,
+) -> list[dict[str, Tensor]]:
+    """Add the policy's gradients if it `learns`; return sums over each micro-batch's tokens."""
+    found: list[dict[str, Tensor]] = []
+
+    def loss_of(minibatch: Minibatch) -> Tensor:
+        if forward is None:
+            outputs: TokenLogprobs = models.actor(
+                minibatch.tokens,
+                temperature=config.temperature,
+                entropy=config.entropy_coef > 0,
+            )
+        else:
+            outputs = forward.policy
+        objective, figures = _policy_objective(outputs, minibatch, config, weighting)
+        found.append(figures)
+        return objective
+
+    if learns:
+        models.policy_passes.learn(minibatches, loss_of, divisor=weighting.num_tokens)
+    else:
+        with torch.no_grad():
+            models.policy_passes.ask(minibatches, loss_of)
+    return found
+
+
+def _policy_objective(
+    outputs: TokenLogprobs, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the policy minimizes on a micro-batch, summed, and figures of it."""
     region = TrustRegion(
         config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
     )
-    entropy_learns = config.entropy_coef > 0
-    with torch.set_grad_enabled(learns):
-        outputs: TokenLogprobs = policy or models.actor(
-            minibatch.tokens, temperature=config.temperature, entropy=entropy_learns
-        )
     logprobs, entropy = outputs.logprobs, outputs.entropy
     advantages = minibatch.advantages
     weights = weighting.of(minibatch.lengths) * minibatch.counted
@@ -285,18 +311,16 @@ def _backward_policy(
         nll = -(minibatch.positive * logprobs).sum() * weighting.num_tokens / weighting.num_positive
         objective = objective + config.positive_nll_coef * nll
         figures["positive_nll"] = nll.detach()
-    if entropy_learns and entropy is not None:
+    if config.entropy_coef > 0 and entropy is not None:
         objective = objective - config.entropy_coef * (weights * entropy).sum()
-    if learns:
-        models.actor.backward(objective / weighting.num_tokens)
     with torch.no_grad():
         is_clipped = method.is_clipped(ratio, advantages, region)
         figures["clip_fraction"] = (is_clipped * minibatch.counted).sum()
-        return figures | _ratio_figures(logprobs, minibatch)
+        return objective, figures | _ratio_figures(logprobs, minibatch)
 
 
 def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PPOConfig) -> Tensor:
-    """The KL penalty of the loss, weighed as the rest of it."""
+    """The KL penalty of the loss, with the same token weights as the rest of it."""
     estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     kl = KL_LOSSES[estimator](logprobs - minibatch.ref_logprobs, ratio)
@@ -304,7 +328,7 @@ def _kl_loss(logprobs: Tensor, minibatch: Minibatch, weights: Tensor, config: PP
 
 
 def _ratio_figures(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-    """How far the tokens' ratios are from 1: sums over what counts, and maxima."""
+    """The tokens' distance from ratio 1: sums over counted tokens, and maxima."""
     ratio = policy_ratio(logprobs, minibatch.old_logprobs)
     return {
         "approx_kl": 0.5 * (ratio.log().square() * minibatch.counted).sum(),
@@ -318,8 +342,11 @@ def _backward_ptx(models: Models, ptx: PtxStream, config: PPOConfig) -> float:
     """Add the gradient of ptx_coef * mean NLL per token; return the mean NLL."""
     batches, num_targets = next(ptx)
     losses: list[Tensor] = []
-    for batch in batches:
+
+    def loss_of(batch: TokenBatch) -> Tensor:
         loss = -models.actor(batch, uniform=True).logprobs.sum()
-        models.actor.backward(config.ptx_coef * loss / num_targets)
         losses.append(loss.detach())
-    return current_mesh().data.sum(sum(read_scalars(losses))) / num_targets
+        return config.ptx_coef * loss
+
+    models.policy_passes.learn(batches, loss_of, divisor=num_targets)
+    return current_mesh().data.sum(models.policy_passes.total(losses)) / num_targets

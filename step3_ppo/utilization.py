@@ -33,8 +33,8 @@ class UpdateUtilization:
         """`mfu_training` and `hfu_training`: shares of the peak over the phase of training.
 
         Counted are both passes over every response, once for each epoch; of a rollout whose own
-        pass the first update goes back through, that update's backward pass alone. An epoch that
-        `target_kl` ends counts by its minibatches. PPO-ptx's rows don't count.
+        pass the first update backpropagates through, that update's backward pass alone. An epoch
+        that `target_kl` ends counts by its minibatches. PPO-ptx's rows don't count.
 
         Args:
             experience: the responses, of this process.

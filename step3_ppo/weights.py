@@ -1,7 +1,8 @@
-"""What each token of a minibatch weighs in the policy's loss.
+"""The weight of each token of a minibatch in the policy loss.
 
 The loss is sum_t w_t * l_t / N over the N tokens of a whole minibatch, on all processes. Weights
-are known before the first micro-batch, so that no cut into micro-batches can change the loss.
+are known before the first micro-batch, so that the loss does not depend on how the minibatch is cut
+into micro-batches.
 """
 
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ class Weighting:
     """Tokens of responses with a reward above 0."""
 
     def of(self, lengths: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
-        """Weights relative to 1 / `num_tokens`, of tokens in responses that are so long.
+        """Weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
 
-        token: every token weighs the same (Yu et al. 2025, eq. 8), to the bit as without weights.
+        token: every token weighs the same (Yu et al. 2025, eq. 8), bit for bit as without weights.
         sequence: every response weighs the same, 1 / (B n_i) (Shao et al. 2024, eq. 3).
         constant: every token weighs 1 / (B L), of responses of at most L tokens (Liu et al. 2025).
         """

@@ -8,7 +8,7 @@ from step3_ppo.settings import PPOSettings
 
 def workload_of(config: PPOSettings, world: int) -> Workload:
     """Each iteration generates responses, scores them, and learns from them."""
-    processes = max(1, world // config.parallel.tp)
+    processes = config.parallel.pipelines(world)
     return Workload(
         world=world,
         parallel=config.parallel,
@@ -27,6 +27,7 @@ def workload_of(config: PPOSettings, world: int) -> Workload:
             prompt_length=config.max_prompt_length,
             new_tokens=config.max_new_tokens,
             tensor_parallel=config.inference_tp_size,
+            shared_by=config.parallel.pp,
             keeps_replica=config.replica == "resident",
             offloads_training=config.offload_in_generation,
         ),

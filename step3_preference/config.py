@@ -169,17 +169,17 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             generation=Generation(
                 role="model",
                 phase="after training",
-                count=-(-self.data.max_eval_rows // max(1, world // self.parallel.tp)),
+                count=-(-self.data.max_eval_rows // self.parallel.pipelines(world)),
                 batch_size=self.generation_batch_size,
                 prompt_length=self.max_prompt_length,
                 new_tokens=self.max_new_tokens,
                 tensor_parallel=self.parallel.tp,
+                shared_by=self.parallel.pp,
             ),
         )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parallel.require_one_stage("this step")
         self.parallel.check_model("preference.model", self.model)
         check_tasks(self)
         require(bool(self.shares), "preference.shares must name a part of data.split: 1, 2 or 3")
@@ -197,7 +197,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         for name, value in (*only_dpo.items(), ("robust", self.robust)):
             require(
                 not value or self.loss == "dpo",
-                f"preference.{name} is of loss dpo; leave it away with loss {self.loss}",
+                f"preference.{name} is of loss dpo; leave it out with loss {self.loss}",
             )
         require(
             not self.robust or self.label_smoothing > 0,
@@ -243,7 +243,7 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
             )
             require(
                 value == 1 or self.loss == "kto",
-                f"preference.{name} is of loss kto; leave it away with loss {self.loss}",
+                f"preference.{name} is of loss kto; leave it out with loss {self.loss}",
             )
         require(
             self.loss != "orpo" or (self.is_mean and self.reference_free),
@@ -252,8 +252,8 @@ class PreferenceConfig(TaskSettings, StepConfig, GuardSettings):
         )
         require(
             self.loss != "kto" or not (self.is_mean or self.reference_free),
-            "preference.loss kto needs the reference and sums of log-probabilities; leave logp and"
-            " reference_free away",
+            "preference.loss kto needs the reference and sums of log-probabilities; omit logp and"
+            " reference_free",
         )
         require(
             self.precompute != "off" or self.model.lora is not None,

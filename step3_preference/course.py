@@ -67,7 +67,7 @@ class Course:
         require(
             checkpoints.once("training", lambda: training) == training,
             f"the model in {path} is not the one that this run began from: it was trained again;"
-            " bring that one back, or say --overwrite to begin again",
+            " restore that one, or pass --overwrite to start again",
         )
         self.first = checkpoints.once("rows", self._rows)
         check_start(self.config.model.path, self.first)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from evaluation.answering import Chat
 from evaluation.answers import Answer
@@ -21,7 +22,7 @@ from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.objective import Figures, Point, kto_weights, objective
 from step3_preference.reference import Reference, Start
-from step3_preference.rows import Row, cut, response_start
+from step3_preference.rows import ComparedBatch, Row, cut, response_start
 
 
 def evaluate_rows(
@@ -32,24 +33,28 @@ def evaluate_rows(
     Where responses come one by one, `accuracy` is the share of pairs of a good and a bad response
     to the same prompt, or where there are none to any prompt, that the log-ratio puts in order.
     """
-    engine = reference.start.engine
+    passes, engine = reference.start.passes, reference.start.engine
     good = sum(row.chosen is not None for row in rows)
     weights = kto_weights(good, len(rows) - good, config)
     point = Point(reference.z0(rows, first=None), *weights)
-    total, values = Figures.none(), dict[int, float]()
+    found, values = list[Figures](), dict[int, float]()
+
+    def look(batch: ComparedBatch) -> Tensor:
+        assert batch.reference is not None
+        logp = batch.rows.sums(engine(batch.tokens).logprobs)
+        loss, figures = objective(batch.rows, logp, batch.reference, config, point)
+        found.append(figures)
+        if config.is_unpaired:
+            places = (*batch.rows.chosen, *batch.rows.rejected)
+            values.update(zip(places, (logp - batch.reference).tolist(), strict=True))
+        return loss
+
+    batches = reference.compared(cut(rows, config), reference.of_held_out)
     with evaluating(engine.model):
-        for batch in cut(rows, config):
-            logp = batch.sums(engine(batch.tokens).logprobs)
-            compared = reference.sums(batch, reference.of_held_out)
-            _, figures = objective(batch, logp, compared, config, point)
-            total += figures
-            if config.is_unpaired:
-                places = (*batch.chosen, *batch.rejected)
-                values |= dict(zip(places, (logp - compared).tolist(), strict=True))
-    data = current_mesh().data
-    means = total.means(data, len(rows), paired=not config.is_unpaired)
+        passes.ask(batches, look)
+    means = sum(found, Figures.none()).means(passes, len(rows), paired=not config.is_unpaired)
     if config.is_unpaired:
-        everyones = data.gather_objects(values)
+        everyones = current_mesh().data.gather_objects(passes.from_last(values))
         means["accuracy"] = order([{**part} for part in everyones], rows)
     return means
 
@@ -124,7 +129,7 @@ class HeldOut(HeldOutPrompts):
         dialogues = [
             (self.prompts[row].messages, text) for row, text in zip(self.rows, texts, strict=True)
         ]
-        return score_responses(reward.path, dialogues)
+        return score_responses(reward, dialogues)
 
     def kl(self, responses: Sequence[Response]) -> float:
         """Mean of log pi - log pi_ref summed over a response the actor sampled, in nats."""
@@ -155,18 +160,23 @@ class HeldOut(HeldOutPrompts):
         repeated, tokens = self.data.sums([repeated, tokens])
         return repeated / max(1, tokens)
 
-    def _logp(self, rows: Sequence[Encoded]) -> torch.Tensor:
+    def _logp(self, rows: Sequence[Encoded]) -> Tensor:
         """The log-probability of each response of this process."""
-        engine, config = self.start.engine, self.config
+        passes, engine, config = self.start.passes, self.start.engine, self.config
         most = config.micro_batch_size * (config.max_prompt_length + config.max_new_tokens)
         found = torch.zeros(len(rows), dtype=torch.float64)
-        for part in local_micro_batches([len(row) for row in rows], max_tokens=most):
-            batch = collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
-            logprobs = engine(batch).logprobs.double().cpu()
+        parts = local_micro_batches([len(row) for row in rows], max_tokens=most)
+        batches = [
+            collate_part([rows[row] for row in part], spare=rows[0]).to(local_device())
+            for part in parts
+        ]
+        outputs = passes.ask(batches, lambda batch: engine(batch).logprobs)
+        for part, logprobs in zip(parts, outputs, strict=False):  # of stages the last has them
             counts = [rows[row].num_targets for row in part]
-            for row, values in zip(part, logprobs.split(counts) if part else (), strict=True):
+            each = logprobs.double().cpu().split(counts) if part else ()
+            for row, values in zip(part, each, strict=True):
                 found[row] = values.sum()
-        return found
+        return passes.from_last(found)
 
     def by_prompt(self, answers: Sequence[Answer]) -> dict[str, list[float | None]]:
         """What tells best how good each answer is, under its name; empty without a judge.

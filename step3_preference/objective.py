@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pipeline.models.asking import Asking
 from pipeline.parallel.device import local_device
-from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import current_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.losses import (
     hinge_loss,
@@ -50,9 +51,13 @@ class Figures:
     def __add__(self, other: "Figures") -> "Figures":
         return Figures(self.sums + other.sums)
 
-    def means(self, data: Group, rows: int, *, paired: bool) -> dict[str, float]:
-        """Of all processes, by name; of the rows' loss and order, and of each side's sequences."""
-        loss, right, *sides, chosen, rejected = data.sums(self.sums.tolist())
+    def means(self, passes: Asking, rows: int, *, paired: bool) -> dict[str, float]:
+        """Of all processes, by name; of the rows' loss and order, and of each side's sequences.
+
+        Of the stages of a pipeline the last one's are counted.
+        """
+        own = passes.from_last(self.sums.tolist())
+        loss, right, *sides, chosen, rejected = current_mesh().data.sums(own)
         counts = (chosen, rejected, chosen, rejected)
         names = ("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
         found = {
@@ -135,7 +140,7 @@ def paired_loss(
 
 
 def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, float]:
-    """Weights of good and of bad responses in data with so many of each.
+    """Weights of good and of bad responses in data with this many of each.
 
     `auto` weighs the rarer kind so that both weigh as much in all (Ethayarajh et al. 2024, eq. 9).
     """

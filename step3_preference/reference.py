@@ -26,14 +26,14 @@ from pipeline.data.fingerprint import fingerprint
 from pipeline.engine.engine import Engine
 from pipeline.files.durable import replace_durably
 from pipeline.models.forward import Policy
+from pipeline.models.passes import Passes
 from pipeline.models.trained import evaluating
 from pipeline.offline import Rows
 from pipeline.parallel.device import local_device, send
 from pipeline.parallel.mesh import current_mesh
-from pipeline.scalars import read_scalars
 from step3_preference.config import PreferenceConfig
 from step3_preference.mismatched import mismatched_batches
-from step3_preference.rows import Row, RowBatch, cut
+from step3_preference.rows import ComparedBatch, Row, RowBatch, cut
 from step3_preference.store import RowStore
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,9 @@ FILE = "reference.safetensors"
 class Start:
     """The weights that the actor began with; made before any state of a run is loaded."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        engine = self.engine = passes.engine
         model = cast("Policy", engine.model).model
         self._adapted = model if isinstance(model, PeftModel) else None
         self._masters: list[Tensor] = [] if self._adapted is not None else _copies(engine)
@@ -64,6 +65,13 @@ class Start:
                 yield
             finally:
                 self.engine.load_masters(now)
+
+
+def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float[Tensor, " S"]]:
+    """That of each response of each batch, without gradients; of stages on the last one alone."""
+    engine = passes.engine
+    with evaluating(engine.model):
+        return passes.ask(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
 
 
 def _copies(engine: Engine) -> list[Tensor]:
@@ -93,15 +101,23 @@ class Reference:
         self.config = config
         self.table = table
 
-    def sums(self, batch: RowBatch, stored: Float[Tensor, "B 2"] | None) -> Float[Tensor, " S"]:
-        """The log-probability of each response of a batch; `stored` are those of its rows."""
+    def compared(
+        self, batches: Sequence[RowBatch], stored: Float[Tensor, "B 2"] | None
+    ) -> list[ComparedBatch]:
+        """The batches of some rows with the reference's log-probabilities, `stored` of these rows.
+
+        They are all computed here where none are stored.
+        """
+        found: list[Tensor | None]
         if self.config.reference_free:
-            return torch.zeros(len(batch.counts), device=local_device())
-        if stored is None:
+            found = [torch.zeros(len(each.counts), device=local_device()) for each in batches]
+        elif stored is None:
             with self.start.applied():
-                return batch.sums(self.start.engine(batch.tokens).logprobs)
-        both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
-        return send(torch.cat(both))
+                found = [*log_probabilities(self.start.passes, batches)]
+            found = found or [None] * len(batches)
+        else:
+            found = [_of_sides(each, stored) for each in batches]
+        return [ComparedBatch(*each) for each in zip(batches, found, strict=True)]
 
     def of_rows(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
         """Those of training rows by their numbers; None where they are computed as they come."""
@@ -124,22 +140,27 @@ class Reference:
         """
         if not self.config.is_unpaired:
             return 0.0
-        sums, engine = list[Tensor](), self.start.engine
         stored: Tensor | None = None
         if self.table is not None and first is None:
             stored = self.table.mismatched_held_out
         elif self.table is not None and first is not None:
             stored = self.table.mismatched[first : first + len(rows)]
-        with evaluating(engine.model):
-            for batch in mismatched_batches(rows, self.config):
-                own = batch.sums(engine(batch.tokens).logprobs)
-                if stored is None:
-                    with self.start.applied():
-                        theirs = batch.sums(engine(batch.tokens).logprobs)
-                else:
-                    theirs = send(stored[list(batch.chosen)], own.device)
-                sums.append((own - theirs).sum())
-        return max(0.0, current_mesh().data.sum(sum(read_scalars(sums))) / len(rows))
+        passes, batches = self.start.passes, mismatched_batches(rows, self.config)
+        own = log_probabilities(passes, batches)
+        if stored is None:
+            with self.start.applied():
+                theirs = log_probabilities(passes, batches)
+        else:
+            theirs = [send(stored[list(batch.chosen)]) for batch in batches]
+        # Of the stages of a pipeline the last one alone has any of its own.
+        ratios = [(mine - other).sum() for mine, other in zip(own, theirs, strict=False)]
+        return max(0.0, current_mesh().data.sum(passes.total(ratios)) / len(rows))
+
+
+def _of_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor, " S"]:
+    """Of a batch's sequences among what is stored of rows."""
+    both = [stored[list(batch.chosen), 0], stored[list(batch.rejected), 1]]
+    return send(torch.cat(both))
 
 
 def open_reference(
@@ -181,6 +202,7 @@ def _bound_to(start: Start, rows: Rows, config: PreferenceConfig) -> str:
         shares=not engine.sharded,
         tp_group=engine.tensor.apart,
         trained_by=engine.tensor,
+        stages=engine.stages,
     )
     replica.load(engine)
     weights = replica.weights_hash()
@@ -220,15 +242,15 @@ def _compute(start: Start, total_steps: int, store: RowStore, config: Preference
             rows = store.rows(numbers)
             before = index * config.batch_size
             if before < needed:
-                for (place, side), value in _of_rows(start.engine, rows, config).items():
+                for (place, side), value in _of_rows(start.passes, rows, config).items():
                     if before + place < needed:  # behind it rows come for the second time
                         train[numbers[place], side] = value
-            for place, value in _of_mismatched(start.engine, rows, config).items():
+            for place, value in _of_mismatched(start.passes, rows, config).items():
                 mismatched[before + place] = value
-        of_held_out = _of_rows(start.engine, held_out, config)
-        others = _of_mismatched(start.engine, held_out, config)
-    data = current_mesh().data
-    gathered = data.gather_objects((train, mismatched, of_held_out, others))
+        of_held_out = _of_rows(start.passes, held_out, config)
+        others = _of_mismatched(start.passes, held_out, config)
+    own = start.passes.from_last((train, mismatched, of_held_out, others))
+    gathered = current_mesh().data.gather_objects(own)
     first, second, third, fourth = (_merged(parts) for parts in zip(*gathered, strict=True))
     places = batches * config.batch_size if config.is_unpaired else 0
     return Table(
@@ -240,26 +262,26 @@ def _compute(start: Start, total_steps: int, store: RowStore, config: Preference
 
 
 def _of_rows(
-    engine: Engine, rows: Sequence[Row], config: PreferenceConfig
+    passes: Passes, rows: Sequence[Row], config: PreferenceConfig
 ) -> dict[tuple[int, int], float]:
     """Of this process's micro-batches: by place and side the log-probability of a response."""
     found: dict[tuple[int, int], float] = {}
-    for batch in cut(rows, config):
+    batches = cut(rows, config)
+    for batch, sums in zip(batches, log_probabilities(passes, batches), strict=False):
         places = [(each, 0) for each in batch.chosen] + [(each, 1) for each in batch.rejected]
-        sums = batch.sums(engine(batch.tokens).logprobs).tolist()
-        found |= dict(zip(places, sums[: len(places)], strict=True))
+        found |= dict(zip(places, sums[: len(places)].tolist(), strict=True))
     return found
 
 
 def _of_mismatched(
-    engine: Engine, rows: Sequence[Row], config: PreferenceConfig
+    passes: Passes, rows: Sequence[Row], config: PreferenceConfig
 ) -> dict[int, float]:
     if not config.is_unpaired:
         return {}
     found: dict[int, float] = {}
-    for batch in mismatched_batches(rows, config):
-        sums = batch.sums(engine(batch.tokens).logprobs).tolist()
-        found |= dict(zip(batch.chosen, sums[: len(batch.chosen)], strict=True))
+    batches = mismatched_batches(rows, config)
+    for batch, sums in zip(batches, log_probabilities(passes, batches), strict=False):
+        found |= dict(zip(batch.chosen, sums[: len(batch.chosen)].tolist(), strict=True))
     return found
 
 

@@ -66,6 +66,21 @@ class RowBatch:
         return send(torch.tensor(self.counts, dtype=torch.float32))
 
 
+@dataclass(frozen=True)
+class ComparedBatch:
+    """Rows, and what the reference says of them."""
+
+    rows: RowBatch
+
+    reference: Float[Tensor, " S"] | None
+    """The log-probability of each response; None on a stage of a pipeline that asks for none."""
+
+    @property
+    def tokens(self) -> TokenBatch:
+        """Those of the rows."""
+        return self.rows.tokens
+
+
 def fit(example: Example, chat: ChatFormat, config: PreferenceConfig) -> tuple[Row, Fate]:
     """The row within `data.max_length`, and what becomes of it.
 

@@ -6,14 +6,13 @@ import torch
 
 from pipeline import offline
 from pipeline.config import FrozenModelConfig
-from pipeline.engine.engine import Engine
 from pipeline.guards.guards import Guards
 from pipeline.guards.rollback import Guarded
 from pipeline.models.export import export, set_stop_tokens
 from pipeline.models.forward import Policy, base_model, context_length
 from pipeline.models.load import model_path
 from pipeline.models.meta import model_on_meta
-from pipeline.models.tensor_cut import cut_layers
+from pipeline.models.passes import passes_of
 from pipeline.models.trained import trained_causal_lm
 from pipeline.offline import Rows, Training
 from pipeline.parallel.device import local_device
@@ -88,22 +87,23 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
         defer=True,
     )
     set_stop_tokens(model, rows.chat.stop_ids)
-    cut_layers(model, run.mesh.tensor)
-    engine = Engine(
-        Policy(model, kernels=config.model.kernels),
+    passes = passes_of(
+        model,
         config.model,
+        config.parallel,
+        run.mesh,
+        lambda whole: Policy(whole, kernels=config.model.kernels),
         total_steps=rows.total_steps,
         name="actor",
-        group=run.mesh.data,
-        parts=run.mesh.parts,
-        tensor=run.mesh.tensor,
     )
     # Both before any state is loaded: they are of the weights that the run begins with.
-    start = Start(engine)
+    start = Start(passes)
     reference = open_reference(start, rows, store, config)
     interval = offline.steps_between_evaluations(config, rows, store.held_out)
     guards = Guards(config.guards, PreferenceSignals(), interval)
-    training = offline.set_up(config, model, engine, rows, store.held_out, run, guards)
+    training = offline.set_up(
+        config, model, passes.engine, rows, store.held_out, run, guards, passes
+    )
     course = Course(training, reference)
     guards.first = course.begin(training.checkpoints, run)
     weights = kto_weights(store.num_good, len(store) - store.num_good, config)

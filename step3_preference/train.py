@@ -13,16 +13,17 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from pipeline.cli import run_main
 from pipeline.divergence import keeping_best
-from pipeline.engine.engine import Engine
 from pipeline.offline import load_rows
 from pipeline.parallel.mesh import current_mesh
 from pipeline.random_state import seed_generators
 from pipeline.run import Run
 from pipeline.run_step import run_step
 from step3_preference.objective import Figures, Point, objective
-from step3_preference.rows import cut
+from step3_preference.rows import ComparedBatch, cut
 from step3_preference.setup import Setup, set_up, within_model
 from step3_preference.store import RowStore
 
@@ -56,21 +57,24 @@ def train(config: PreferenceConfig) -> Path:
 def learn(setup: Setup, run: Run, *, step: int) -> None:
     """Take one optimizer step on the next rows, and log it."""
     config, rows, reference = setup.training.config, setup.training.rows, setup.reference
-    engine: Engine = setup.training.engine
+    passes, engine = setup.training.passes, setup.training.engine
     first = rows.stream.position
     numbers = next(rows.stream)
     encoded = setup.store.rows(numbers)
-    stored = reference.of_rows(numbers)
     point = Point(reference.z0(encoded, first=first), *setup.weights)
-    total = Figures.none()
-    for batch in cut(encoded, config):
-        compared = reference.sums(batch, stored)
-        logp = batch.sums(engine(batch.tokens).logprobs)
-        loss, figures = objective(batch, logp, compared, config, point)
-        engine.backward(loss / len(encoded))
-        total += figures
+    found = list[Figures]()
+
+    def loss_of(batch: ComparedBatch) -> Tensor:
+        assert batch.reference is not None
+        logp = batch.rows.sums(engine(batch.tokens).logprobs)
+        loss, figures = objective(batch.rows, logp, batch.reference, config, point)
+        found.append(figures)
+        return loss
+
+    batches = reference.compared(cut(encoded, config), reference.of_rows(numbers))
+    passes.learn(batches, loss_of, divisor=len(encoded))
     result = engine.step()
-    means = total.means(run.mesh.data, len(encoded), paired=not config.is_unpaired)
+    means = sum(found, Figures.none()).means(passes, len(encoded), paired=not config.is_unpaired)
     run.log(
         step,
         setup.training.at_peak(each for row in encoded for each in row.sequences),
@@ -80,6 +84,7 @@ def learn(setup: Setup, run: Run, *, step: int) -> None:
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),
+        **passes.metrics(),
     )
 
 

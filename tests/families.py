@@ -46,7 +46,7 @@ RAGGED_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_GROUPED, "head_dim": 8},
     "phi": _LLAMA,
 }
-"""Model types whose attention takes sequences laid end to end."""
+"""Model types whose attention takes concatenated sequences."""
 
 PADDED_FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {

@@ -109,7 +109,7 @@ def _same(value: object) -> object:
 
 
 def trls_outputs(logps: torch.Tensor, tokens: int) -> SimpleNamespace:
-    """Of a model: each response's log-probability, the same for each of so many tokens."""
+    """Of a model: each response's log-probability, the same for each of that many tokens."""
     each = (logps / tokens)[:, None].expand(-1, tokens)
     zeros = torch.zeros_like(each)
     return SimpleNamespace(

@@ -98,7 +98,7 @@ def test_the_pipeline_stops_there_and_resumes_with_a_smaller_rate(tmp_path: Path
     said = [line for line in first.stderr.splitlines() if "diverged" in line]
     assert len(said) == 2
     assert said[0].startswith("error: step1_sft diverged after step 1: held-out perplexity")
-    assert said[1].endswith("--resume and a smaller --sft.model.optim.lr begins it again")
+    assert said[1].endswith("--resume and a smaller --sft.model.optim.lr starts it again")
     assert not (out / "step2_reward").exists()
     assert "step1_sft diverged after step 1" in (out / "report.html").read_text()
 

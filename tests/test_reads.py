@@ -19,7 +19,7 @@ from tests.step3_preference.toy import save_toy
 from tests.step3_preference.toy import toy_config as preference_method
 
 Task = Callable[[Path, int], Any]
-"""The settings of a step in a directory, with so many rows in a micro-batch."""
+"""The settings of a step in a directory, with that many rows in a micro-batch."""
 
 OF_THE_HOST = {
     "pipeline/data/batches.py: collate",

@@ -47,8 +47,8 @@ COMMON: dict[str, Any] = {
 OF_TIME = ("seconds", "tokens_per_second", "memory_gb", "mfu", "hfu")
 
 
-def trained(path: Path, **changes: Any) -> TrainedModelConfig:
-    optim = OptimConfig(lr=1e-3, max_grad_norm=0.5, warmup_steps=2)
+def trained(path: Path, moments: Any = "fp32", **changes: Any) -> TrainedModelConfig:
+    optim = OptimConfig(lr=1e-3, max_grad_norm=0.5, warmup_steps=2, moments=moments)
     scaling = LossScaleConfig(initial_scale_power=14, loss_scale_window=1)
     return TrainedModelConfig(path=str(path), optim=optim, fp16=scaling, **changes)
 
@@ -149,6 +149,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 0, fp16": {"zero_stage": 0, "precision": "fp16"},
     "stage 3, bf16": {"zero_stage": 3, "precision": "bf16"},
     "LoRA, stage 3": {"zero_stage": 3, "lora": LoraConfig(rank=2, dropout=0.1)},
+    "8-bit moments, stage 2": {"zero_stage": 2, "precision": "bf16", "moments": "8bit"},
     "PiSSA on NF4, stage 3": {
         "zero_stage": 3,
         "precision": "bf16",
@@ -168,11 +169,9 @@ CASES = [
 ]
 CASES += [
     pytest.param(
-        step,
-        "PiSSA on NF4, stage 3",
-        id=f"{step}-PiSSA on NF4",
-        marks=pytest.mark.jobs if step == "ppo" else pytest.mark.grid,
+        step, way, id=f"{step}-{way}", marks=pytest.mark.jobs if step == one else pytest.mark.grid
     )
+    for way, one in (("PiSSA on NF4, stage 3", "ppo"), ("8-bit moments, stage 2", "sft"))
     for step in CONFIGS
 ]
 

@@ -152,7 +152,7 @@ nonsense | 'nonsense' | options start with --
 --lora 0 | --lora | above 0
 --lora x | --lora | whole number
 --resume --overwrite | --resume | choose one
---check --dry-run | --check | leave --dry-run away
+--check --dry-run | --check | omit --dry-run
 --save-every never | never | 15m
 --save-every 0 | save_every | 15m
 --plan maybe | --plan | 'check', 'auto', 'off'
@@ -166,7 +166,7 @@ nonsense | 'nonsense' | options start with --
 --deployment-type multi_node --hostfile no_hosts | no_hosts | worker-0 slots=8
 --deployment-type multi_node --hostfile bad_hosts | bad_hosts:1 | worker-0 slots=8
 --threads 0 | --threads | above 0
---autotune run --dry-run | --autotune | leave --dry-run away
+--autotune run --dry-run | --autotune | omit --dry-run
 --output-dir good.jsonl | --output-dir good.jsonl | not a directory
 --ppo.kl_coeff 1 | ppo.kl_coeff | did you mean ppo.kl_coef
 --ppo.rollout_size 8 | ppo.rollout_size 8 | ppo.batch_size
@@ -199,7 +199,7 @@ nonsense | 'nonsense' | options start with --
 --reward | --reward | at least one value
 --reward math --data-path good.jsonl | column answer | chosen, prompt, rejected
 --reward length | max_tokens is missing | needs the longest response
---reward regex:( | rewards.regex.pattern | no regular expression
+--reward regex:( | rewards.regex.pattern | not a regular expression
 --reward-function score.py | --reward-function score.py | FILE.py:NAME
 --reward-function none.py:check | there is no file none.py | rewards.check.path
 --reward-function score.py:chek | has no `def chek` | did you mean check
@@ -231,7 +231,7 @@ nonsense | 'nonsense' | options start with --
 --environment score.py:Game | has no `class Game` | ppo.environment
 --environment words.py:Game | words.py line 1 | not valid Python
 --environment game.py:Gaem | has no `class Gaem` | did you mean Game
---environment game.py:Deaf | is no environment | public methods with docstrings
+--environment game.py:Deaf | is not an environment | public methods with docstrings
 --environment game.py:Unpaid | lacks reward | reset(self, row, *, seed)
 --environment game.py:Seedless | without `seed` | reset(self, row, *, seed)
 --environment game.py:Silent | the tool call without a docstring | begin its name with _

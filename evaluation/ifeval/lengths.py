@@ -55,7 +55,7 @@ def _paragraphs(text: str, arguments: Arguments) -> bool:
 
 
 def _first_word(text: str, arguments: Arguments) -> bool:
-    """The paragraphs, which blank lines separate, are so many, and one begins with a word."""
+    """The paragraphs, which blank lines separate, are that many, and one begins with a word."""
     pieces = [piece for piece in paragraphs(text, r"\n\s*\n") if piece]
     place = int(arguments["nth_paragraph"])
     if len(pieces) != int(arguments["num_paragraphs"]) or not 1 <= place <= len(pieces):

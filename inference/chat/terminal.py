@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
-/system TEXT     begin anew with TEXT as the system message; without TEXT, with none
+/system TEXT     begin again with TEXT as the system message; without TEXT, with none
 /temperature X   0 takes the likeliest token, 1 samples as the model says
 /length N        longest answer, in tokens
 /save FILE       write the dialogue as a JSON list of messages
@@ -139,7 +139,7 @@ class Terminal:
         self.say("(new dialogue)")
 
     def system(self, text: str) -> None:
-        """Begin anew with a system message, or without one."""
+        """Begin again with a system message, or without one."""
         self.conversation.reset(text or None)
         self.say("(new dialogue with this system message)" if text else "(no system message)")
 

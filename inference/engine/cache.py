@@ -98,7 +98,7 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def swap(self, slots: tuple[int, int], lengths: tuple[int, int]) -> None:
-        """Have two slots change places, of which so many first tokens count."""
+        """Have two slots change places, of which that many first tokens count."""
         if 0 in lengths:
             source, target = slots[::-1] if lengths[0] == 0 else slots
             self.copy(source, target, max(lengths))
@@ -208,7 +208,7 @@ class NextToken:
         return result if out is None else out.copy_(result)
 
     def ends(self, count: int) -> Int[Tensor, " B"]:
-        """One past the last key of each of so many slots; of those that nobody reads 0."""
+        """One past the last key of each of that many slots; of those that nobody reads 0."""
         if self._ends is None or len(self._ends) != count:
             ends = [*self.lengths, *[0] * (count - len(self.lengths))]
             self._ends = torch.tensor(ends, dtype=torch.int32).to(self.device, non_blocking=True)

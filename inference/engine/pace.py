@@ -1,8 +1,8 @@
 """How many tokens of prompts are read beside a decoding step, by how long both have taken.
 
 As in Sarathi-Serve (Agrawal et al. 2024), a step has a budget that decoding and prompts share. Here
-it is one of time: a step may take so many times as long as one that decodes alone, and what that is
-worth in tokens of prompts is measured as they are read.
+it is one of time: a step may take that many times as long as one that decodes alone, and what that
+is worth in tokens of prompts is measured as they are read.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class Pace:
         self._began = None
 
     def end(self, rows: int, tokens_read: int) -> None:
-        """Tokens were chosen, of so many rows that were decoded.
+        """Tokens were chosen, of that many rows that were decoded.
 
         Args:
             rows: 0 where prompts alone were read.
@@ -69,7 +69,7 @@ class Pace:
             self._tokens.append(max(seconds - alone, seconds / 100) / tokens)
 
     def chunk(self, rows: int, prompts: int) -> int:
-        """Tokens of so many prompts that may be read beside so many rows.
+        """Tokens of that many prompts that may be read beside that many rows.
 
         Each prompt has a budget of its own: whoever waits for a first token counts as much as
         whoever waits for the next one.
@@ -85,7 +85,7 @@ class Pace:
         return min(max(LEAST, int(tokens)), self._most)
 
     def _alone(self, rows: int) -> float | None:
-        """Seconds of a step of so many rows; of the nearest number that is known."""
+        """Seconds of a step of that many rows; of the nearest number that is known."""
         if not self._steps:
             return None
         wanted = rows.bit_length()

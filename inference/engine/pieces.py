@@ -138,7 +138,7 @@ StepLayout = NextToken | NextTokenAndPieces
 
 
 def share_out(left: Sequence[int], most: int) -> list[int]:
-    """How many tokens of each prompt a pass of at most `most` takes, of which so many are left.
+    """How many tokens of each prompt a pass of at most `most` takes, of which that many are left.
 
     The first prompt, which came first, is read to its end, or takes at least half of the pass if it
     is longer. The others come in whole, the shortest first: a short prompt doesn't wait for the end

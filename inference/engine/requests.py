@@ -76,7 +76,7 @@ class Request:
     turn draws the random numbers after theirs."""
 
     num_top: int | None = None
-    """Has each token come with `Reported`, and in it so many of the likeliest tokens."""
+    """Has each token come with `Reported`, and in it that many of the likeliest tokens."""
 
     guide: Guide | None = None
     """What its tokens are chosen among; a guide is of one response, and remembers it."""

@@ -18,7 +18,7 @@ from pipeline.kernels.sampling import dispatch as sampling
 from pipeline.kernels.sampling.definition import Draw
 
 BLOCK = 128
-"""Tokens of a block, of which one is looked into: about the root of a vocabulary's size."""
+"""Tokens of a block; only one block is searched. About the square root of a vocabulary's size."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,7 +35,7 @@ def uniforms(
 ) -> Float[np.ndarray, " B"]:
     """One number in [0, 1) for each key and position: a pure function of (seed, key, position).
 
-    Nothing is drawn from a stream, so a row's numbers do not depend on the rows beside it.
+    There is no stream state, so a row's numbers do not depend on the other rows.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
         state = _mixed_seed(seed)
@@ -70,19 +70,19 @@ class Sampler:
     repetition_penalty: float = 1.0
 
     presence_penalty: float = 0.0
-    """Taken off the logit of each token that the response has already."""
+    """Subtracted from the logit of each token that the response already contains."""
     frequency_penalty: float = 0.0
-    """Taken off it as often as the response has the token."""
+    """Subtracted once for each time that the response contains the token."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, what is added to its logit)."""
 
     min_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
-    """Tokens that end a response, which can't have them before it has `min_new_tokens`."""
+    """Tokens that end a response; not allowed before it has `min_new_tokens`."""
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice depends on which tokens came before."""
+        """Whether the choice depends on the preceding tokens."""
         return self.repetition_penalty != 1.0
 
     @property

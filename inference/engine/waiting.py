@@ -34,7 +34,7 @@ class Waiting:
             del self._prompts[prompt]
 
     def oldest(self, count: int) -> list[Ticket]:
-        """The first so many, or all there are."""
+        """The first that many, or all there are."""
         return list(islice(self._tickets, count))
 
     def has_prompt(self, prompt: Hashable) -> bool:

@@ -53,7 +53,7 @@ def parse_prompt(line: str, *, origin: str) -> Prompt:
     """The prompt in one line.
 
     Raises:
-        DataError: the line is no prompt; begins with `origin`.
+        DataError: the line is not a prompt; begins with `origin`.
     """
     try:
         row = json.loads(line)

@@ -40,7 +40,7 @@ class RatingsFile:
         self._known = {str(each["id"]) for each in read_ratings(path)}
 
     def _cut_half_line(self) -> None:
-        """What a kill left of a line is no rating, and would make the next line none."""
+        """What a kill left of a line is not a rating, and would make the next line none."""
         content = self.path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
@@ -114,7 +114,7 @@ def _lines(path: Path, text: str) -> Iterator[Rating]:
         except json.JSONDecodeError as error:
             raise DataError(f"{path} line {number} is not valid JSON: {error.msg}") from None
         if not isinstance(rating, dict) or not {"id", "kind", "schema"} <= rating.keys():
-            raise DataError(f"{path} line {number} is no rating: it has no id, kind and schema")
+            raise DataError(f"{path} line {number} is not a rating: it has no id, kind and schema")
         yield rating
 
 

@@ -128,5 +128,5 @@ def _settings(adapter: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{adapter / ADAPTER} can't be read: {error}") from None
     if not isinstance(settings, dict):
-        raise ModelError(f"{adapter / ADAPTER} can't be read: it is no JSON object")
+        raise ModelError(f"{adapter / ADAPTER} can't be read: it is not a JSON object")
     return settings

@@ -64,7 +64,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """The object in a text of JSON.
 
     Raises:
-        ApiError: it is no JSON or no object, is nested too deeply, or has numbers or characters
+        ApiError: it is not JSON or no object, is nested too deeply, or has numbers or characters
             that JSON or UTF-8 have no place for.
     """
     if _depth(body) > MAX_DEPTH:
@@ -79,7 +79,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ApiError(400, "the body must be a JSON object")
     if rb"\u" in body and _SURROGATE.search(json.dumps(content, ensure_ascii=False)):
-        raise ApiError(400, "the body has half of a surrogate pair, which is no character")
+        raise ApiError(400, "the body has half of a surrogate pair, which is not a character")
     return content
 
 
@@ -94,7 +94,7 @@ def _depth(body: bytes) -> int:
 
 
 def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _finite(word: str) -> float:

@@ -24,7 +24,7 @@ def load_divided(
 
     Raises:
         ModelError: there is none, or a part of it is missing or damaged.
-        ConfigError: it can't be divided among so many processes.
+        ConfigError: it can't be divided among that many processes.
     """
     precision = NAMES[weight_dtype(config.precision, device)]
     whole = load_causal_lm(

@@ -170,7 +170,7 @@ def _bias(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, f
         if not is_token or int(word) >= served.vocabulary:
             raise ApiError(
                 400,
-                f"logit_bias: {word[:32]} is no token id of {served.name}; they are 0 to"
+                f"logit_bias: {word[:32]} is not a token id of {served.name}; they are 0 to"
                 f" {served.vocabulary - 1}",
                 param="logit_bias",
             )

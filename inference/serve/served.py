@@ -134,7 +134,7 @@ def load_model(
 
     Raises:
         ModelError: there is none, or a part of it is missing or damaged.
-        ConfigError: it can't be divided among so many processes.
+        ConfigError: it can't be divided among that many processes.
     """
     device = local_device()
     if place.adapter is not None and base is not None:

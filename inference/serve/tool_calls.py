@@ -1,8 +1,8 @@
 """Calls of tools in the text of a response, as it comes.
 
 A call begins once its name is read and is one of the request's tools; its arguments follow as they
-stand, character by character. What is no call, or calls what there is not, is text. The pieces are
-those of the whole text, however it comes.
+stand, character by character. What is not a call, or calls what there is not, is text. The pieces
+are those of the whole text, however it comes.
 """
 
 import json

@@ -2,32 +2,28 @@
 
 Its weights are the trained model's own where those lie whole and unchanged in memory, else copies
 in an arena, made a unit at a time from what an engine gathers. Adapters are merged into copies,
-and quantized weights are dequantized there.
+and quantized weights are dequantized there. What another stage of a pipeline trains comes from it.
 Nothing of training - hooks, adapters, autograd - is in it, so that a process generates without the
 others.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from jaxtyping import Int64, Shaped
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.tp_group import sum_
+from inference.tp_group import mark_sharing, sum_
 from inference.weights.arena import Arena, Place
 from inference.weights.hash import bits_sum, hash_of_sums
+from inference.weights.origins import Origin, Origins
 from inference.weights.sharding import Sharding
-from pipeline.engine.tensor_parts import Part, part_of, whole_shape
 from pipeline.models.deferred import places
 from pipeline.models.export import HasTurns
 from pipeline.models.forward import base_model
-from pipeline.models.lora import merged
-from pipeline.models.quantized import QuantizedLinear
 from pipeline.models.stream import meta_model
 from pipeline.parallel.group import ALONE, Group
 from pipeline.parallel.shards import ShardSpec
@@ -37,37 +33,31 @@ from pipeline.parallel.shards import ShardSpec
 class Slot:
     """One weight of the replica: what it is made of, and where modules hold it."""
 
+    number: int
+    """Place among all of them, the same on all processes."""
+
     name: str
     """Of the first place."""
 
-    source: nn.Parameter
-    """Of a quantized weight, its codes."""
+    origin: Origin
 
-    layer: QuantizedLinear | None
-    """Whose weight it is, where that is quantized."""
-
-    adapter: LoraLayer | None
     spec: ShardSpec | None
-    """Which part of the source this process has; None is all of it."""
+    """Which part of the whole weight this process has; None is all of it."""
 
-    part: Part | None
-    """What the source is a part of, where this process trains a part of each layer."""
-
-    shape: torch.Size
     place: Place | None = None
     """In the arena; None has the source's own memory."""
 
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
-    def num_bytes(self) -> int:
+    def shape(self) -> torch.Size:
         """Of this process's part."""
-        return self.shape.numel() * self.dtype.itemsize
+        return self.origin.whole if self.spec is None else self.spec.shape(self.origin.whole)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Its number format."""
-        return self.source.dtype if self.layer is None else self.layer.dtype
+    def num_bytes(self) -> int:
+        """Of this process's part."""
+        return self.shape.numel() * self.origin.dtype.itemsize
 
     def show(self, weight: Tensor) -> None:
         """Have the modules hold `weight`."""
@@ -75,20 +65,9 @@ class Slot:
         for module, leaf in self.places:
             setattr(module, leaf, param)
 
-    def value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
-        """What the weight is now, read from where its source lies gathered.
-
-        Processes that train the parts of each layer join them here, unless they generate with the
-        same parts.
-        """
-        own = self.source.detach() if self.layer is None else self.layer.dequantized()
-        if self.adapter is not None:
-            own = merged(own, self.adapter)
-        if self.part is not None:
-            if self.part.own == self.spec:
-                return own
-            own = self.part.joined(trained_by.gather(own, what="weights to generate with"))
-        return own if self.spec is None else self.spec.of(own)
+    def of(self, whole: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*P"]:
+        """This process's part of the whole weight."""
+        return whole if self.spec is None else self.spec.of(whole)
 
 
 class InPlace:
@@ -110,6 +89,7 @@ class Replica:
         shares: whether its weights stay where they are, whole, between the uses of an engine.
         tp_group: the processes that compute each layer together in generation.
         trained_by: those that do so in training.
+        stages: those that train the other stages of the model, which have the same prompts.
 
     Raises:
         ConfigError: the model can't be divided among so many processes.
@@ -122,39 +102,41 @@ class Replica:
         shares: bool,
         tp_group: Group = ALONE,
         trained_by: Group = ALONE,
+        stages: Group = ALONE,
     ) -> None:
         plain = base_model(trained)
         self._plain = plain
-        self.tp_group, self._trained_by = tp_group, trained_by
+        self.tp_group, self._trained_by, self._stages = tp_group, trained_by, stages
         settings = copy.deepcopy(plain.config)
         self.model = meta_model(lambda: _same_class(plain, settings))
         self.model.eval().requires_grad_(False)
         sharding = Sharding(self.model, tp_group)
+        self._origins = Origins(plain, self.model, stages)
+        self.device = next(plain.parameters()).device
         self._arena = Arena()
         self.slots = list(self._lay_out(sharding, shares=shares))
         sharding.apply()
+        if stages.size > 1:
+            mark_sharing(self.model, stages.apart)
+        self._same_parts = len(set(stages.gather_objects(tp_group.rank))) == 1
+        """Whether all stages have the same part of each weight."""
         self._by_source: dict[nn.Parameter, list[Slot]] = {}
         for slot in self.slots:
-            self._by_source.setdefault(slot.source, []).append(slot)
+            if slot.origin.source is not None:
+                self._by_source.setdefault(slot.origin.source, []).append(slot)
         self._share_buffers()
         self.release()
 
     def _lay_out(self, sharding: Sharding, *, shares: bool) -> Iterator[Slot]:
         """The weights, each under all of its places."""
-        slots: dict[tuple[int, int, ShardSpec | None], Slot] = {}
+        slots: dict[tuple[object, ShardSpec | None], Slot] = {}
         for name, module, leaf, _ in places(self.model):
-            owner = name.rpartition(".")[0]
-            source, layer, adapter = _source(self._plain, owner, leaf)
-            part = part_of(source)
-            whole = whole_shape(source) if layer is None else layer.shape
-            spec = sharding.spec(owner, leaf, whole)
-            key = id(source), id(adapter), spec
+            origin = self._origins.of(name)
+            spec = sharding.spec(name.rpartition(".")[0], leaf, origin.whole)
+            key = origin.key, spec
             if key not in slots:
-                shape = whole if spec is None else spec.shape(whole)
-                same = spec == (None if part is None else part.own)
-                in_place = shares and layer is None and adapter is None and same
-                slot = slots[key] = Slot(name, source, layer, adapter, spec, part, shape)
-                if not in_place:
+                slot = slots[key] = Slot(len(slots), name, origin, spec)
+                if not (shares and origin.lies_as(spec)):
                     slot.place = self._arena.reserve(slot.num_bytes)
                 yield slot
             slots[key].places.append((module, leaf))
@@ -181,34 +163,84 @@ class Replica:
         `weights` is the engine that trains the model; all its processes call it in step.
         """
         if not self.loaded:
-            self._arena.allocate(self.slots[0].source.device)
+            self._arena.allocate(self.device)
             for slot in self.slots:
                 slot.show(self._memory(slot))
-        for params in weights.iter_gathered_units():
-            for slot in (slot for param in params for slot in self._by_source.get(param, ())):
-                if slot.place is not None:
-                    self._memory(slot).copy_(slot.value(self._trained_by))
+        for stage in range(self._stages.size):
+            if stage == self._stages.rank:
+                self._take(weights)
+            else:
+                self._receive(stage)
         self._share_buffers()
+
+    def _take(self, weights: HasTurns) -> None:
+        """What this process trains, and has for those that train other stages."""
+        together, hands_on = self._trained_by, self._stages.size > 1
+        for params in weights.iter_gathered_units():
+            slots = [slot for param in params for slot in self._by_source.get(param, ())]
+            if hands_on and slots:
+                self._announce([slot.number for slot in slots])
+            for slot in slots:
+                if slot.place is None and not hands_on:
+                    continue
+                if self._same_parts and slot.origin.is_part(slot.spec):
+                    own = sent = slot.origin.value()
+                else:
+                    whole = slot.origin.whole_value(together)
+                    own = slot.of(whole)
+                    sent = own if self._same_parts else whole
+                if slot.place is not None:
+                    self._memory(slot).copy_(own)
+                if hands_on:
+                    sent = sent.to(slot.origin.dtype).contiguous()
+                    self._stages.broadcast(sent, source=self._stages.rank)
+        if hands_on:
+            self._announce([])
+
+    def _receive(self, stage: int) -> None:
+        """What another stage trains, as it comes to it."""
+        while numbers := self._announced(stage):
+            for slot in (self.slots[number] for number in numbers):
+                memory, origin = self._memory(slot), slot.origin
+                if self._same_parts:
+                    self._stages.broadcast(memory, source=stage)
+                else:
+                    whole = torch.empty(origin.whole, dtype=origin.dtype, device=self.device)
+                    self._stages.broadcast(whole, source=stage)
+                    memory.copy_(slot.of(whole))
+
+    def _announce(self, numbers: Sequence[int]) -> None:
+        """Say which weights come next; none at the end."""
+        header = torch.zeros(len(self.slots) + 1, dtype=torch.int64, device=self.device)
+        header[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+        self._stages.broadcast(header, source=self._stages.rank)
+
+    def _announced(self, stage: int) -> list[int]:
+        header = torch.zeros(len(self.slots) + 1, dtype=torch.int64, device=self.device)
+        self._stages.broadcast(header, source=stage)
+        count, *numbers = header.tolist()
+        return numbers[:count]
 
     def _memory(self, slot: Slot) -> Tensor:
         if slot.place is None:
-            return slot.source.detach()
-        return self._arena.at(slot.place).view(slot.dtype).view(slot.shape)
+            return slot.origin.in_place
+        return self._arena.at(slot.place).view(slot.origin.dtype).view(slot.shape)
 
     def _share_buffers(self) -> None:
         """Have the trained model's buffers: some families change theirs as they read."""
         for name, module in self.model.named_modules():
-            theirs = _plain_module(self._plain, name)
             for leaf, buffer in module.named_buffers(recurse=False):
-                setattr(module, leaf, theirs.get_buffer(leaf).to(buffer.dtype))
+                theirs = self._origins.buffer(name, leaf)
+                theirs = buffer.to(self.device) if theirs is None else theirs
+                setattr(module, leaf, theirs.to(buffer.dtype))
 
     def release(self) -> None:
         """Give the memory back; the weights read as NaN until they are loaded again."""
         self._arena.release()
         for slot in self.slots:
-            dtype, device = slot.dtype, slot.source.device
+            dtype = slot.origin.dtype
             nothing = float("nan") if dtype.is_floating_point else 0
-            slot.show(torch.full((), nothing, dtype=dtype, device=device).expand(slot.shape))
+            slot.show(torch.full((), nothing, dtype=dtype, device=self.device).expand(slot.shape))
 
     def weights_hash(self) -> int:
         """Of the weights that generation reads now, adapters merged: the same for any division.
@@ -230,20 +262,3 @@ class Replica:
 
 def _same_class(plain: PreTrainedModel, settings: object) -> PreTrainedModel:
     return type(plain)._from_config(settings, dtype=plain.dtype)  # noqa: SLF001
-
-
-def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
-    """A module without its adapter."""
-    module = plain.get_submodule(name)
-    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
-
-
-def _source(
-    plain: PreTrainedModel, owner: str, leaf: str
-) -> tuple[nn.Parameter, QuantizedLinear | None, LoraLayer | None]:
-    """The trained weight under a name, its layer if it is quantized, and what adapts it."""
-    module, layer = plain.get_submodule(owner), _plain_module(plain, owner)
-    adapter = module if isinstance(module, LoraLayer) and leaf == "weight" else None
-    if isinstance(layer, QuantizedLinear) and leaf == "weight":
-        return layer.get_parameter("codes"), layer, adapter
-    return layer.get_parameter(leaf), None, adapter

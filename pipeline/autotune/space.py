@@ -310,7 +310,7 @@ def _number_offloaded(value: str) -> int:
 
 
 def _is_given(setting: str, fixed: Sequence[str]) -> bool:
-    """Whether a setting, or one inside of it, was given."""
+    """Whether a setting, or one inside it, was given."""
     return any(f"{each}.".startswith(f"{setting}.") for each in fixed)
 
 

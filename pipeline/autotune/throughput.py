@@ -22,7 +22,7 @@ from pipeline.autotune.points import Point
 from pipeline.autotune.space import Candidate, Space, Value
 
 OCTAVES = 1.5
-"""Length scale of a size: after so many doublings its effect has become another one."""
+"""Length scale of a size: after that many doublings its effect has become another one."""
 
 TOGETHER = 0.2
 """Share of the variance that no dimension has by itself."""

@@ -85,7 +85,7 @@ def run_trial(
     steps: int,
     timeout_seconds: float,
 ) -> Trial:
-    """Run a step until it has logged its warm-up and so many steps more, or has failed.
+    """Run a step until it has logged its warm-up and that many steps more, or has failed.
 
     Whatever happens, none of its processes is left.
 

@@ -80,6 +80,6 @@ def _check_space(plan: Plan) -> None:
     for name in plan.request.autotune_space:
         if name not in known:
             raise ConfigError(
-                f"--autotune-space {name} is no setting of memory and speed;"
+                f"--autotune-space {name} is not a setting of memory and speed;"
                 f" {suggestion(name, known)}"
             )

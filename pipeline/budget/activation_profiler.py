@@ -65,7 +65,7 @@ class PassBytes:
         return max(self.blocks, self.head)
 
     def plus(self, times: int, more: "PassBytes") -> "PassBytes":
-        """With so many times what `more` has more than this; the tail is that of `more`."""
+        """With that many times what `more` has more than this; the tail is that of `more`."""
 
         def added(one: int, other: int) -> int:
             return one + times * (other - one)
@@ -82,7 +82,7 @@ class PassBytes:
 class ActivationProfiler(TorchDispatchMode):
     """Counts the bytes of the storages that operations make, while they are alive.
 
-    With `on_cpu` also what this machine's processor takes inside of them.
+    With `on_cpu` also what this machine's processor takes inside them.
     """
 
     def __init__(self, *, on_cpu: bool = False) -> None:
@@ -296,7 +296,7 @@ def measure_pass(
             loss = run()
             waits = profiler.held
             if trains:
-                torch.autograd.backward(loss)  # not its method, inside of which modes are off
+                torch.autograd.backward(loss)  # not its method, inside which modes are off
         finally:
             for hook in hooks:
                 hook.remove()

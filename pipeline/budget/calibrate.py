@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.models.dora import row_lengths
+
 HEAD_WIDTH = 64
 
 WORTH_THREADS = 2e-3
@@ -84,8 +86,17 @@ def head_seconds(width: int, vocabulary: int, tokens: int, how: Timing) -> float
 
 
 @functools.cache
+def lengths_seconds(width: int, rank: int, threads: int, *, narrow: bool) -> float:
+    """Of the lengths of a weight's rows with an adapter of this rank, as DoRA has them."""
+    dtype = torch.bfloat16 if narrow else torch.float32
+    weight = torch.zeros(width, width, dtype=dtype)
+    down, up = torch.zeros(rank, width), torch.zeros(width, rank)
+    return _seconds(lambda: row_lengths(weight, down, up), threads)
+
+
+@functools.cache
 def update_seconds(size: int, threads: int) -> float:
-    """Of AdamW on so many weights."""
+    """Of AdamW on that many weights."""
     weight = torch.zeros(size, requires_grad=True)
     weight.grad = torch.ones(size)
     optimizer = torch.optim.AdamW([weight], fused=True)

@@ -19,7 +19,7 @@ PREFILL = 2048
 """Prompt tokens of a pass, as `inference.engine.slots` reads them."""
 
 SLOT_BLOCK = 32
-"""A slot has whole blocks of so many tokens, and one more: see `inference.engine.cache`."""
+"""A slot has whole blocks of that many tokens, and one more: see `inference.engine.cache`."""
 
 SAMPLED = 4 * 4
 """Bytes of each logit while a token is drawn: logits, log-probabilities, probabilities and their
@@ -41,16 +41,20 @@ def sampling_bytes(model: CountedModel) -> int:
     return SAMPLED * table.shape[0]
 
 
-def replica_bytes(actor: CountedModel, generation: Generation) -> int:
+def replica_bytes(
+    actor: CountedModel, generation: Generation, *, own: CountedModel | None = None
+) -> int:
     """Copies of the weights to generate with: of what is sharded, merged, divided or quantized.
 
-    Matrices of the blocks are divided among the processes that generate together.
+    Matrices of the blocks are divided among the processes that generate together. What is not in
+    `own`, the stage of the actor that this process trains, is copied as well.
     """
     if actor.engine is None:
         return 0
     layers = {id(layer.codes): layer for layer in quantized_layers(actor.present).values()}
     merged = {id(weight) for weight in _adapted(actor)}
-    total = 0
+    trained = (actor if own is None else own).present.named_parameters()
+    here, total = {name for name, _ in trained}, 0
     for unit in actor.units():
         for name, param in unit.params.items():
             layer = layers.get(id(param))
@@ -59,6 +63,7 @@ def replica_bytes(actor: CountedModel, generation: Generation) -> int:
             part, size = part_of(param), generation.tensor_parallel if divided else 1
             another = size != (1 if part is None else len(part.specs))
             copied = actor.is_sharded or layer is not None or id(param) in merged or another
+            copied = copied or name not in here
             if copied and not _is_beside(name):
                 num_bytes = layer.num_bytes if layer is not None else _whole_bytes(param)
                 total += num_bytes // size

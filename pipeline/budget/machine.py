@@ -76,7 +76,7 @@ class Machine:
 
 
 def this_machine(*, processes: int, world: int, gpus: Sequence[str]) -> Machine:
-    """The machine that this runs on, as it is now, for so many processes of a step on it.
+    """The machine that this runs on, as it is now, for that many processes of a step on it.
 
     `gpus` are those that they use, as `pipeline.launch.local.list_gpus` names them.
     """
@@ -96,8 +96,8 @@ def parse_machine(text: str) -> Machine:
     )
     if match is None:
         raise ConfigError(
-            f"--plan-for {text} is no machine; write GPUs and their memory, as 8xA100-80GB or"
-            " 4x24GB, with main memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
+            f"--plan-for {text} is not a machine; write GPUs and their memory, such as 8xA100-80GB"
+            " or 4x24GB, with main memory as 8xA100-80GB+1024GB, several machines as 2x8xA100-80GB"
         )
     nodes, gpus, card, size, host = match.groups()
     count = int(gpus)

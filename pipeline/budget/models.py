@@ -70,7 +70,7 @@ class CountedModel:
 
     @property
     def plain(self) -> "PreTrainedModel":
-        """The model inside of its adapters."""
+        """The model inside its adapters."""
         from pipeline.models.forward import base_model
 
         return base_model(self.present)

@@ -91,7 +91,7 @@ class ScalingConfig:
 
 @dataclass(frozen=True)
 class Scaled:
-    """One optimizer step at one ZeRO stage on so many GPUs."""
+    """One optimizer step at one ZeRO stage on that many GPUs."""
 
     gpus: int
     stage: Stage

@@ -53,6 +53,12 @@ class Work:
     narrow: bool
     """Whether it computes in 16 bits."""
 
+    measured: int = 0
+    """Numbers in the weights whose rows are measured in each pass, which is DoRA's."""
+
+    rank: int = 0
+    """Of its adapters."""
+
 
 @dataclass(frozen=True)
 class GpuSpeed:
@@ -70,7 +76,7 @@ class GpuSpeed:
         return f"{EFFICIENCY:.0%} of an {self.card}'s peak of {self.peak / 1e12:.0f} TFLOP/s"
 
     def forward(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """Seconds of so many tokens, in sequences of such a length, cut into so many passes."""
+        """Seconds of that many tokens, in sequences of such a length, cut into that many passes."""
         of_products = tokens * work.flops.forward(round(length)) / (EFFICIENCY * self.peak)
         of_reading = passes * 2 * work.parameters / self.bandwidth
         return max(of_products, of_reading, passes * work.flops.layers * LAUNCH)
@@ -79,6 +85,13 @@ class GpuSpeed:
         """Seconds of forward and backward passes."""
         of_products = tokens * work.flops.train(round(length)) / (EFFICIENCY * self.peak)
         return max(of_products, passes * work.flops.layers * 3 * LAUNCH)
+
+    def lengths(self, work: Work) -> float:
+        """Seconds in each pass, whatever its tokens, in which DoRA measures weights.
+
+        A weight is read, added to in fp32, and read again: 2, 4 and 8, and 4 bytes a number.
+        """
+        return 18 * work.measured / self.bandwidth
 
     def update(self, work: Work) -> float:
         """Seconds of an optimizer step."""
@@ -107,7 +120,7 @@ class CpuSpeed:
     basis: str = "blocks of such models, timed now, as if nothing else ran on this machine"
 
     def forward(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
-        """Seconds of so many tokens, in sequences of such a length, cut into so many passes."""
+        """Seconds of that many tokens, in sequences of such a length, cut into that many passes."""
         return self._seconds(work, tokens, length, passes, trains=False)
 
     def train(self, work: Work, *, tokens: float, length: float, passes: float) -> float:
@@ -115,6 +128,16 @@ class CpuSpeed:
         full = self._seconds(work, tokens, length, passes, trains=True)
         every = replace(work.flops, trained=work.flops.weights)
         return full * work.flops.train(round(length)) / every.train(round(length))
+
+    def lengths(self, work: Work) -> float:
+        """Seconds in each pass, whatever its tokens, in which DoRA measures weights."""
+        from pipeline.budget.calibrate import lengths_seconds
+
+        if work.measured == 0:
+            return 0.0
+        width = min(work.hidden, WIDEST)
+        seconds = lengths_seconds(width, work.rank, self.threads, narrow=work.narrow)
+        return self.crowd * seconds * work.measured / width**2
 
     def update(self, work: Work) -> float:
         """Seconds of an optimizer step."""

@@ -1,7 +1,7 @@
 """What each part of a model takes; of the stages of a pipeline the one that takes most counts."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.budget.activation_profiler import PassBytes
@@ -9,6 +9,7 @@ from pipeline.budget.models import CountedModel
 from pipeline.budget.passes import Pass
 from pipeline.budget.table import Item
 from pipeline.config import Workload
+from pipeline.errors import ConfigError, ModelError
 from pipeline.models.sharding import can_shard
 from pipeline.models.stages import Stage, blocks_of, cut_stage
 from pipeline.models.tensor_cut import cut_for_plan
@@ -17,7 +18,7 @@ from pipeline.parallel.schedules import instructions, simulate
 
 @dataclass(frozen=True)
 class Part:
-    """A stage of a model that learns."""
+    """A stage of a model."""
 
     whole: CountedModel
 
@@ -76,18 +77,44 @@ def part_of_layers(model: CountedModel, workload: Workload) -> CountedModel:
     if not use.learns and not can_shard(model.plain, size):
         return model
     module = copy.deepcopy(model.module)
-    cut_for_plan(module, size)
+    cut_for_plan(module, size, sequence=workload.parallel.sequence)
     return replace(model, module=module)
 
 
-def parts_of(model: CountedModel, workload: Workload) -> list[Part]:
-    """The stages of a model, in order.
+def stages_of(models: Sequence[CountedModel], workload: Workload) -> list[dict[str, Part]]:
+    """Of each stage what it has of the models that are cut, by role; none without stages.
+
+    Those that learn are, of the others those that can be.
+
+    Raises:
+        ConfigError, ModelError: as `parts_of`.
+    """
+    found: list[dict[str, Part]] = [{} for _ in range(workload.parallel.pp)]
+    if workload.parallel.pp == 1:
+        return found
+    for place, model in enumerate(models):
+        use = workload.model(model.role)
+        if not (use.learns or use.divided):
+            continue
+        try:
+            parts = parts_of(model, workload, follows=place > 0)
+        except (ConfigError, ModelError):
+            if use.learns:
+                raise
+            continue  # each process has it whole
+        for stage, part in zip(found, parts, strict=True):
+            stage[model.role] = part
+    return found
+
+
+def parts_of(model: CountedModel, workload: Workload, *, follows: bool = False) -> list[Part]:
+    """The stages of a model, in order; `follows` as for `pipeline.models.stages.blocks_of`.
 
     Raises:
         ConfigError, ModelError: as `pipeline.models.stages.cut_stage`.
     """
     parallel = workload.parallel
-    blocks = blocks_of(model.present, parallel.pp, parallel.partition)
+    blocks = blocks_of(model.present, parallel.pp, parallel.partition, follows=follows)
     orders = [
         instructions(
             parallel.schedule, stage=number, stages=parallel.pp, count=workload.micro_batches

@@ -8,7 +8,7 @@ from pipeline.budget.machine import Machine
 from pipeline.budget.models import CountedModel
 from pipeline.budget.table import Item, Place
 from pipeline.config import Workload
-from pipeline.engine.predict import KINDS, offloaded, predict, state_vectors, streamed
+from pipeline.engine.predict import KINDS, moment_bytes, offloaded, predict, streamed
 
 PLACES: Mapping[str, Place] = {"cpu": "host", "nvme": "disk"}
 
@@ -79,8 +79,8 @@ def held(
         yield Item("streaming", model.role, passing, beside)
     if model.trained is None or "moments" not in kinds:
         return
-    vectors = state_vectors(model.trained.optim)
-    own = sizes["moments"] // vectors if vectors else sizes["masters"]
+    each = moment_bytes(model.trained.optim)
+    own = int(4 * sizes["moments"] / each) if each else sizes["masters"]
     use = workload.model(model.role)
     if use.keeps_average:
         place = places.get("masters", "device")

@@ -5,7 +5,7 @@ models' own code (`pipeline.budget.activation_profiler`), generation by the shap
 replica.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.budget.activation_profiler import PassBytes
@@ -20,7 +20,7 @@ from pipeline.budget.machine import RUNTIME_CPU, Machine
 from pipeline.budget.models import CountedModel, models_of
 from pipeline.budget.moments import moments_of, names, trained_root, whole_root
 from pipeline.budget.passes import Pass, Rows, UnknownPassError, longest, pass_bytes
-from pipeline.budget.stages import Part, part_of_layers, parts_of
+from pipeline.budget.stages import Part, part_of_layers, stages_of
 from pipeline.budget.states import engine_bytes, held, places_of, sums_directly
 from pipeline.budget.table import Item, Phase, PhaseName, StepMemory
 from pipeline.config import Generation, StepConfig, Workload
@@ -60,10 +60,7 @@ def workload_memory(
         for model in models
         if model.module is None
     )
-    parts: Sequence[Part | None] = (None,)
-    if workload.parallel.pp > 1 and models[0].module is not None:
-        parts = parts_of(models[0], workload)
-    found = [_memory(workload, machine, counted, part) for part in parts]
+    found = [_memory(workload, machine, counted, parts) for parts in stages_of(counted, workload)]
     most = max(found, key=lambda memory: memory.peak("device"))
     return replace(most, unknown=(*missing, *most.unknown), parameters=parameters)
 
@@ -72,16 +69,15 @@ def _memory(
     workload: Workload,
     machine: Machine,
     models: tuple[CountedModel, ...],
-    part: Part | None,
+    parts: Mapping[str, Part],
 ) -> StepMemory:
-    """Of a process; with a `part`, of one that has this stage of the first model."""
-    if part is not None:
-        models = (part.own, *models[1:])
+    """Of a process, which has the `parts` of models that are cut into stages, by role."""
+    models = tuple(parts[each.role].own if each.role in parts else each for each in models)
     sizes = {model.role: engine_bytes(model, workload, machine) for model in models}
-    step = _Step(workload, machine, models, sizes, part=part)
+    step = _Step(workload, machine, models, sizes, parts=parts)
     phases = step.all_phases()
-    unknown, stage = tuple(dict.fromkeys(step.unknown)), None if part is None else part.stage.number
-    return StepMemory(phases, unknown, {}, stage=stage)
+    stage = next((part.stage.number for part in parts.values()), None)
+    return StepMemory(phases, tuple(dict.fromkeys(step.unknown)), {}, stage=stage)
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,8 @@ class _Step:
 
     unknown: list[str] = field(default_factory=list[str])
 
-    part: Part | None = None
-    """The stage that is counted, where the first model is cut into some."""
+    parts: Mapping[str, Part] = field(default_factory=dict[str, Part])
+    """The stage that is counted, of the models that are cut into some, by role."""
 
     def all_phases(self) -> tuple[Phase, ...]:
         """With what a process takes for itself."""
@@ -169,10 +165,6 @@ class _Step:
             yield from self.replica()
         trained = [model for model in self.present if model.trained is not None]
         after = later = frozenset({"update"})
-        if (
-            self.workload.micro_batches > 1
-        ):  # sums of all are there while each works on the next one
-            after = after.union(*(moments_of(model.role) for model in trained))
         for model in reversed(trained):
             if self.learns_from_texts(model):
                 after |= moments_of("texts")
@@ -291,13 +283,15 @@ class _Step:
             yield Item("weights", base.role, base.read_bytes, "host", reading)
         assert self.workload.generation is not None
         # Alone, whoever generates together otherwise, and as many responses at once.
-        alone = replace(
-            self.workload.generation, tensor_parallel=1, count=self.workload.generation.most_at_once
-        )
+        generation = self.workload.generation
+        count = max(generation.count, generation.most_at_once)
+        alone = replace(generation, tensor_parallel=1, shared_by=1, count=count)
         yield from self.responses(base, alone)
 
     def responses(self, model: CountedModel, generation: Generation) -> Iterator[Item]:
-        """What a model takes to generate, beside its weights."""
+        """What a model takes to generate, whole, beside its weights."""
+        if model.role in self.parts:
+            model = self.parts[model.role].whole
         generating = frozenset({"answers"})
         for kind, each in (
             ("kv_cache", slot_bytes(model, generation)),
@@ -315,7 +309,9 @@ class _Step:
         generation = self.workload.generation
         actor = None if generation is None else self.of(generation.role)
         if generation is not None and actor is not None:
-            yield Item("replica", actor.role, replica_bytes(actor, generation))
+            part = self.parts.get(actor.role)
+            whole = actor if part is None else part.whole
+            yield Item("replica", actor.role, replica_bytes(whole, generation, own=actor))
 
     def held(
         self,
@@ -327,8 +323,10 @@ class _Step:
         """What of a model stays through a phase."""
         sizes = self.sizes[model.role]
         yield from held(model, sizes, self.workload, self.machine, kinds=kinds, moved=moved)
-        if self.part is not None and model is self.part.own:
-            yield from self.part.shared(trains="moments" in kinds)
+        part = self.parts.get(model.role)
+        if part is not None:
+            trains = model.trained is not None and "moments" in kinds
+            yield from part.shared(trains=trains)
 
     def learns_from_texts(self, model: CountedModel) -> bool:
         """Whether it has passes over texts beside those of the step."""
@@ -339,8 +337,9 @@ class _Step:
         rows = replace(how.rows, length=longest(model.present, how.rows.length))
         how = replace(how, rows=rows)
         try:
-            if self.part is not None and model is self.part.own:
-                return self.part.takes(pass_bytes(self.part.whole.present, how), how)
+            part = self.parts.get(model.role)
+            if part is not None and model is part.own:
+                return part.takes(pass_bytes(part.whole.present, how), how)
             return pass_bytes(model.present, how)
         except UnknownPassError as error:
             reason = str(error).strip().split("\n")[0]

@@ -29,6 +29,9 @@ class RowColumns:
     labels: bool = False
     """Whether `label` is what the step learns, of responses and prompts, and ties are read."""
 
+    known_labels: bool = False
+    """Whether it is what step 2 learns, so that the others see which rows step 2 can use."""
+
     def of(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a row's columns that have a value."""
         names = columns.keys() if self.all else (self.needed | self.others) & columns.keys()
@@ -88,8 +91,8 @@ class DataConfig:
     saved with the model."""
 
     template_date: str = "2026-01-01"
-    """The date, as 2026-01-31, for chat templates that put today's into the prompt, so that tokens
-    don't depend on the day of training."""
+    """The date, such as 2026-01-31, for chat templates that put today's into the prompt, so that
+    tokens don't depend on the day of training."""
 
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""
@@ -101,6 +104,10 @@ class DataConfig:
     history: str = "all"
     """Of the turns before a response: all, user (what users wrote alone), or last:N (the last N
     user turns, and what stands between). System messages stay."""
+
+    labels: bool = False
+    """Step 2 learns the column `label`, so that rows with one count as its own where prompts are
+    shared out among the steps; train.py sets it for all steps."""
 
     def __post_init__(self) -> None:
         require(
@@ -118,7 +125,7 @@ class DataConfig:
         check_split("data.split", self.split)
         require(
             _is_date(self.template_date),
-            f"data.template_date must be a date as 2026-01-31, got {self.template_date}",
+            f"data.template_date must be a date such as 2026-01-31, got {self.template_date}",
         )
         require(self.max_length > 1, f"data.max_length must be above 1, got {self.max_length}")
 
@@ -138,7 +145,7 @@ def check_split(name: str, split: Sequence[float]) -> None:
     """Raise `ConfigError`, which begins with `name`, unless the rows can be cut so."""
     require(
         all(part >= 0 and math.isfinite(part) for part in split) and sum(split) > 0,
-        f"{name} needs three proportions of 0 or more that are not all 0, as 2,4,4; got"
+        f"{name} needs three proportions of 0 or more that are not all 0, such as 2,4,4; got"
         f" {','.join(f'{part:g}' for part in split)}",
     )
 

@@ -53,7 +53,7 @@ def check_optimizer(name: str, params: Mapping[str, Any]) -> None:
         )
     if name not in ELEMENT_WISE:
         hint = suggestion(name, ELEMENT_WISE)
-        raise ConfigError(f"optim.name {name} is no element-wise class of torch.optim; {hint}")
+        raise ConfigError(f"optim.name {name} is not an element-wise class of torch.optim; {hint}")
     if params:
         _check_params(name, params)
 
@@ -70,7 +70,7 @@ def _check_params(name: str, params: Mapping[str, Any]) -> None:
         if param in ENGINES_OWN:
             raise ConfigError(f"{setting} is the engine's own; leave it out")
         if param not in known:
-            raise ConfigError(f"{setting} is no argument of {name}; {suggestion(param, known)}")
+            raise ConfigError(f"{setting} is not an argument of {name}; {suggestion(param, known)}")
     try:
         optimizer_class([torch.zeros(1, requires_grad=True)], **params)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -109,7 +109,7 @@ class TrainedModelConfig(FrozenModelConfig):
     """Train adapters only; null trains all weights."""
 
     head_lr: float | None = None
-    """Learning rate of a score head, which step 2 draws anew; null uses `optim.lr`."""
+    """Learning rate of a score head, which step 2 draws again; null uses `optim.lr`."""
 
     fp16: LossScaleConfig = field(default_factory=LossScaleConfig)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pipeline.config.element_wise import check_optimizer
 from pipeline.config.schedule_params import check_schedule_params
@@ -33,6 +34,11 @@ class OptimConfig:
     """Weight decay, decoupled in AdamW, an L2 penalty in the other classes; biases, norms and other
     one-dimensional weights are exempt."""
 
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How AdamW keeps its two moments between steps: fp32, 8 bytes for each trained weight; bf16,
+    4; 8bit, 2.06, in blocks of 32 with an exponent each, rounded so that the mean is right. The
+    step itself is in fp32."""
+
     schedule: str = "cosine"
     """Course of the learning rate (lr_scheduler_type): linear, cosine, cosine_with_restarts,
     polynomial, constant or constant_with_warmup as in transformers; warmup, warmup_decay,
@@ -62,6 +68,11 @@ class OptimConfig:
             self.weight_decay == 0 or self.name != "Rprop",
             f"optim.weight_decay must be 0: Rprop has none, got {self.weight_decay}",
         )
+        require(
+            self.moments == "fp32" or (self.name == "AdamW" and not self.params),
+            f"optim.moments {self.moments} is AdamW's without optim.params; {self.name}"
+            f"{' with optim.params' if self.params else ''} keeps its state in fp32",
+        )
         require(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
         require(
             all(0 <= beta < 1 for beta in self.betas),
@@ -81,7 +92,7 @@ class OptimConfig:
         )
         require(
             self.schedule in SCHEDULES,
-            f"optim.schedule {self.schedule} is no schedule;"
+            f"optim.schedule {self.schedule} is not a schedule;"
             f" {suggestion(self.schedule, SCHEDULES)}",
         )
         schedule = SCHEDULES[self.schedule]

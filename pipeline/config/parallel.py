@@ -22,20 +22,24 @@ class ParallelConfig:
 
     pp: int = 1
     """Stages of a pipeline (pipeline_model_parallel_size): each has some of the model's blocks, on
-    so many-th of the processes; 1 has the model whole. Steps 0, 1 and 2 only."""
+    so many-th of the processes; 1 has the model whole."""
 
     tp: int = 1
     """Processes that compute each layer together (tensor_model_parallel_size), neighbours in rank:
     each has a part of the heads of attention and of the width of the MLPs; 1 has layers whole.
    """
 
+    sequence: bool = True
+    """With `tp`: each process keeps hidden states of tokens of its own between these parts
+    (sequence_parallel), and norms them; false keeps all on each."""
+
     schedule: Schedule = "1f1b"
     """With `pp`: 1f1b goes back through a micro-batch as soon as it can, and keeps the activations
     of `pp` of them at most; gpipe goes forward with all first."""
 
     partition: tuple[int, ...] | None = None
-    """With `pp`: blocks of each stage in order, as 12 12 14 10; null gives all about as much to
-    compute."""
+    """With `pp`: blocks of each stage in order, such as 12 12 14 10; null gives all about as much
+    to compute."""
 
     micro_batches: int | None = None
     """Micro-batches of an optimizer step on each process, or each pipeline, at least; null takes as
@@ -91,6 +95,10 @@ class ParallelConfig:
                 " start another number of processes",
             )
 
+    def pipelines(self, processes: int) -> int:
+        """Of so many processes those, or groups with parts of a model, with rows of their own."""
+        return max(1, processes // (self.pp * self.tp))
+
     @property
     def is_cut(self) -> bool:
         """Whether a process has a part of a model's layers alone."""
@@ -120,19 +128,19 @@ class ParallelConfig:
             " to none",
         )
         require(
+            model.optim.moments != "8bit",
+            f"{role}.optim.moments 8bit keeps moments in blocks that {tp} would cut; take bf16, or"
+            " fp32",
+        )
+        require(
             not model.zero.compile,
             f"{role}.zero.compile can't compile blocks in which the processes of {tp} wait for each"
             " other; set it to false",
         )
-        if model.lora is None:
-            return
+        variant = "lora" if model.lora is None else model.lora.variant
         require(
-            model.lora.dropout == 0,
-            f"{role}.lora.dropout would draw other masks on each process of {tp}; set it 0",
-        )
-        require(
-            model.lora.variant in ("lora", "rslora"),
-            f"{role}.lora.variant {model.lora.variant} looks at whole weights, of which a process"
+            variant in ("lora", "rslora"),
+            f"{role}.lora.variant {variant} looks at whole weights, of which a process"
             f" of {tp} has a part; take lora or rslora",
         )
 
@@ -155,16 +163,4 @@ class ParallelConfig:
         require(
             "nvme" not in (model.zero.offload.optimizer, model.zero.offload.params),
             f"{role}.zero.offload to nvme can't be had with parallel.pp {self.pp}; take cpu",
-        )
-
-    def require_one_stage(self, step: str) -> None:
-        """Raise where a step is to cut its models into stages that doesn't.
-
-        Raises:
-            ConfigError: one sentence.
-        """
-        require(
-            self.pp == 1,
-            f"parallel.pp {self.pp}: steps 0, 1 and 2 run as pipelines; {step} needs its models"
-            " whole, set parallel.pp 1 for it (replicas and zero_stage share them out)",
         )

@@ -31,7 +31,7 @@ def check_schedule_params(schedule: str, given: Mapping[str, Any]) -> None:
         setting = f"optim.schedule_params.{name}"
         if name not in known:
             hint = suggestion(name, known)
-            raise ConfigError(f"{setting} is no parameter of the schedule {schedule}; {hint}")
+            raise ConfigError(f"{setting} is not a parameter of the schedule {schedule}; {hint}")
         expected = _expected(known[name], value)
         if expected:
             raise ConfigError(f"{setting} must be {expected}, got {value}")

@@ -23,7 +23,7 @@ Tracker = Literal["tensorboard", "wandb"]
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often a step's state is saved: every so many steps, or seconds."""
+    """How often a step's state is saved: every that many steps, or seconds."""
 
     steps: int | None = None
     seconds: int = 0
@@ -38,7 +38,8 @@ class SaveInterval:
         match = re.fullmatch(r"(\d+)([smh]?)", str(text).strip())
         require(
             match is not None and int(match[1]) > 0,
-            f"save_every takes a number of steps, as 100, or a time, as 90s, 15m or 2h, got {text}",
+            "save_every takes a number of steps, such as 100, or a time, such as 90s, 15m or 2h,"
+            f" got {text}",
         )
         assert match is not None
         number, unit = int(match[1]), match[2]
@@ -91,8 +92,8 @@ class StepConfig(ABC):
     than one ever works alone."""
 
     eval_every: int | None = None
-    """Evaluate every so many steps; null chooses, up to 10 times a run in at most 8 % of its work;
-    0 evaluates before and after only."""
+    """Evaluate every that many steps; null chooses, up to 10 times a run in at most 8 % of its
+    work; 0 evaluates before and after only."""
 
     keep_best: bool = True
     """Export the weights of the best evaluation, for a copy of them in main memory; false exports
@@ -105,8 +106,8 @@ class StepConfig(ABC):
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     save_every: int | str | None = "15m"
-    """Time between checkpoints, as 90s, 15m or 2h, or a number of steps (save_steps); null saves
-    only when Ctrl-C or a scheduler ends the run."""
+    """Time between checkpoints, such as 90s, 15m or 2h, or a number of steps (save_steps); null
+    saves only when Ctrl-C or a scheduler ends the run."""
 
     keep_last: int = 2
     """Checkpoints that are kept (save_total_limit); at least 2, so that one may be damaged."""
@@ -210,7 +211,7 @@ class StepConfig(ABC):
 
     @abstractmethod
     def workload(self, world: int) -> Workload:
-        """What the step does on each of so many processes."""
+        """What the step does on each of that many processes."""
 
     @property
     def save_interval(self) -> SaveInterval | None:
@@ -220,13 +221,14 @@ class StepConfig(ABC):
 
 FREE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
-    "peak_tflops",
+    *("peak_tflops", "data.labels"),
     *("timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",
     *("inference_tp_size", "replica", "offload_in_generation"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.checkpoint_every", "*.kernels"),
 )
-"""What may change while a run is interrupted: where it lies, memory and speed."""
+"""What may change while a run is interrupted: where it lies, memory and speed. Where `data.labels`
+changes rows, these differ, which is compared by itself."""
 
 
 def affects_result(name: str) -> bool:

@@ -51,6 +51,7 @@ class TextDataConfig(DataConfig):
     template_date: str = dataclasses.field(init=False, default="2026-01-01")
     train_on: Literal["assistant", "all"] = dataclasses.field(init=False, default="all")
     history: str = dataclasses.field(init=False, default="all")
+    labels: bool = dataclasses.field(init=False, default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

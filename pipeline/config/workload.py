@@ -71,7 +71,7 @@ class Generation:
     """Responses of an iteration, or after training, that are a process's share."""
 
     batch_size: int
-    """Responses that a process generates at once, where there is room for so many."""
+    """Responses that a process generates at once, where there is room for that many."""
 
     prompt_length: int
     """Tokens of the longest prompt."""
@@ -85,6 +85,9 @@ class Generation:
     tensor_parallel: int = 1
     """Processes that generate together."""
 
+    shared_by: int = 1
+    """Processes, or groups of those, that have the same responses to generate, and share them."""
+
     keeps_replica: bool = False
     """Whether the weights that generate stay in memory while models train."""
 
@@ -94,7 +97,7 @@ class Generation:
     @property
     def most_at_once(self) -> int:
         """Responses of the processes that generate together."""
-        return self.count * self.tensor_parallel
+        return -(-self.count // self.shared_by) * self.tensor_parallel
 
     @property
     def slots(self) -> int:
@@ -183,7 +186,7 @@ class Workload:
     @property
     def data_processes(self) -> int:
         """Processes, or groups of those that have the parts of a model, with shares of a batch."""
-        return max(1, self.world // (self.parallel.pp * self.parallel.tp))
+        return self.parallel.pipelines(self.world)
 
     @property
     def share(self) -> int:

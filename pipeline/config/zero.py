@@ -79,7 +79,7 @@ class ZeroConfig:
     process group, as between machines."""
 
     max_skipped_steps: int = 20
-    """Training stops after so many steps in a row without a finite gradient."""
+    """Training stops after that many steps in a row without a finite gradient."""
 
     compile: bool = False
     """Compile each unit with torch.compile."""

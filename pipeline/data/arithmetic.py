@@ -43,7 +43,7 @@ def _write_model(directory: Path, *, seed: int) -> None:
     from pipeline.models.embedded import build_model, build_tokenizer  # loads torch
 
     require(
-        not directory.exists(), f"{directory} is there already; remove it or choose another --model"
+        not directory.exists(), f"{directory} already exists; remove it or choose another --model"
     )
     tokenizer = build_tokenizer()
     model = build_model(vocab_size=len(tokenizer), seed=seed, hidden_size=64, num_layers=3)
@@ -55,7 +55,7 @@ def _require_free(directory: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         require(
             not (directory / name).exists(),
-            f"{directory / name} is there already; remove it or choose another --out",
+            f"{directory / name} already exists; remove it or choose another --out",
         )
 
 

@@ -1,4 +1,4 @@
-"""Batches: sequences laid end to end, and how a global batch is cut into pieces.
+"""Batches: concatenated sequences, and how a global batch is cut into pieces.
 
 No padding: a batch is one long row of real tokens and the lengths of the sequences in it, so masks
 can only come from lengths. Dimension names: N tokens of all sequences, B sequences, K targets.
@@ -19,7 +19,7 @@ from pipeline.parallel.mesh import current_mesh
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """B sequences, one after the other."""
+    """B sequences, concatenated."""
 
     input_ids: Int[Tensor, " N"]
 
@@ -32,7 +32,7 @@ class TokenBatch:
 
     @property
     def tokens(self) -> "TokenBatch":
-        """Itself, as batches of pairs and of labelled rows have theirs."""
+        """The batch itself: batches of pairs and of labelled rows have this attribute too."""
         return self
 
     @property
@@ -56,7 +56,7 @@ class TokenBatch:
 
 
 def collate(rows: Sequence[Encoded]) -> TokenBatch:
-    """Lay `rows` end to end."""
+    """Concatenate `rows`."""
     input_ids = torch.tensor([token for row in rows for token in row.input_ids])
     trained = torch.tensor(
         [flag and position > 0 for row in rows for position, flag in enumerate(row.trained)]
@@ -65,15 +65,15 @@ def collate(rows: Sequence[Encoded]) -> TokenBatch:
 
 
 def collate_part(rows: Sequence[Encoded], *, spare: Encoded) -> TokenBatch:
-    """Lay `rows` end to end; where there are none, `spare` without targets.
+    """Concatenate `rows`; where there are none, `spare` without targets.
 
-    So a process with nothing to learn still runs the same passes as the others.
+    A process without rows thus still runs the same passes as the others.
     """
     return collate(rows) if rows else collate([Encoded.untrained(spare.input_ids)])
 
 
 def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:
-    """Stack 1-D tensors of different lengths into (B, T), zeros behind, and say which are real."""
+    """Stack 1-D tensors into (B, T), right-padded with zeros; the mask is True on real ones."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
@@ -102,7 +102,7 @@ class RowStream:
         return self.take(self.batch_size)
 
     def take(self, count: int) -> list[int]:
-        """The next rows, so many of them."""
+        """The next `count` rows."""
         rows = [self._row(self.position + offset) for offset in range(count)]
         self.position += count
         return rows
@@ -122,11 +122,11 @@ class RowStream:
         return self._order[offset]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands."""
+        """The stream's position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where another stream with the same rows and seed stood."""
+        """Continue at the position of another stream with the same rows and seed."""
         self.position = state["position"]
 
 
@@ -145,8 +145,8 @@ def micro_batches(
     process gets the same number of micro-batches of nearly the same size; where there are fewer
     rows than micro-batches, some are empty.
 
-    With `at_least` k is that or more whatever `num_processes` is, so that any number of processes
-    computes the same micro-batches; empty ones make up a multiple.
+    With `at_least`, k is at least that regardless of `num_processes`, so that any number of
+    processes computes the same micro-batches; empty ones fill up to a multiple.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     unit = num_processes if at_least is None else 1
@@ -164,11 +164,19 @@ def micro_batches(
         count += unit
 
 
-def local_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Pack rows that only this process has into micro-batches, as many on every process.
+def local_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, at_least: int = 1
+) -> list[list[int]]:
+    """Pack rows that only this process has into micro-batches, the same number on every process.
 
-    Some of them may be empty.
+    There are `at_least` that many if there are rows for them. Some may be empty.
     """
-    parts = micro_batches(lengths, max_tokens=max_tokens, num_processes=1, process=0)
+    parts = micro_batches(
+        lengths,
+        max_tokens=max_tokens,
+        num_processes=1,
+        process=0,
+        at_least=min(at_least, max(1, len(lengths))),
+    )
     most = int(current_mesh().data.max(len(parts)))
     return parts + [[] for _ in range(most - len(parts))]

@@ -221,8 +221,8 @@ class ChatFormat:
         opening = whole[len(text) :]
         if not (whole.startswith(text) and last.endswith(opening)):
             raise DataError(
-                f"{self.title} renders a dialogue otherwise without its generation prompt; ask for"
-                " it with the prompt"
+                f"{self.title} renders a dialogue differently without its generation prompt; ask"
+                " for it with the prompt"
             )
         return Segment(last[: len(last) - len(opening)], by_assistant=False)
 

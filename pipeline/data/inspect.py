@@ -60,7 +60,7 @@ class InspectConfig:
     """Arguments of the chat template: `{"enable_thinking": false}`."""
 
     template_date: str = DataConfig.template_date
-    """The date, as 2026-01-31, for chat templates that put today's into the prompt."""
+    """The date, such as 2026-01-31, for chat templates that put today's into the prompt."""
 
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens whose prediction is trained: assistant turns only, or the whole dialogue."""

@@ -13,7 +13,7 @@ from pipeline.parallel.mesh import current_mesh
 logger = logging.getLogger(__name__)
 
 LOOKED_AT = 2048
-"""Rows that are encoded to count; of more, the first so many, which come in random order."""
+"""Rows that are encoded to count; of more, the first that many, which come in random order."""
 
 LOOKED_AT_EMBEDDED = 128
 """Of the built-in task, whose rows are all alike."""

@@ -162,8 +162,8 @@ def load_packed(
         earlier: the prompts of the steps before, which stay apart.
 
     Raises:
-        DataError: a path is no token file of dialogues, or of another tokenizer or format; or the
-            step is left without rows.
+        DataError: a path is not a token file of dialogues, or of another tokenizer or format; or
+            the step is left without rows.
     """
     names = [split_weight(spec) for spec in (*config.path, *config.eval_path)]
     files = [_opened(Path(name).expanduser(), config, chat, model) for name, _ in names]
@@ -204,8 +204,8 @@ def _rows(file: TokenFile, number: int) -> Iterator[_Row]:
 def _opened(path: Path, config: DataConfig, chat: "ChatFormat", model: str) -> TokenFile:
     if path.suffix != TOKENS:
         raise DataError(
-            f"data path {path} is no token file, and others are: give either rows or token files,"
-            " as data.path and as data.eval_path"
+            f"data path {path} is not a token file, and others are: give either rows or token"
+            " files, as data.path and as data.eval_path"
         )
     file = TokenFile(path)
     rendering = file.origin.rendering

@@ -38,7 +38,8 @@ def resolve_format(
         name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
             one of `FORMATS`, or a path to a Jinja file.
         arguments: of the template, which keeps them.
-        date: what the template takes for today, as 2026-01-31; `DataConfig`'s default without it.
+        date: what the template takes for today, such as 2026-01-31; without it, `DataConfig`'s
+            default.
 
     Raises:
         ConfigError: there is no such format, or it has no such argument.

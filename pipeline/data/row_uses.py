@@ -20,14 +20,14 @@ NEEDS: Mapping[RowUse, str] = {
 
 def uses_of(kept: RowColumns) -> Mapping[int, RowUse]:
     """What each step reads of a row, by its number, unless its share says otherwise."""
-    return {**_USES, 2: "labels"} if kept.labels else _USES
+    return {**_USES, 2: "labels"} if kept.labels or kept.known_labels else _USES
 
 
 def is_usable(example: Example, use: RowUse) -> bool:
     """Whether the row has what that use needs."""
     match use:
         case "demonstrations":
-            return bool(example.chosen) and not example.tie
+            return bool(example.chosen) and not example.tie and example.label is not False
         case "pairs":
             return bool(example.chosen and example.rejected) and not example.tie
         case "labels":

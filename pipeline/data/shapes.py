@@ -77,8 +77,7 @@ def read_row(
     if shape is None:
         raise DataError(_unknown_shape(row, columns))
     try:
-        labels = kept is not None and kept.labels
-        example = _example(shape, columns, row.origin, reading, labels=labels)
+        example = _example(shape, columns, row.origin, reading, kept or RowColumns())
         return replace(example, extra=kept.of(row.columns)) if kept else example
     except LeftOut as reason:
         reading.left_out[str(reason)] += 1
@@ -91,11 +90,11 @@ def read_row(
 
 
 def _example(
-    shape: Shape, columns: Columns, origin: str, reading: Reading, *, labels: bool
+    shape: Shape, columns: Columns, origin: str, reading: Reading, kept: RowColumns
 ) -> Example:
     """The example of a row of this shape, as its weight and its label have it.
 
-    With `labels` the label is what is learned of the response, and takes it from nobody.
+    With `kept.labels` the label is what is learned of the response, and takes it from nobody.
     """
     row = Row(columns, origin)
     if "weight" in row.columns and _weight(row) == 0:
@@ -107,11 +106,12 @@ def _example(
         if any(turn.role == "assistant" and not turn.content.strip() for turn in messages):
             raise LeftOut(EMPTY_RESPONSE)
     example = replace(example, prompt=tuple(map(_unlearned_where_empty, example.prompt)))
-    if labels:
-        return example if example.rejected else replace(example, label=label_of(row))
-    if not example.prompt or not example.chosen or example.rejected:
+    if (kept.labels or kept.known_labels) and not example.rejected:
+        example = replace(example, label=label_of(row))
+    if kept.labels or not example.prompt or not example.chosen or example.rejected:
         return example
-    if _is_labelled_bad(columns, row.origin):
+    is_bad = example.label is False
+    if is_bad or (not kept.known_labels and _is_labelled_bad(columns, row.origin)):
         reading.no_demonstrations[BAD_LABEL] += 1
         return replace(example, chosen=(), rejected=example.chosen)
     if example.num_targets == 0:

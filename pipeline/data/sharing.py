@@ -45,7 +45,7 @@ class SharedRow(Protocol):
 
     @property
     def has(self) -> str:
-        """What there is of prompt, chosen and rejected, for messages."""
+        """What there is of prompt and responses, for messages."""
         ...
 
     def is_usable(self, use: RowUse) -> bool:
@@ -269,8 +269,8 @@ def _share(
         first = rows[0]
         raise DataError(
             f"no row has what step {step} needs, {NEEDS[part.use]}; the first,"
-            f" {first.origin}, has {first.has}: give other data or say with --fields which"
-            " column is which"
+            f" {first.origin}, has {first.has}: give other data, name its columns with --fields, or"
+            f" choose the steps with --step, without {step}"
         )
     if len(usable) < len(rows):
         notes.append(

@@ -99,7 +99,7 @@ class Reader:
             )
         elif path.exists():
             if wanted is not None:
-                raise DataError(f"data path {bare}: a file has no splits; leave @{wanted} away")
+                raise DataError(f"data path {bare}: a file has no splits; leave out @{wanted}")
             train, test = self._read_file(path), []
         elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
             raise DataError(f"data path {name}: there is no such file or directory")

@@ -59,8 +59,15 @@ class _Row:
     @property
     def has(self) -> str:
         """See `SharedRow`."""
-        parts = [name for name in ("prompt", "chosen", "rejected") if getattr(self.example, name)]
-        return " and ".join(parts) or "nothing"
+        example = self.example
+        responses = {
+            (True, True): "a chosen and a rejected response",
+            (True, False): "a response",
+            (False, True): "a rejected response",
+        }
+        found = responses.get((bool(example.chosen), bool(example.rejected)))
+        parts = ["a prompt"] if example.prompt else []
+        return " and ".join([*parts, *([found] if found else [])]) or "nothing"
 
     def is_usable(self, use: RowUse) -> bool:
         """See `SharedRow`."""
@@ -99,6 +106,8 @@ def load_examples(
     """
     earlier = earlier or PromptRecord()
     kept = kept or RowColumns()
+    if step != 2:
+        kept = replace(kept, known_labels=config.labels)
     if EMBEDDED in config.path:
         data = _embedded(config, kept, earlier, step=step, seed=seed, share=share)
     else:

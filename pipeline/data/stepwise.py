@@ -19,8 +19,8 @@ RATINGS = {-1: 0.0, 0: 1.0, 1: 1.0}
 def stepwise_reader(name: str) -> Callable[[Row], Example]:
     """What reads rows whose steps are in the column `name`.
 
-    A row has a prompt alone for whoever doesn't learn from steps: a response with wrong steps is no
-    demonstration.
+    A row has a prompt alone for whoever doesn't learn from steps: a response with wrong steps is
+    not a demonstration.
     """
 
     def read(row: Row) -> Example:

@@ -24,7 +24,7 @@ def with_arguments(template: str, arguments: Mapping[str, Argument]) -> str:
     A template that has these defaults already is returned as it is.
 
     Raises:
-        ConfigError: a name is no variable of a template, or one that the template never reads.
+        ConfigError: a name is not a variable of a template, or one that the template never reads.
     """
     lines = ""
     for name, value in arguments.items():

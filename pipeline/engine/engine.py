@@ -59,13 +59,14 @@ class Engine:
 
     What a process keeps between uses is `config.zero_stage`'s choice: 0 everything, 1 and 2 its
     piece of masters, moments and summed gradients, 3 also its piece alone of the weights. The
-    result is the same to the bit.
+    result is the same bit for bit.
 
     `name`, the same on all processes, tells its collectives from those of other engines: where two
     are used in another order on some process, the error names both. `group` is that of `mesh.data`
     unless another is named. Where the model is a part of a whole one, a stage of a pipeline or of
     each layer some heads, `parts` are the processes that have all of its parts: they take, and
-    skip, steps together, by one norm. `tensor` are those of them with the same layers.
+    skip, steps together, by one norm. `tensor` are those of them with the same layers, `stages`
+    those with the same part of other layers.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Engine:
         group: Group | None = None,
         parts: Group = ALONE,
         tensor: Group = ALONE,
+        stages: Group = ALONE,
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
@@ -103,13 +105,18 @@ class Engine:
         if not self.groups:
             raise ConfigError("the model has no trained parameter; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
-        self.parts, self.tensor = parts, tensor
+        self.parts, self.tensor, self.stages = parts, tensor, stages
         self._norms = NormsOfParts(parts, [group.flat.unit for group in self.groups])
         self._launches = Launches()
         self.rollout_offload = RolloutOffload(self.zero, self.groups)
         # Frozen weights count as well: gradients of fp32 adapters come through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16, config=config.fp16)
+
+    @property
+    def updates(self) -> int:
+        """How often the weights have changed."""
+        return self.zero.updates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's forward pass."""
@@ -190,7 +197,7 @@ class Engine:
         self.rollout_offload.begin(kinds)
 
     def reload_states(self) -> None:
-        """Put everything back on the device, to the bit."""
+        """Put everything back on the device, bit for bit."""
         self.rollout_offload.end()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -234,7 +241,7 @@ class Engine:
         known = {name for group in self.groups for name in group.flat.params}
         unknown = sorted(weights.keys() - known)
         if unknown:
-            raise KeyError(f"{unknown[0]} is no trained parameter of the model")
+            raise KeyError(f"{unknown[0]} is not a trained parameter of the model")
         self.zero.check_ready()
         self.comm.meet()
         self.zero.updates += 1

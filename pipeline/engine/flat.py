@@ -33,6 +33,9 @@ class ParamSettings:
     role: Role = "whole"
     """Among the processes that compute layers together."""
 
+    block: int = 1
+    """Each begins at a multiple of so many elements, of which no process has a part."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -91,10 +94,10 @@ class FlatParams:
         disk: WeightDisk | None = None,
     ) -> None:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
-        layout = lay_out(params, decays=settings.weight_decay > 0)
+        layout = lay_out(params, decays=settings.weight_decay > 0, block=settings.block)
         self.params = {name: params[name] for name in layout.offsets}
         self.offsets = layout.offsets
-        self.numel = padded_size(layout.used, comm.size)
+        self.numel = padded_size(layout.used, comm.size, block=settings.block)
         self.spared_from = self.numel if layout.spared_from is None else layout.spared_from
         self.shard_numel = self.numel // comm.size
         device = placement.device
@@ -178,7 +181,8 @@ class FlatParams:
         It is its piece, which the copies of the model share out among them.
         """
         first, copy, copies = self.comm.rank * self.shard_numel, self.comm.copy, self.comm.copies
-        low, high = (self.shard_numel * end // copies for end in (copy, copy + 1))
+        block = self.settings.block
+        low, high = (self.shard_numel // block * end // copies * block for end in (copy, copy + 1))
         return first + low, first + high
 
     def start_gather(self) -> None:

@@ -41,6 +41,11 @@ class FrozenEngine:
             units = build_units(model, like, comm, BufferPool(comm, device), placement)
             self._zero = ZeroModel(model, units, comm, prefetch_units=like.zero.prefetch_units)
 
+    @property
+    def updates(self) -> int:
+        """How often the weights have changed: never."""
+        return 0
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's forward pass."""
         return self.model(*args, **kwargs)

@@ -10,7 +10,7 @@ from pipeline.engine.side_stream import GradientCopies, Mark
 class RunningSum:
     """The sum so far, micro-batch after micro-batch: ((g1 + g2) + g3) + ...
 
-    It has memory from the first gradient of a step until the step is over.
+    Its memory is allocated from the first gradient of a step to the end of the step.
     """
 
     def __init__(self, empty: Callable[[], Tensor]) -> None:
@@ -27,7 +27,7 @@ class RunningSum:
 
     @property
     def direct(self) -> Tensor | None:
-        """Where the first gradient may be written in place of `add`; then say `empty = False`."""
+        """Where the first gradient may be written instead of `add`; then set `empty = False`."""
         return self.total if self.empty else None
 
     def add(self, gradient: Tensor) -> None:
@@ -44,7 +44,7 @@ class RunningSum:
         return None
 
     def end_micro_batch(self) -> None:
-        """Nothing to do: every addition is final."""
+        """Does nothing: every addition is final."""
 
     def finish(self) -> Tensor:
         """The sum over all micro-batches; zeros where there was none."""
@@ -117,9 +117,9 @@ class OffloadedSum(RunningSum):
 class TreeSum:
     """The sum as a binary tree over micro-batches, whatever their number on this process.
 
-    Like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). With ranks added
-    as a tree as well, and micro-batch i on rank i modulo W, the tree over all micro-batches is the
-    same for every W that is a power of two. It holds at most log2(micro-batches) + 1 sums.
+    Like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks are
+    summed as a tree as well, and micro-batch i is on rank i modulo W, the tree over all
+    micro-batches is the same for every power of two W. Holds at most log2(micro-batches) + 1 sums.
     `current` is that of the micro-batch at hand.
     """
 

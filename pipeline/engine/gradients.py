@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to the optimizer: buffers, reductions, sums."""
+"""Gradients between autograd and the optimizer: buffers, reductions, sums."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from pipeline.engine.units import ROOT
 class FlatGradients:
     """The gradient of one flat vector: a buffer for autograd, and the sum of the own piece.
 
-    Autograd adds straight into the buffer, of which the parameters' `.grad` are views: in fp32, or
-    in the weights' own type where each gets one gradient, and nothing is rounded. A finished buffer
-    is reduced as a whole, in fp32, into the sum of the process whose piece it is.
+    Autograd accumulates directly into the buffer, of which the parameters' `.grad` are views: in
+    fp32, or in the weights' own dtype where each gets exactly one gradient, so that nothing is
+    rounded. A finished buffer is reduced in fp32, each shard into the sum of its process.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:
@@ -39,9 +39,9 @@ class FlatGradients:
         return placement.host_empty(numel, torch.float32, device)
 
     def expect(self, *, once: bool) -> None:
-        """Say whether each parameter gets one gradient at most before the next reduction.
+        """Declare whether each parameter gets at most one gradient before the next reduction.
 
-        It holds from the next buffer on, also for what a forward pass has left already.
+        Takes effect with the next buffer, also for graphs that already exist.
         """
         own = self.flat.settings.dtype
         narrow = once and own.itemsize < torch.float32.itemsize and self.comm.adds_in_fp32
@@ -54,7 +54,7 @@ class FlatGradients:
             param.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
 
     def begin(self) -> None:
-        """Have autograd write into a buffer of zeros, or go on in the one it has."""
+        """Have autograd write into a zeroed buffer, or continue in the current one."""
         if self._buffer is not None:
             return
         self.settle()
@@ -64,13 +64,13 @@ class FlatGradients:
         else:
             self._buffer = self.borrow(self._dtype, zero=True)
         for name, view in self.flat.cut(self._buffer).items():
-            # With `.data` each has a version of its own, which counts what autograd adds to it.
+            # With `.data` each has its own version counter, which counts autograd's additions.
             self.flat.params[name].grad = view.data
 
     def borrow(self, dtype: torch.dtype = torch.float32, *, zero: bool = False) -> Tensor:
         """A buffer of the whole vector's length, from the pool."""
-        # One block's buffer may be reduced while the next one's fills, and a third be read still by
-        # processes that are a block behind; there is but one root.
+        # One block's buffer may be reduced while the next one's fills, and processes that are a
+        # block behind may still read a third; there is only one root.
         at_most = 1 if self.flat.unit == ROOT else 2 + self.comm.defers
         narrow = None if dtype == torch.float32 else dtype
         return self.pool.borrow(
@@ -78,10 +78,10 @@ class FlatGradients:
         )
 
     def start_reduction(self) -> None:
-        """Begin to sum the buffer over processes.
+        """Start summing the buffer over processes.
 
         Raises:
-            RuntimeError: gradients went elsewhere than into the buffer, as after `zero_grad()`.
+            RuntimeError: gradients are not in the buffer, for example after `zero_grad()`.
         """
         self._check_taken()
         if self._buffer is None:
@@ -116,7 +116,7 @@ class FlatGradients:
                 )
 
     def settle(self) -> None:
-        """Wait for the reduction under way and add its result to the sum."""
+        """Wait for the pending reduction and add its result to the sum."""
         if self._reduction is None:
             return
         (work, buffer, out), self._reduction = self._reduction, None
@@ -129,7 +129,7 @@ class FlatGradients:
             self.pool.give_back(buffer, after=self.sum.read)
 
     def clear(self) -> None:
-        """Forget what has been accumulated."""
+        """Discard what has been accumulated."""
         self.settle()
         if self._buffer is not None:
             for param in self.flat.params.values():

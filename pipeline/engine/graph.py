@@ -10,8 +10,8 @@ def parameter_uses(loss: Tensor) -> Counter[Tensor] | None:
     """How often the graph of `loss` uses each parameter; it gets one gradient for each use.
 
     Returns:
-        None where that can't be known: a function written in Python may go back through more, as
-        reentrant checkpointing does, unless it says `uses_inputs_alone`.
+        None where that can't be known: a function written in Python may backpropagate through more,
+        as reentrant checkpointing does, unless it says `uses_inputs_alone`.
     """
     uses = Counter[Tensor]()
     if loss.grad_fn is None:

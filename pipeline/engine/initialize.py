@@ -99,7 +99,7 @@ class LoopEngine:
         All processes call it, between two optimizer steps; it returns when the files are there.
         """
         if self.micro_steps:
-            raise RuntimeError("save between two optimizer steps, not inside of an accumulation")
+            raise RuntimeError("save between two optimizer steps, not inside an accumulation")
         self._checkpoints.save(Path(directory), client_state)
 
     def load_checkpoint(self, directory: str | Path) -> Any:  # noqa: ANN401

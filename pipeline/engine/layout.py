@@ -24,9 +24,12 @@ def num_chunks(world_size: int) -> int:
     return math.lcm(CHUNKS, world_size)
 
 
-def padded_size(numel: int, world_size: int) -> int:
-    """The next size that can be cut into stretches that the optimizer updates alike."""
-    unit = num_chunks(world_size) * ALIGNMENT
+def padded_size(numel: int, world_size: int, *, block: int = 1) -> int:
+    """The next size that can be cut into stretches that the optimizer updates alike.
+
+    Blocks of `block` elements stay whole.
+    """
+    unit = num_chunks(world_size) * math.lcm(ALIGNMENT, block)
     return -(-numel // unit) * unit
 
 
@@ -42,8 +45,10 @@ class Layout:
     """Elements up to the end of the last parameter."""
 
 
-def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> Layout:
+def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool, block: int = 1) -> Layout:
     """One parameter after the other, in their order where none, or all, are spared.
+
+    Each begins at a multiple of `block`, so that its blocks are its own wherever it lies.
 
     Weight decay spares one-dimensional parameters: biases and norms. They begin where a vector may
     be cut, so that an update of both parts has the bits of one of either.
@@ -55,8 +60,10 @@ def lay_out(params: Mapping[str, nn.Parameter], *, decays: bool) -> Layout:
     spared_from: int | None = None if decays else 0
     for name in ordered:
         if decays and spared_from is None and name in spared:
-            used = -(-used // ALIGNMENT) * ALIGNMENT
+            unit = math.lcm(ALIGNMENT, block)
+            used = -(-used // unit) * unit
             spared_from = used
+        used = -(-used // block) * block
         offsets[name] = used
         used += params[name].numel()
     return Layout(offsets, spared_from, used)

@@ -39,7 +39,7 @@ def added_up(packed: Float[Tensor, " n"], *, vectors: int) -> Float[Tensor, " m"
     """Sums of squares of all vectors' stretches and one number more, of not too many stretches.
 
     Where there are thousands of processes each has a stretch of every vector: then those of a
-    vector are added up where they are, in one order for so many processes, for the host to read a
+    vector are added up where they are, in one order for that many processes, for the host to read a
     number for each vector.
     """
     stretches = packed[:-1].view(vectors, -1)

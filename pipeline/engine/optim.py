@@ -1,15 +1,24 @@
 """The optimizer of an engine: an element-wise class of torch.optim over flat vectors."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pipeline.config import OptimConfig
+from pipeline.kernels.adamw.definition import BLOCK
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Devices on which every fused class of torch.optim has its kernel."""
+
+
+MOMENTS: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "8bit": torch.uint8,
+}
+"""In which type AdamW's moments are kept, by the setting `optim.moments`."""
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
@@ -40,6 +49,11 @@ def steps_in_parts(optim: OptimConfig) -> bool:
     It is AdamW's, which the engine steps by itself; other classes have one for a whole tensor.
     """
     return optim.name == "AdamW" and not optim.params
+
+
+def block_of_moments(optim: OptimConfig) -> int:
+    """Elements of a parameter whose moments are kept together: it begins at a multiple of them."""
+    return BLOCK if optim.moments == "8bit" else 1
 
 
 def steps_in_one_pass(optim: OptimConfig, device: torch.device) -> bool:

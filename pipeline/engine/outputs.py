@@ -28,7 +28,7 @@ def tensors_in(output: object) -> Iterator[Tensor]:
 
 
 def without_views(output: object) -> object:
-    """A module's output with copies in place of views that autograd goes back through.
+    """A module's output with copies in place of views that autograd backpropagates through.
 
     A hook on a view is lost when the view is changed in place. Objects stay the same ones: what
     they hold is replaced in them.

@@ -6,6 +6,7 @@ The layout is the engine's own: its units, its kinds of weights, its padding.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import chain, pairwise
 
 import torch
@@ -17,7 +18,7 @@ from pipeline.engine.flat import ParamSettings, Placement
 from pipeline.engine.layout import lay_out, padded_size
 from pipeline.engine.masters import BYTES as MASTER_BYTES
 from pipeline.engine.masters import kind_of_masters
-from pipeline.engine.optim import build_optimizer
+from pipeline.engine.optim import BLOCK, MOMENTS, build_optimizer
 from pipeline.engine.setup import placement_of, vectors_of
 from pipeline.engine.units import UnitParams, find_units
 from pipeline.parallel.device import local_device
@@ -116,7 +117,7 @@ def predict(
         "weights": sum(vector.num_bytes for vector in vectors) // in_weights,
         "masters": masters // in_optimizer,
         "gradients": 4 * sums * sum(vector.numel for vector in trained) // world,
-        "moments": 4 * updated * state_vectors(config.optim),
+        "moments": int(updated * moment_bytes(config.optim)),
         "gradient_buffers": _gradient_buffers(units, config, placement, world, micro_batches)
         + _pieces_of_copies(units, config, placement, world, replicas),
         "gathered": _gathered(units, config, placement, world, generates=generates),
@@ -158,7 +159,7 @@ def streamed(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int
         in_optimizer = world if config.zero_stage >= 1 else 1
         trained = [vector.numel for vector in vectors if vector.settings.trained]
         largest = max(trained, default=0)
-        num_bytes += 2 * 3 * 4 * (largest // in_optimizer)
+        num_bytes += 2 * int((4 + moment_bytes(config.optim)) * (largest // in_optimizer))
     if config.zero.offload.params == "nvme":
         pieces = Counter((vector.numel // world, vector.settings.dtype) for vector in vectors)
         num_bytes += sum(
@@ -166,6 +167,14 @@ def streamed(model: nn.Module, config: TrainedModelConfig, *, world: int) -> int
             for (numel, dtype), count in pieces.items()
         )
     return num_bytes
+
+
+def moment_bytes(optim: OptimConfig) -> Fraction:
+    """Bytes that the optimizer keeps for each weight from step to step."""
+    if optim.moments == "fp32":
+        return Fraction(4 * state_vectors(optim))
+    exponents = Fraction(optim.moments == "8bit", BLOCK)
+    return 2 * (MOMENTS[optim.moments].itemsize + exponents)
 
 
 def state_vectors(optim: OptimConfig) -> int:
@@ -188,7 +197,11 @@ def _vectors(
     return [
         Vector(
             settings,
-            padded_size(lay_out(params, decays=settings.weight_decay > 0).used, world),
+            padded_size(
+                lay_out(params, decays=settings.weight_decay > 0, block=settings.block).used,
+                world,
+                block=settings.block,
+            ),
             tied=any(places[id(param)] > 1 for param in params.values()),
         )
         for (_, settings), params in vectors_of(unit, config).items()

@@ -113,7 +113,7 @@ def newest_on_all(
     if passed_over:
         raise CheckpointError(
             f"none of the {len(passed_over)} checkpoints in {root} can be used: {passed_over[0]};"
-            " bring one back, or say --overwrite to begin again"
+            " restore one, or pass --overwrite to start again"
         )
     return None
 

@@ -9,12 +9,15 @@ set aside have a length at which every kernel rounds all elements alike (`layout
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
 
-from pipeline.engine.layout import ALIGNMENT
+from pipeline.config import OptimConfig
+from pipeline.engine.optim import build_optimizer
+from pipeline.kernels.adamw.definition import BLOCK, grain
 
 Numbers = Mapping[str, Tensor]
 """What an optimizer keeps for a whole tensor, by its own names: its step, mostly."""
@@ -29,8 +32,8 @@ class SetAside:
     """Where they lie in the vector."""
 
     master: Float[Tensor, " k"]
-    moments: dict[str, Float[Tensor, " k"]]
-    """Without those of a parameter that was never updated."""
+    moments: dict[str, Shaped[Tensor, " _"]]
+    """As they are kept, by their names; none of a parameter that was never updated."""
 
     gradient: Float[Tensor, " k"] | None
     """None where it is left as it is."""
@@ -44,12 +47,38 @@ class SetAside:
         return self.place.stop - self.place.start
 
 
-def filled_up(values: Float[Tensor, " n"]) -> Float[Tensor, " k"]:
-    """A copy with zeros behind it, up to a length at which all elements are rounded alike."""
-    size = -(-max(values.numel(), 1) // ALIGNMENT) * ALIGNMENT
+def filled_up(values: Shaped[Tensor, " n"], name: str = "") -> Shaped[Tensor, " k"]:
+    """A copy with zeros behind it, up to a length at which all elements are rounded alike.
+
+    It is one of whole blocks; of a vector with an entry for each block, by its `name`, an entry for
+    each of them.
+    """
+    entries = BLOCK // grain(name)
+    size = -(-max(values.numel(), 1) // entries) * entries
     copy = torch.zeros(size, dtype=values.dtype, device=values.device)
     copy[: values.numel()] = values
     return copy
+
+
+def step_by_itself(each: SetAside, settings: Mapping[str, Any], optim: OptimConfig) -> None:
+    """Update a parameter that has a gradient by a class of PyTorch.
+
+    `settings` are those of the group of parameters in which it would be.
+    """
+    param = nn.Parameter(each.master)
+    optimizer = build_optimizer([{**settings, "params": [param]}], optim)
+    (own,) = optimizer.param_groups
+    own.update({name: value for name, value in settings.items() if name != "params"})
+    if each.numbers is not None:
+        state = {0: {**each.moments, **each.numbers}}
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    param.grad = each.gradient
+    optimizer.step()
+    state = {k: v for k, v in optimizer.state[param].items() if isinstance(v, Tensor)}
+    each.master = param.detach()
+    each.moments = {kind: value for kind, value in state.items() if value.ndim}
+    each.numbers = {name: value for name, value in state.items() if not value.ndim}
 
 
 def same(one: Numbers | None, other: Numbers | None) -> bool:

@@ -10,13 +10,14 @@ from pipeline.engine.buffers import BufferPool
 from pipeline.engine.comm import Collectives
 from pipeline.engine.disk_weights import WeightDisk
 from pipeline.engine.flat import FlatParams, ParamSettings, Placement
-from pipeline.engine.optim import steps_in_parts
+from pipeline.engine.optim import MOMENTS, block_of_moments, steps_in_parts
 from pipeline.engine.store import TensorStore
 from pipeline.engine.swap import StreamedState
 from pipeline.engine.tensor_parts import role_of
 from pipeline.engine.trained import TrainedParams
 from pipeline.engine.units import ROOT, UnitParams, find_units
 from pipeline.engine.zero import Unit
+from pipeline.kernels.adamw.definition import new_moments
 from pipeline.parallel.group import ALONE, Group
 
 
@@ -113,10 +114,11 @@ def store_on_disk(
         return None
     assert offload.nvme_path is not None  # as OffloadConfig checks
     store = TensorStore(offload.nvme_path, rank=rank)
-    state = StreamedState(store, [group.masters.numel for group in groups])
+    moments = MOMENTS[config.optim.moments]
+    state = StreamedState(store, [group.masters.numel for group in groups], moments)
     for index, group in enumerate(groups):
         master = group.masters.from_weights()
-        state.put(index, (master, torch.zeros_like(master), torch.zeros_like(master)))
+        state.put(index, (master, *new_moments(master, moments).values()))
     return state
 
 
@@ -143,4 +145,5 @@ def param_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -
         lr=config.optim.lr if lr is None else lr,
         weight_decay=config.optim.weight_decay if together or param.ndim > 1 else 0.0,
         role=role_of(param),
+        block=block_of_moments(config.optim),
     )

@@ -5,6 +5,7 @@ number of processes and other units take up the same state. Each process contrib
 of its own piece of every flat vector, at stage 0 as well.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,18 @@ from pipeline.engine.part_elements import fragments_of, read_elements
 from pipeline.engine.tensor_parts import whole_shape
 from pipeline.engine.trained import TrainedParams
 from pipeline.errors import CheckpointError
+from pipeline.kernels.adamw.definition import (
+    EXPONENTS,
+    Weights,
+    entries,
+    grain,
+    new_moments,
+    read_moments,
+    write_moments,
+)
 from pipeline.parallel.group import Group
+
+logger = logging.getLogger(__name__)
 
 
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
@@ -33,7 +45,7 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     for group in engine.visit():
         vectors = {"weights": group.masters.fp32(), **_moments(group)}
         for kind, vector in vectors.items():
-            yield from _written(group, vector, f"{prefix}/{kind}")
+            yield from _written(group, vector, f"{prefix}/{kind}", kind)
     elsewhere = _buffers_of_earlier_parts(engine)
     for name, buffer in _buffers(engine).items():
         if name in elsewhere:
@@ -44,12 +56,15 @@ def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 def trained_bytes(engine: Engine) -> int:
     """Bytes of masters and moments that `trained_fragments` gives, after the first step."""
-    vectors = 1 + len({kind for group in engine.groups for kind in _moments(group)})
-    return vectors * sum(_own_bytes(group) for group in engine.groups)
-
-
-def _own_bytes(group: TrainedParams) -> int:
-    return sum(4 * (place.stop - place.start) for _, place, _ in group.spans(own=True))
+    sizes = {
+        kind: each.itemsize for group in engine.groups for kind, each in _moments(group).items()
+    }
+    places = [place for group in engine.groups for _, place, _ in group.spans(own=True)]
+    return sum(
+        size * (own.stop - own.start)
+        for kind, size in {"weights": 4, **sizes}.items()
+        for own in (entries(kind, place) for place in places)
+    )
 
 
 def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
@@ -94,6 +109,7 @@ def _describe_own(engine: Engine) -> dict[str, Any]:
         "skipped_in_a_row": engine.skipped_in_a_row,
         "scaler": engine.scaler.state_dict(),
         "optimizer": engine.optim.name,
+        "moments_kept": engine.optim.moments,
         "moments": sorted({kind for group in engine.groups for kind in _moments(group)}),
         "counters": {
             name: _counters(group, name) for group in engine.groups for name in group.flat.params
@@ -118,6 +134,13 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
         CheckpointError: it trains another model, or with another optimizer.
     """
     _check(engine, described, checkpoint)
+    if described.get("moments_kept", "fp32") != engine.optim.moments:
+        logger.info(
+            "the moments of %s are kept as %s, and are converted to %s",
+            checkpoint.path,
+            described.get("moments_kept", "fp32"),
+            engine.optim.moments,
+        )
     engine.zero.check_ready()
     engine.comm.meet()  # another process may still read the weights as they are
     engine.zero.updates += 1
@@ -155,13 +178,16 @@ def read_weights(
             read(name, elements.start, vector[place])
 
 
-def _written(group: TrainedParams, vector: Tensor, prefix: str) -> Iterator[Fragment]:
-    """What this process writes of a vector that is laid out as the masters."""
+def _written(
+    group: TrainedParams, vector: Tensor, prefix: str, kind: str = "weights"
+) -> Iterator[Fragment]:
+    """What this process writes of a vector that is laid out as the masters, or their blocks."""
     if not _is_written(group.flat, group.tensor):
         return
     for name, place, elements in group.spans(own=True):
         param = group.flat.params[name]
-        yield from fragments_of(f"{prefix}/{name}", param, elements.start, vector[place])
+        first, own = elements.start // grain(kind), vector[entries(kind, place)]
+        yield from fragments_of(f"{prefix}/{name}", param, first, own)
 
 
 def _is_written(flat: FlatParams, tensor: Group) -> bool:
@@ -191,27 +217,48 @@ def _load_group(
     numbers = _numbers(group, described)
     updated = [own for own in numbers.values() if own is not None]
     common = max(updated, key=updated.count, default=None)
-    kept = _moments(group)
-    moments = {
-        kind: kept[kind] if kind in kept else torch.zeros_like(masters)
-        for kind in described["moments"]
-    }
-    for kind, vector in {"weights": masters, **moments}.items():
+    moments = _room_for_moments(group, masters, described["moments"])
+    stored = moments
+    if converted := described["moments"] and moments.keys() != {*described["moments"]}:
+        stored = new_moments(masters, _stored_dtype(described["moments"]))
+    for kind, vector in {"weights": masters, **stored}.items():
         read = _reader(group.flat, f"{prefix}/{kind}", checkpoint)
         for name, place, elements in group.spans():
             if kind == "weights" or numbers[name] is not None:
-                read(name, elements.start, vector[place])
+                read(name, elements.start // grain(kind), vector[entries(kind, place)])
+    if converted:
+        in_fp32 = read_moments(Weights(masters, **stored))
+        write_moments(Weights(masters, **moments), *in_fp32)
     if not (updated or moments) and group.state:
         group.state.clear()  # it was saved before its first update
     if common is not None and (common or moments):
-        state = {**moments, **_as_tensors(common)}
-        settings = group.optimizer.state_dict()["param_groups"]
-        group.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
+        group.load_state({**moments, **_as_tensors(common)})
     group.numbers_of = {
         name: None if own is None else _as_tensors(own)
         for name, own in numbers.items()
         if own != common or (own is None and group.state)
     }
+
+
+def _room_for_moments(
+    group: TrainedParams, masters: Tensor, described: Sequence[str]
+) -> dict[str, Tensor]:
+    """Where the moments of a checkpoint that has those `described` are to lie."""
+    kept, dtype = _moments(group), group.moment_dtype
+    in_codes = dtype == torch.uint8
+    if described and in_codes != (_stored_dtype(described) == torch.uint8):
+        return new_moments(masters, dtype) | kept
+    return {
+        kind: kept[kind]
+        if kind in kept
+        else masters.new_zeros(-(-masters.numel() // grain(kind)), dtype=dtype)
+        for kind in described
+    }
+
+
+def _stored_dtype(described: Sequence[str]) -> torch.dtype:
+    """As what moments of a checkpoint are read; from bf16 to fp32 each as it is read."""
+    return torch.uint8 if EXPONENTS[0] in described else torch.float32
 
 
 def _numbers(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config import Kernels, OptimConfig
 from pipeline.engine.buffers import BufferPool
@@ -16,11 +16,18 @@ from pipeline.engine.gradients import FlatGradients
 from pipeline.engine.layout import num_chunks
 from pipeline.engine.masters import Kind, Masters, kind_of_masters
 from pipeline.engine.norms import squared_norms
-from pipeline.engine.optim import build_optimizer, steps_in_one_pass
-from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same
+from pipeline.engine.optim import MOMENTS, build_optimizer, steps_in_one_pass
+from pipeline.engine.set_aside import Numbers, SetAside, filled_up, same, step_by_itself
 from pipeline.engine.tensor_parts import Stretch, completed, counted
 from pipeline.errors import KernelError
-from pipeline.kernels.adamw.definition import COPIES, AdamW, Shard, Weights
+from pipeline.kernels.adamw.definition import (
+    COPIES,
+    AdamW,
+    Shard,
+    Weights,
+    entries,
+    new_moments,
+)
 from pipeline.kernels.adamw.dispatch import adamw_, prepare
 from pipeline.parallel.group import ALONE, Group
 
@@ -44,6 +51,7 @@ class TrainedParams:
         self.tensor = tensor
         """The processes that have the parts of each layer."""
         self.kernels: Kernels = kernels
+        self.moment_dtype = MOMENTS[optim.moments]
         kind = kind_of_masters(flat.settings.dtype, flat.placement, optim, kernels)
         self.one_pass = self._prepare(optim, kind)
         # On a GPU a kernel may not be there, which on a CPU PyTorch stands in for.
@@ -61,20 +69,35 @@ class TrainedParams:
         device, dtype = self.flat.placement.optimizer_device, self.flat.settings.dtype
         if self.kernels != "off" and steps_in_one_pass(optim, device):
             copy = dtype if kind == "whole" and dtype in COPIES else None
-            ready = prepare(device, copy=copy, split=kind == "split", kernels=self.kernels)
+            ready = prepare(
+                device,
+                copy=copy,
+                split=kind == "split",
+                moments=self.moment_dtype,
+                kernels=self.kernels,
+            )
             # On a CPU PyTorch has the same bits without a kernel, on a GPU a faster class.
-            return ready or device.type == "cpu"
+            return ready or device.type == "cpu" or optim.moments != "fp32"
         if self.kernels == "required":
             raise KernelError(
                 f"kernels required: there is none of {optim.name} on {device.type} with these"
                 " settings; set kernels auto, or take AdamW without optim.params"
             )
-        return False
+        return optim.moments != "fp32"  # of which no class of PyTorch knows
 
     @property
     def state(self) -> dict[str, Any]:
         """What the optimizer keeps, by its own names: moments, and numbers for all weights."""
         return self.optimizer.state[self.masters.param]
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Replace what the optimizer keeps."""
+        if self.moment_dtype != torch.float32:  # PyTorch's class would make fp32 of it
+            self.state.clear()
+            self.state.update(state)
+            return
+        settings = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": {0: state}, "param_groups": settings})
 
     @contextmanager
     def changing(self) -> Iterator[Float[Tensor, " n"]]:
@@ -84,16 +107,17 @@ class TrainedParams:
             yield masters
         self.publish()
 
-    def attach(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    def attach(self, master: Tensor, *moments: Tensor) -> None:
         """Have masters and moments that live on a disk here, until `detach`."""
         self.masters.param.data = master
         self.state.setdefault("step", torch.zeros(()))
-        self.state.update(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        names = new_moments(torch.empty(0), self.moment_dtype)
+        self.state.update(zip(names, moments, strict=True))
 
     def detach(self) -> None:
         """Let go of what `attach` brought."""
         self.masters.param.data = torch.empty(0)
-        self.state.update(exp_avg=torch.empty(0), exp_avg_sq=torch.empty(0))
+        self.state.update(new_moments(torch.empty(0), self.moment_dtype))
 
     def spans(self, *, own: bool = False) -> Iterator[tuple[str, slice, slice]]:
         """Of each parameter that has elements in these masters: where they lie, and which they are.
@@ -280,12 +304,12 @@ class TrainedParams:
 
     def _set_aside(self, name: str, place: slice, gradient: Tensor | None) -> SetAside:
         numbers = self.numbers(name)
-        moments = {} if numbers is None else dict(self._tensors())
+        kept = [] if numbers is None else [each for each in self._tensors() if each[1].ndim]
         return SetAside(
             name,
             place,
             master=filled_up(self.masters.read(place)),
-            moments={kind: filled_up(each[place]) for kind, each in moments.items() if each.ndim},
+            moments={kind: filled_up(each[entries(kind, place)], kind) for kind, each in kept},
             gradient=None if gradient is None else filled_up(gradient[place]),
             numbers=numbers,
         )
@@ -294,8 +318,8 @@ class TrainedParams:
         self.masters.write(each.place, each.master[: each.numel], rounded)
         for kind, vector in self._tensors():
             if vector.ndim:
-                values = each.moments.get(kind)
-                vector[each.place] = 0 if values is None else values[: each.numel]
+                values, own = each.moments.get(kind), vector[entries(kind, each.place)]
+                own[:] = 0 if values is None else values[: own.numel()]
 
     def _step_together(self, gradient: Tensor, multiplier: float) -> Tensor | None:
         """Update the vector as a whole; what `_update` returns."""
@@ -318,14 +342,13 @@ class TrainedParams:
         state, masters = self.state, self.masters
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
-            state |= {name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")}
+            state |= new_moments(gradient, self.moment_dtype)
         if state["step"].is_cuda:  # as PyTorch's fused class has loaded it
             state["step"] = state["step"].cpu()
         state["step"] += 1
         stepped = masters.fp32() if masters.low_bits is None else masters.weights
-        return Weights(
-            stepped, state["exp_avg"], state["exp_avg_sq"], copy=rounded, low_bits=masters.low_bits
-        )
+        moments = {name: value for name, value in self._tensors() if value.ndim}
+        return Weights(stepped, **moments, copy=rounded, low_bits=masters.low_bits)
 
     def _step_alone(self, each: SetAside, multiplier: float) -> None:
         """Update a parameter that lies aside, as `_step_together` would."""
@@ -334,28 +357,13 @@ class TrainedParams:
         *_, rate = next(self.flat.decays(offset, offset + 1))
         if self.one_pass:
             step = 1 if each.numbers is None else int(each.numbers["step"].item()) + 1
-            for kind in ("exp_avg", "exp_avg_sq"):
-                each.moments.setdefault(kind, torch.zeros_like(each.master))
-            vectors = Weights(each.master, each.moments["exp_avg"], each.moments["exp_avg_sq"])
+            each.moments = each.moments or new_moments(each.master, self.moment_dtype)
+            vectors = Weights(each.master, **each.moments)
             self._step_in_one_pass(vectors, each.gradient, multiplier, step=step, weight_decay=rate)
             each.numbers = {"step": torch.tensor(float(step))}
             return
         (settings,) = self.optimizer.param_groups
-        param = nn.Parameter(each.master)
-        optimizer = build_optimizer([{**settings, "params": [param]}], self.optim)
-        (own,) = optimizer.param_groups
-        own.update({name: value for name, value in settings.items() if name != "params"})
-        own["weight_decay"] = rate
-        if each.numbers is not None:
-            state = {0: {**each.moments, **each.numbers}}
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-        param.grad = each.gradient
-        optimizer.step()
-        state = {k: v for k, v in optimizer.state[param].items() if isinstance(v, Tensor)}
-        each.master = param.detach()
-        each.moments = {kind: value for kind, value in state.items() if value.ndim}
-        each.numbers = {name: value for name, value in state.items() if not value.ndim}
+        step_by_itself(each, settings | {"weight_decay": rate}, self.optim)
 
     def _step_in_one_pass(
         self,

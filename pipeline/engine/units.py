@@ -97,7 +97,7 @@ def _longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Without blocks inside of blocks, and each module under one name."""
+    """Without blocks inside blocks, and each module under one name."""
     inner = {
         id(child) for block in blocks.values() for child in block.modules() if child is not block
     }

@@ -62,7 +62,7 @@ def step_volumes(
         model: with its adapters, frozen where it is to be; it may be on the meta device.
         config: its settings.
         world: processes that share it; one moves nothing, but its log counts alike.
-        replicas: copies of it, each shared by so many processes.
+        replicas: copies of it, each shared by that many processes.
         device: where it computes.
         micro_batches: of one process in an optimizer step.
 

@@ -1,9 +1,9 @@
-"""A model whose weights are gathered where they are used, and freed after: hooks and their order.
+"""A model whose weights are gathered before use and freed afterwards: hooks and their order.
 
-The hooks stand on the module itself and on its units; nothing in the model is replaced. Forward:
-gather a unit, run it, free it. Backward: gather it again when the gradient of its output arrives,
-collect its gradients, and reduce them when the next unit's turn has come. Only stage 3 really frees
-and gathers; the lower stages take the same path and find everything in place.
+Hooks are registered on the module itself and on its units; nothing in the model is replaced.
+Forward: gather a unit, run it, free it. Backward: gather it again when the gradient of its output
+arrives, collect its gradients, and reduce them when the next unit starts. Only stage 3 actually
+frees and gathers; the lower stages take the same path and find everything in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +30,9 @@ class Unit:
         self.name, self.module = name, module
         self.flats, self.trained = flats, trained
         self.in_backward = False
-        """From the arrival of its output's gradient until its gradients are on their way."""
+        """From the arrival of its output's gradient until its reduction has started."""
         self.expects_backward = False
-        """Whether a forward pass has left something for autograd to go back through."""
+        """Whether a forward pass has left a graph for autograd."""
 
     @property
     def gathered(self) -> bool:
@@ -40,23 +40,23 @@ class Unit:
         return all(flat.gathered for flat in self.flats)
 
     def start_read(self) -> None:
-        """Begin to bring its own pieces from the disk, where they are there."""
+        """Start reading its own shards from the disk, if they are there."""
         for flat in self.flats:
             flat.start_read()
 
     def start_gather(self) -> None:
-        """Begin to collect its weights."""
+        """Start gathering its weights."""
         for flat in self.flats:
             flat.start_gather()
 
     def gather(self) -> None:
-        """Have its weights here."""
+        """Gather its weights, and wait for them."""
         self.start_gather()
         for flat in self.flats:
             flat.gather()
 
     def free(self) -> None:
-        """Give back the memory of what other processes hold."""
+        """Release the memory of the other processes' shards."""
         for flat in self.flats:
             flat.free()
 
@@ -76,7 +76,7 @@ class ZeroModel:
         self.broken = False
         """True after a backward pass that raised, until `discard`."""
         self.updates = 0
-        """How often the weights have changed; a graph from before can't be gone back through."""
+        """How often the weights have changed; an older graph can't be backpropagated through."""
         self._pinned = 0
         self._settling: Unit | None = None
         self._visited: list[Unit] = []
@@ -84,7 +84,7 @@ class ZeroModel:
         self._previous: dict[Unit, Unit] = {}
         self._root_was_gathered = True
         if getattr(model, "_engine", None) is not None:
-            raise ConfigError("an engine has taken this model already; build the model anew")
+            raise ConfigError("an engine has taken this model already; build the model again")
         object.__setattr__(model, "_engine", self)
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load_state_dict)
@@ -134,13 +134,13 @@ class ZeroModel:
         return output
 
     def _before_unit(self, unit: Unit) -> None:
-        if in_backward():  # a recomputation inside of the backward pass of the unit itself
+        if in_backward():  # a recomputation inside the backward pass of the unit itself
             self._before_backward(unit)
             return
         if not self.root.gathered:
             raise RuntimeError(
                 f"{unit.name} was called while the weights outside of it were sharded: call the"
-                " engine instead of a module inside of it, or do it under `engine.gathered()`"
+                " engine instead of a module inside it, or do it under `engine.gathered()`"
             )
         self._visited.append(unit)
         self._gather(unit, self._next)
@@ -163,9 +163,9 @@ class ZeroModel:
     # Backward
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-        """Run autograd from `roots`, a loss or what has these `gradients`; reduce what it finds.
+        """Run autograd from `roots` (a loss, or outputs with `gradients`); reduce the gradients.
 
-        Those without a graph take part in the collectives of the others with zeros.
+        A process whose roots have no graph takes part in the collectives with zeros.
         """
         self.check_ready()
         if len(roots) == 1:
@@ -184,7 +184,7 @@ class ZeroModel:
         self.flush()
 
     def flush(self) -> None:
-        """End a backward pass, if there was one: reduce what is left, free what is gathered."""
+        """Finish a backward pass, if there was one: reduce what is left, free what is gathered."""
         if in_backward() or not any(unit.in_backward for unit in self.units):
             return
         for unit in self.units:
@@ -199,7 +199,7 @@ class ZeroModel:
                 each.gradients.expect(once=False)
 
     def reduce(self) -> None:
-        """Have every gradient found so far in the sums: also what `no_sync` left where it was."""
+        """Add every gradient so far to the sums, including those that `no_sync` has left."""
         for unit in self.units:
             for each in unit.trained:
                 each.gradients.start_reduction()
@@ -210,7 +210,7 @@ class ZeroModel:
         self._settling = None
 
     def discard(self) -> None:
-        """Forget all gradients, and a pass that was broken off."""
+        """Discard all gradients, and the state of a pass that raised."""
         self._settling = None
         self.broken = False
         for unit in self.units:
@@ -221,7 +221,7 @@ class ZeroModel:
             self._free(unit)
 
     def _expect_gradients(self, loss: Tensor) -> None:
-        """Find the vectors whose gradients need no addition before they are reduced."""
+        """Find the vectors whose parameters get only one gradient before the reduction."""
         if not (self.reducing and self.comm.adds_in_fp32):
             return
         uses = parameter_uses(loss)
@@ -243,7 +243,7 @@ class ZeroModel:
         self._check_current(updates)
         if not self.root.in_backward:
             self._begin_root()
-        for other in self.blocks:  # whose part is over: autograd goes back in the order of creation
+        for other in self.blocks:  # done: autograd runs in reverse order of creation
             if other.in_backward and other is not unit:
                 self._finish(other)
         self._gather(unit, self._previous)
@@ -256,7 +256,7 @@ class ZeroModel:
         self._free(unit)
         if not self.reducing:
             return
-        # One reduction may run beside the computation of the next unit, not two: each holds memory.
+        # Only one reduction may overlap with the next unit's computation: each holds a buffer.
         if self._settling is not None:
             for each in self._settling.trained:
                 each.gradients.settle()
@@ -283,7 +283,7 @@ class ZeroModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All weights in place, for as long as it lasts; all processes enter it in step."""
+        """All weights gathered for the duration of the block; all processes must enter together."""
         self.check_ready()
         self._pinned += 1
         try:
@@ -297,10 +297,10 @@ class ZeroModel:
                     self._free(unit)
 
     def one_by_one(self) -> Iterator[Unit]:
-        """Every unit, with its weights in place until the next is asked for.
+        """Every unit, with its weights gathered until the next one is requested.
 
-        The next one is on its way meanwhile, where units are gathered ahead. All processes go
-        through it in step.
+        The next unit is prefetched meanwhile, where prefetching is on. All processes must iterate
+        together.
         """
         self.check_ready()
         self.flush()
@@ -315,19 +315,19 @@ class ZeroModel:
                 yield unit
                 if unit not in stay:
                     self._free(unit)
-        finally:  # of a walk that was broken off
+        finally:  # also if the iteration was not exhausted
             for unit in self.units:
                 if unit not in stay:
                     self._free(unit)
 
     def hide(self) -> None:
-        """Have no parameter show memory, for as long as that may be gone."""
+        """Detach the parameters from memory that may be released."""
         for unit in self.units:
             for flat in unit.flats:
                 flat.hide()
 
     def show(self) -> None:
-        """Have the parameters show their weights again, where those are whole."""
+        """Attach the parameters to their weights again, where those are gathered."""
         self.is_offloaded = False
         for unit in self.units:
             for flat in unit.flats:
@@ -345,7 +345,7 @@ class ZeroModel:
         )
 
     def check_ready(self) -> None:
-        """Raise a sentence where the engine can't go on as it is."""
+        """Raise if the engine is not in a state to continue."""
         if self.is_offloaded:
             raise RuntimeError(
                 "tensors of the engine are off the device: call reload_states() first"

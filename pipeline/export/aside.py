@@ -17,12 +17,12 @@ def check_out(out: Path) -> None:
     """Return if a directory can be made there; makes nothing.
 
     Raises:
-        ConfigError: something is there already, or nothing can be written.
+        ConfigError: something already exists, or nothing can be written.
     """
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists():
-        raise ConfigError(f"--out {out} is there already; remove it, or give another directory")
+        raise ConfigError(f"--out {out} already exists; remove it, or give another directory")
     check_output(out, option="--out")
 
 

@@ -47,7 +47,7 @@ class ExportConfig:
         require(self.texts >= 1, f"texts must be at least 1, got {self.texts}")
         require(
             self.number_format == "f32" or self.to == "gguf",
-            f"number_format {self.number_format} is for --to gguf; leave it away",
+            f"number_format {self.number_format} is for --to gguf; leave it out",
         )
         require(
             self.base is None or self.to in ("merged", "adapter"),

@@ -81,7 +81,7 @@ class Family:
         if stem.startswith(self.blocks) and number.isdecimal() and inner in self.block:
             return f"blk.{number}.{self.block[inner]}.{leaf}"
         raise ModelError(
-            f"{ours} is no tensor that GGUF has a name for in the family {self.architecture};"
+            f"{ours} is not a tensor that GGUF has a name for in the family {self.architecture};"
             " export it with --to onnx or --to merged"
         )
 

@@ -70,7 +70,7 @@ def plan_gguf(source: Source, number_format: GgufFormat) -> GgufPlan:
 
     Raises:
         ModelError: the family, a setting, a tensor or the tokenizer has no GGUF form.
-        ConfigError: it is no language model.
+        ConfigError: it is not a language model.
     """
     path = str(source.directory)
     if source.is_classifier:
@@ -100,7 +100,7 @@ def plan_gguf(source: Source, number_format: GgufFormat) -> GgufPlan:
 
 
 def qualified(stored: str, family: Family) -> str:
-    """The name with the prefix that GPT-2's own files leave away."""
+    """The name with the prefix that GPT-2's own files omit."""
     prefix = family.blocks.partition(".")[0] + "."
     bare = not stored.startswith((prefix, "lm_head."))
     return prefix + stored if bare else stored

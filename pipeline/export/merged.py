@@ -50,7 +50,7 @@ def plan_merged(directory: Path, base: str | None) -> MergePlan:
             if (beside / "config.json").is_file()
             else "give the base's directory with --base"
         )
-        raise ModelError(f"the base of {directory}, {place}, is no directory here; {hint}")
+        raise ModelError(f"the base of {directory}, {place}, is not a directory here; {hint}")
     source = read_source(Path(place).expanduser())
     unused = set(adapter.tensors)
     for name, stored in stored_tensors(source.directory).items():

@@ -35,11 +35,11 @@ def find_directory(path: str, method: str | None) -> Path:
     """The directory that `path` means: itself, or of a run the furthest actor's.
 
     Raises:
-        ModelError: it is no directory, or a run without a model.
+        ModelError: it is not a directory, or a run without a model.
     """
     directory = Path(find_model(path, method)).expanduser()
     if not directory.is_dir():
-        raise ModelError(f"no such model: {directory} is no directory; give that of a model")
+        raise ModelError(f"no such model: {directory} is not a directory; give that of a model")
     return directory
 
 

@@ -75,7 +75,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file.
 
     Raises:
-        ModelError: it can't be read, or is no whole safetensors file.
+        ModelError: it can't be read, or is not a whole safetensors file.
     """
     require_no_pointer(file)
     try:
@@ -85,7 +85,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except RecursionError:
         reason = "its header is nested too deep; it is damaged"
     except ValueError:  # no JSON, no UTF-8
-        reason = "its header is no JSON; it is damaged or of another format"
+        reason = "its header is not JSON; it is damaged or of another format"
     except OSError as error:
         reason = str(error.strerror or error)
     raise ModelError(f"{file} can't be read as safetensors: {reason}")
@@ -119,7 +119,7 @@ def require_no_pointer(file: Path) -> None:
 
 
 class _DamagedError(Exception):
-    """The file is no whole safetensors file; the message says why."""
+    """The file is not a whole safetensors file; the message says why."""
 
 
 def _impossible(name: str) -> _DamagedError:
@@ -139,7 +139,7 @@ def _no_header(size: int, length: int) -> str:
 
 def _entries(file: Path, header: object, start: int, size: int) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
-        raise _DamagedError("its header is no JSON object; it is damaged")
+        raise _DamagedError("its header is not a JSON object; it is damaged")
     stored: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int]] = []
     for name, entry in header.items():
@@ -177,12 +177,14 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(
-            f"{index} is no index of safetensors files: {_reason(error)}; download it again"
+            f"{index} is not an index of safetensors files: {_reason(error)}; download it again"
         ) from error
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index} is no index of safetensors files: its weight_map names none")
+        raise ModelError(f"{index} is not an index of safetensors files: its weight_map names none")
     if not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ModelError(f"{index} is no index of safetensors files: its weight_map has no names")
+        raise ModelError(
+            f"{index} is not an index of safetensors files: its weight_map has no names"
+        )
     return weight_map
 
 
@@ -190,9 +192,9 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON ({error})"
+        return f"it is not JSON ({error})"
     if isinstance(error, UnicodeDecodeError):
-        return "it is no text in UTF-8"
+        return "it is not UTF-8 text"
     if isinstance(error, OSError):
         return str(error.strerror or error)
     return "it has no weight_map"

@@ -138,5 +138,5 @@ def check_guards(
         require(
             every is not None and every.steps is not None,
             f"{section}.guards: {guard.signal} with action {guard.action} goes back to a checkpoint"
-            f" that must not depend on the clock; set save_every to a number of {unit}, as 5",
+            f" that must not depend on the clock; set save_every to a number of {unit}, such as 5",
         )

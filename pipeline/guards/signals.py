@@ -29,7 +29,7 @@ class Signals(ABC):
         """The signal in the unit of its limit; None where it was not measured.
 
         Args:
-            signal: none of a trend, which is no number of one look.
+            signal: none of a trend, which is not a number of one look.
             metrics: as they are now.
             first: `OF_THE_START`.
         """

@@ -27,7 +27,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> Ending:
     The child has a process group of its own and hears of every interruption from us, once: of
     Ctrl-C and of a closed terminal as SIGINT, of a scheduler's signals as they are; it saves its
     state. We wait until it has. A second Ctrl-C reaches it as well; a terminal that is closed
-    tells us so more than once, which is no second Ctrl-C.
+    tells us so more than once, which is not a second Ctrl-C.
     Standard input is closed to it, for it would stop a group in the background.
     """
     child: subprocess.Popen[bytes] | None = None

@@ -108,7 +108,7 @@ def _check_own(name: str, known: set[str], step: Sequence[str]) -> None:
     spelled = _spelled(name)
     require(
         name != "local_rank",
-        "--local-rank is given to each process by torchrun, in LOCAL_RANK; leave it away",
+        "--local-rank is given to each process by torchrun, in LOCAL_RANK; leave it out",
     )
     require(name not in OF_TORCHRUN, f"{spelled} is torchrun's; here {OF_TORCHRUN.get(name)}")
     module = step[1] if len(step) > 1 else "MODULE"
@@ -120,7 +120,7 @@ def _check_own(name: str, known: set[str], step: Sequence[str]) -> None:
     close = did_you_mean([*list_settings(Deployment)], name)
     meant = f"did you mean {_spelled(close[0])}? A" if close else "a"
     raise ConfigError(
-        f"{spelled} is no option of the launcher; {meant} setting of the step belongs after"
+        f"{spelled} is not an option of the launcher; {meant} setting of the step belongs after"
         f" -m {module}"
     )
 

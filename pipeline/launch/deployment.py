@@ -36,14 +36,14 @@ class Deployment:
     """Hosts and slots to leave out, written as for --include."""
 
     num_nodes: int | None = None
-    """Machines of multi_node: the first so many of --hostfile, or all there are by hand."""
+    """Machines of multi_node: the first that many of --hostfile, or all there are by hand."""
 
     min_nodes: int | None = None
-    """Goes on, from the last checkpoint, while at least so many machines are there, the first one
+    """Goes on, from the last checkpoint, while at least that many machines are there, the first one
     among them. Without it all are needed."""
 
     num_gpus: int | None = None
-    """Processes on each machine: the first so many slots of each host."""
+    """Processes on each machine: the first that many slots of each host."""
 
     master_addr: str | None = None
     """Address of the first machine, where processes meet. Without it, the first host's name."""
@@ -102,12 +102,12 @@ class Deployment:
         option = "--include" if self.include else "--exclude"
         require(
             self.filters is None or (self.num_gpus is None and self.num_processes is None),
-            f"{option} names the slots; leave"
-            f" {'--num-gpus' if self.num_gpus else '--num-processes'} away",
+            f"{option} names the slots; omit"
+            f" {'--num-gpus' if self.num_gpus else '--num-processes'}",
         )
         require(
             self.filters is None or self.num_nodes is None,
-            f"{option} names the hosts; leave --num-nodes away",
+            f"{option} names the hosts; omit --num-nodes",
         )
         require(
             self.num_gpus is None or self.num_processes is None,

@@ -125,7 +125,7 @@ def _host(words: str, place: str) -> Host:
         raise ConfigError(f"{place}: {_mistake(words)}; a line is `worker-0 slots=8`")
     name, slots = match["name"], int(match["slots"])
     if not NAME.fullmatch(name) or name.startswith("-"):
-        raise ConfigError(f"{place}: {name} is no name of a host")
+        raise ConfigError(f"{place}: {name} is not a name of a host")
     if slots == 0:
         raise ConfigError(f"{place}: {name} has slots=0; leave the line out, or give it slots")
     return Host(name, tuple(range(slots)), place)
@@ -181,7 +181,7 @@ def _slots(text: str, wrong: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None:
             raise ConfigError(
-                f"{wrong}{part.strip()!r} is no slot; slots are numbers, as in worker-1:0,2 or"
+                f"{wrong}{part.strip()!r} is not a slot; slots are numbers, as in worker-1:0,2 or"
                 " worker-1:4-7"
             )
         first, last = int(match[1]), int(match[2] or match[1])

@@ -148,7 +148,7 @@ def _by_slurm(deployment: Deployment, environment: Mapping[str, str]) -> Layout:
 
 
 def _fewest(deployment: Deployment, most: int) -> int:
-    """Machines with which a job goes on, of so many."""
+    """Machines with which a job goes on, of that many."""
     fewest = deployment.min_nodes or most
     require(fewest <= most, f"--min-nodes {fewest} is more than the {most} there are")
     return fewest
@@ -162,7 +162,7 @@ def expand_nodelist(text: str) -> list[str]:
     """
     if not re.fullmatch(f"{NODES}(,{NODES})*", text):
         raise ConfigError(
-            f"SLURM_JOB_NODELIST {text!r} names no machine; run this inside of sbatch or salloc"
+            f"SLURM_JOB_NODELIST {text!r} names no machine; run this inside sbatch or salloc"
         )
     names: list[str] = []
     for part in re.finditer(NODES, text):

@@ -1,4 +1,4 @@
-"""What this machine can run: its GPUs, and so many processes."""
+"""What this machine can run: its GPUs, and that many processes."""
 
 import os
 import shutil
@@ -52,6 +52,6 @@ def gpu_names() -> list[str]:
 
 
 def share_of_cores(processes: int) -> int:
-    """Cores for each of so many processes on this machine, at least 1."""
+    """Cores for each of that many processes on this machine, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)

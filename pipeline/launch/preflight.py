@@ -220,8 +220,7 @@ def _with_port(where: Layout, first: _Probe, deployment: Deployment) -> Layout:
         return where
     if deployment.master_port is not None:
         raise ConfigError(
-            f"--master-port {where.port} is taken on {first.host.name}; choose another, or leave it"
-            " away"
+            f"--master-port {where.port} is taken on {first.host.name}; choose another, or omit it"
         )
     remark(f"port {where.port} of {first.host.name} is taken; processes meet at port {port}")
     return replace(where, port=port)

@@ -1,4 +1,4 @@
-"""How a command comes to run on another machine: through ssh, or srun inside of an allocation."""
+"""How a command comes to run on another machine: through ssh, or srun inside an allocation."""
 
 import shlex
 import sys

@@ -51,7 +51,7 @@ def run_everywhere(errands: Sequence[Errand], *, fewest: int | None = None) -> i
 
     Args:
         errands: one for each machine, the first machine first.
-        fewest: with so many machines left, the first among them, the others go on; without it all
+        fewest: with that many machines left, the first among them, the others go on; without it all
             are needed.
     """
     group = _Group(errands, len(errands) if fewest is None else fewest)

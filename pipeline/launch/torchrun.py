@@ -18,7 +18,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from pipeline.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, complain
 from pipeline.launch.interface import interface_of, own_address
@@ -38,6 +38,14 @@ def main(argv: list[str]) -> int:
         # The store that it would share is announced in the first meeting of a node only, so that
         # one that comes back never learns of it (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    try:
+        determine_local_world_size(options.nproc_per_node)
+    except ValueError:
+        complain(
+            f"error: --nproc-per-node {options.nproc_per_node} names no devices of this machine;"
+            " give the number of processes (NUM_PROCESSES of the scripts)"
+        )
+        return EXIT_USER_ERROR
     if options.nproc_per_node.isdigit():
         threads = share_of_cores(int(options.nproc_per_node))
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))

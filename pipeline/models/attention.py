@@ -1,4 +1,4 @@
-"""Causal attention over sequences laid end to end, for any Hugging Face model.
+"""Causal attention over concatenated sequences, for any Hugging Face model.
 
 Registered under the name `ragged` in the attention-function registry of `transformers`: a model's
 own layers call it and pass on the keyword `ragged` that the model was called with, which computes.
@@ -33,8 +33,8 @@ from pipeline.parallel.device import send
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
-"""Attention reads keys in multiples of so many, in training as in generation: both then add up a
-softmax alike, to the bit, whatever shares the call."""
+"""Attention reads keys in multiples of that many, in training as in generation: both then add up a
+softmax alike, bit for bit, whatever shares the call."""
 
 
 class LostLayoutError(RuntimeError):
@@ -132,8 +132,8 @@ class Ragged:
 
         On a GPU in 16 bits they need no padding (`varlen.py`). Otherwise it sits on the right, for
         the attention alone: under a causal mask no real token sees what comes after it, so padding
-        needs no mask. In fp32 there are so many keys that what a
-        token sees is added up alike on a CPU, to the bit, whatever comes after it.
+        needs no mask. In fp32 there are that many keys that what a
+        token sees is added up alike on a CPU, bit for bit, whatever comes after it.
         """
         if self.kernels != "off" and varlen.takes(query, key, value, dropout=dropout):
             return varlen.attend(

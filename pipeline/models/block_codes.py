@@ -81,10 +81,10 @@ class Part:
     """Elements of the vector for each block."""
 
     together: int
-    """Weights that have to be read to compute an element: whole stretches of so many."""
+    """Weights that have to be read to compute an element: whole stretches of that many."""
 
     def numel(self, weights: int) -> int:
-        """Elements for so many weights."""
+        """Elements for that many weights."""
         return -(-weights // self.weights) * self.per_block
 
     def stretch(self, start: int, stop: int) -> tuple[int, int, int]:

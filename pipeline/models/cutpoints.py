@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 STEP = 100.0
-"""Cutpoints move so many times as far in a step as weights: they are few, in units of the score,
+"""Cutpoints move that many times as far in a step as weights: they are few, in units of the score,
 and start at what the labels' shares say."""
 
 

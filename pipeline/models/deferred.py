@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from pipeline.engine.stored import (
-    ReadElements,
-    StoredParameter,
-    copy_elements,
-    stored_like,
-)
+from pipeline.engine.stored import ReadElements, StoredParameter, copy_elements, stored_like
 from pipeline.errors import ModelError
 from pipeline.files.safetensors_header import INDEX, SINGLE
 from pipeline.files.weight_files import WeightFiles
@@ -76,17 +71,6 @@ def deferred_model(
     if model.can_generate():
         model.generation_config = _generation_config(path)
     return model.eval(), set(weights.missing)
-
-
-@torch.no_grad()
-def read_in(model: nn.Module) -> None:
-    """Read the parameters that are still in files to their device, piece by piece."""
-    for param in model.parameters():
-        if isinstance(param, StoredParameter):
-            weight = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            copy_elements(param, 0, weight.view(-1))
-            param.data = weight
-            param.settle()
 
 
 def _read_finite(
@@ -169,6 +153,17 @@ def stored_parameters(model: nn.Module) -> dict[str, tuple[torch.Size, ReadEleme
         for name, param in model.named_parameters(remove_duplicate=False)
         if isinstance(param, StoredParameter)
     }
+
+
+@torch.no_grad()
+def read_stored(model: nn.Module, device: torch.device) -> None:
+    """Read, of a model that no engine lays out, the parameters that are still in files."""
+    for param in list(model.parameters()):
+        if isinstance(param, StoredParameter):
+            data = torch.empty(param.shape, dtype=param.dtype, device=device)
+            copy_elements(param, 0, data.view(-1))
+            param.data = data
+            param.settle()
 
 
 def defer_again(model: nn.Module, before: dict[str, tuple[torch.Size, ReadElements]]) -> None:

@@ -187,14 +187,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     except RecursionError:
         raise ModelError(f"{file} is nested too deep to be read; {again}") from None
     except UnicodeDecodeError:
-        raise ModelError(f"{file} is no text in UTF-8; {again}") from None
+        raise ModelError(f"{file} is not UTF-8 text; {again}") from None
     except json.JSONDecodeError as error:
-        what = "is empty" if file.stat().st_size == 0 else f"is no JSON ({error})"
+        what = "is empty" if file.stat().st_size == 0 else f"is not JSON ({error})"
         raise ModelError(f"{file} {what}; {again}") from None
     except OSError as error:
         raise ModelError(f"{file} can't be read: {error.strerror or error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} is no JSON object but a {type(content).__name__}; {again}")
+        raise ModelError(f"{file} is not a JSON object but a {type(content).__name__}; {again}")
     return content
 
 

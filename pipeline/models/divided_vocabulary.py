@@ -19,7 +19,7 @@ from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
 
 LARGE = 8192
-"""Below so many words a table takes less than what a block has."""
+"""Below that many words a table takes less than what a block has."""
 
 _WORDS = "divided_words"
 """Attribute of an output matrix."""
@@ -33,8 +33,8 @@ def words_of(head: nn.Module | None) -> Words | None:
 def divisible_tables(model: PreTrainedModel, size: int, *, least: int = LARGE) -> list[nn.Module]:
     """Embedding and output matrix, as far as their rows can be shared out.
 
-    One that is no plain table, as where a family scales what it looks up or peft adapts it, stays
-    whole, and with it one that is tied to it.
+    One that is not a plain table, as where a family scales what it looks up or peft adapts it,
+    stays whole, and with it one that is tied to it.
     """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
@@ -58,7 +58,7 @@ def rows_of(module: nn.Module, rank: int, size: int) -> ShardSpec:
 
 
 def divide_table(module: nn.Module, rows: int, group: Group) -> None:
-    """Have an embedding or output matrix, of so many rows in all, compute with this process's."""
+    """Have an embedding or output matrix, of that many rows in all, compute with this process's."""
     words = Words(group.rank * (rows // group.size), group)
     if isinstance(module, nn.Embedding):
         _divide_embedding(module, words)

@@ -5,7 +5,7 @@ Liu et al. 2024 (arXiv:2402.09353), equation 5, with W (out, in) and one length 
     W' = m (W + s B A) / |W + s B A|
 
 The lengths in the denominator count as constants in the backward pass (section 4.3), as in peft.
-At the start m = |W| by the same sums, so that W' is W to the bit.
+At the start m = |W| by the same sums, so that W' is W bit for bit.
 """
 
 from typing import Any, cast
@@ -72,6 +72,17 @@ class Dora(LayerVariant):
         factor = _factor(layer, _as_linear(layer, weight))
         turned = factor if is_turned(layer) else factor[:, None]
         return update.float().add_(weight).mul_(turned)
+
+
+def measured_weights(model: nn.Module) -> tuple[int, int]:
+    """Numbers in the weights whose lengths each pass computes, and the rank of their adapters.
+
+    Both are 0 of a model without DoRA.
+    """
+    layers = [each for each in model.modules() if isinstance(each, LoraLayer)]
+    layers = [each for each in layers if len(each.lora_magnitude_vector)]
+    numbers = sum((each.in_features or 0) * (each.out_features or 0) for each in layers)
+    return numbers, max((each.r["default"] for each in layers), default=0)
 
 
 @torch.no_grad()

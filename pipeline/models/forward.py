@@ -21,7 +21,7 @@ from pipeline.data.batches import TokenBatch
 from pipeline.errors import DataError, KernelError
 from pipeline.kernels.logprobs.definition import logprobs_of
 from pipeline.kernels.logprobs.dispatch import WHOLE, linear_logprobs, row_logprobs
-from pipeline.models.attention import RAGGED, Ragged
+from pipeline.models.attention import KEY_BLOCK, RAGGED, Ragged
 from pipeline.models.class_values import expected_value
 from pipeline.models.cutpoints import Cutpoints
 from pipeline.models.divided_vocabulary import words_of
@@ -299,7 +299,11 @@ def is_product(model: nn.Module, batch: TokenBatch) -> bool:
         if is_ragged(model):
             inputs = ragged_inputs(few, Ragged(few.lengths, ids.device))
         else:
-            inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+            more = (0, -count % KEY_BLOCK)  # as padded rows are
+            inputs = {
+                "input_ids": F.pad(ids, more)[None],
+                "attention_mask": F.pad(torch.ones_like(ids), more)[None],
+            }
         hidden = backbone(**inputs)[0]
         logits: Tensor = model(**inputs).logits
     finally:

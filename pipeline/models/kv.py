@@ -10,7 +10,7 @@ def num_key_heads(model: PreTrainedModel) -> int:
 
 
 def kv_bytes_per_token(model: PreTrainedModel, *, key_heads: int) -> int:
-    """Memory of one token's keys and values in all layers, of a process with so many heads."""
+    """Memory of one token's keys and values in all layers, of a process with that many heads."""
     settings = model.config.get_text_config()
     head_size = getattr(settings, "head_dim", None)
     head_size = head_size or settings.hidden_size // settings.num_attention_heads

@@ -30,7 +30,7 @@ from pipeline.models.deferred import (
     NotDeferrableError,
     defer_again,
     deferred_model,
-    read_in,
+    read_stored,
     stored_parameters,
 )
 from pipeline.models.directory import (
@@ -123,7 +123,7 @@ def load_causal_lm(
         _require_weights(path, missing)
     if not how_to_run(model).causal:
         raise ModelError(
-            f"{path} is no causal language model: what {model.config.model_type} says of a token"
+            f"{path} is not a causal language model: what {model.config.model_type} says of a token"
             " depends on what follows it; take another model, or set is_decoder true in its"
             " config.json if it was trained to generate"
         )
@@ -211,7 +211,11 @@ def load_reward_for_inference(
     path: str | Path, *, precision: Precision = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A reward model and its tokenizer, to score with on this machine's GPU or CPU."""
-    config = FrozenModelConfig(path=str(path), precision=precision)
+    return load_reward(FrozenModelConfig(path=str(path), precision=precision))
+
+
+def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same, as its settings say."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_classifier(config, device=device), load_tokenizer(config)
 
@@ -239,7 +243,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 def local_directory(path: str) -> Path | None:
-    """The directory that `path` means; None where it can be a name on the Hub and is no path."""
+    """The directory that `path` means; None where it can be a name on the Hub and is not a path."""
     local = Path(path).expanduser()
     return None if HUB_NAME.fullmatch(path) and not local.exists() else local
 
@@ -294,7 +298,7 @@ def _build(
                 auto, path, settings, dtype=dtype, device=place, trust_remote_code=trusted
             )
             if not defer:
-                read_in(model)
+                read_stored(model, place)
             return model, missing
 
         try:

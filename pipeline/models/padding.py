@@ -1,4 +1,4 @@
-"""Rows of sequences laid end to end, copied to padded rows and back.
+"""Rows of concatenated sequences, copied to padded rows and back.
 
 The gradient of either copy is a copy as well: padding has none, so nothing need be zeroed and added
 up, which is what the gradient of an indexed read does.

@@ -8,7 +8,7 @@ kept beside them, frozen:
     W x + s (B A - B0 A0) x = W x + s [B, B - B0] [A - A0; A0] x
 
 That is the same function of A and B, so that they have the same gradients. At the start it adds 0
-to the bit, whatever the number format of W; with the adapter off the layer is W, the reference; W
+bit for bit, whatever the number format of W; with the adapter off the layer is W, the reference; W
 may stay in its file or in 4 bits; and the right side is a plain adapter of twice the rank.
 """
 

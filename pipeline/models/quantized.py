@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Module):
         return unpack(packed, self.shape, self.form, dtype)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """The product of the layer that it stands for, to the bit."""
+        """The product of the layer that it stands for, bit for bit."""
         return _Product.apply(x, self)
 
     def extra_repr(self) -> str:
@@ -107,8 +107,8 @@ def quantized(
     """`model`, the frozen linear weights of its blocks replaced as the settings ask.
 
     Adapters, biases, norms, embeddings and heads stay as they are; so does a weight that lies in
-    two layers, and one that is no layer's own, as those of a mixture's experts. `device` and `lazy`
-    are those of `QuantizedLinear`.
+    two layers, and one that is not a layer's own, as those of a mixture's experts. `device` and
+    `lazy` are those of `QuantizedLinear`.
 
     Raises:
         ConfigError: its blocks have no linear layer.

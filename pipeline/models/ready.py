@@ -48,7 +48,7 @@ def require_score_head(path: str, kinds: Sequence[str] | None) -> None:
     """
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds or ()):
         raise ModelError(
-            f"{path} is no reward model ({', '.join(kinds or ()) or 'unknown'}): it has no score"
+            f"{path} is not a reward model ({', '.join(kinds or ()) or 'unknown'}): it has no score"
             " head; give step 2's output"
         )
 

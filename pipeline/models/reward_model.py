@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
+from pipeline.config import FrozenModelConfig
 from pipeline.data.batches import collate
 from pipeline.data.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.data.resolve_format import resolve_format
 from pipeline.models.class_values import require_score
 from pipeline.models.forward import Scorer, base_model, context_length
-from pipeline.models.load import load_reward_for_inference
+from pipeline.models.load import load_reward
 from pipeline.models.ready import require_score_head
 from pipeline.parallel.device import local_device
 
@@ -18,27 +19,30 @@ BATCH = 16
 """Responses that are scored in one pass."""
 
 
-def load_scorer(path: str) -> tuple[Scorer, ChatFormat]:
-    """The reward model at `path`, and the chat format saved with it.
+def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
+    """A reward model by its path, or by its settings, and the chat format saved with it.
 
     Raises:
         ModelError: there is none, it has no trained score head, or labels without values.
     """
-    model, tokenizer = load_reward_for_inference(path)
-    require_score_head(path, model.config.architectures)
+    config = FrozenModelConfig(path=reward) if isinstance(reward, str) else reward
+    model, tokenizer = load_reward(config)
+    require_score_head(str(config.path), model.config.architectures)
     require_score(model)
     return Scorer(model), resolve_format(tokenizer, "auto")
 
 
-def score_responses(path: str, dialogues: Sequence[tuple[Sequence[Message], str]]) -> list[float]:
-    """The score of each response to its prompt, by the reward model at `path`.
+def score_responses(
+    reward: str | FrozenModelConfig, dialogues: Sequence[tuple[Sequence[Message], str]]
+) -> list[float]:
+    """The score of each response to its prompt, by a reward model as `load_scorer` finds it.
 
     It reads them in its own chat format; of what is too long for it, it reads the end.
 
     Raises:
         ModelError: there is no reward model.
     """
-    scorer, chat = load_scorer(path)
+    scorer, chat = load_scorer(reward)
     limit = context_length(base_model(scorer.model))
     rows = [
         chat.encode(prompt, (Message("assistant", response),)).tail(

@@ -69,7 +69,7 @@ class ShardedLayers:
         divides_head: whether the matrix that makes the logits may be divided.
 
     Raises:
-        ConfigError: the family has no plan, or its heads or widths can't be cut into so many.
+        ConfigError: the family has no plan, or its heads or widths can't be cut into that many.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class ShardedLayers:
 
 
 def layer_of(module: nn.Module) -> nn.Module:
-    """The layer inside of its adapter, or the module itself."""
+    """The layer inside its adapter, or the module itself."""
     return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
 
 
 def can_shard(model: PreTrainedModel, size: int) -> bool:
-    """Whether so many processes can compute each layer together; the model may be on meta."""
+    """Whether that many processes can compute each layer together; the model may be on meta."""
     try:
         layers = ShardedLayers(model, size)
     except ConfigError:

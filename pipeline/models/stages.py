@@ -148,7 +148,7 @@ class Stage:
 
 
 def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
-    """Leave in a model what stage `number` has, of stages with so many blocks each.
+    """Leave in a model what stage `number` has, of stages with that many blocks each.
 
     Raises:
         ModelError: models of its family can't be cut.
@@ -171,10 +171,13 @@ def cut_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Stage:
     return _cut(plain, order_of(family), number=number, blocks=blocks)
 
 
-def blocks_of(model: nn.Module, stages: int, given: Sequence[int] | None = None) -> list[int]:
+def blocks_of(
+    model: nn.Module, stages: int, given: Sequence[int] | None = None, *, follows: bool = False
+) -> list[int]:
     """Blocks of each stage: as given, or so that all take about as long.
 
-    A block's time goes with its weights in matrices, as does that of the output matrix.
+    A block's time goes with its weights in matrices, as does that of the output matrix. With
+    `follows` those given are of another model, which has perhaps more or fewer.
 
     Raises:
         ConfigError: there are fewer blocks than stages, or those given don't add up.
@@ -186,7 +189,7 @@ def blocks_of(model: nn.Module, stages: int, given: Sequence[int] | None = None)
             f"parallel.pp {stages} is more than the {len(every)} blocks of the model; take"
             f" {len(every)} at most"
         )
-    if given is not None:
+    if given is not None and not (follows and sum(given) != len(every)):
         if len(given) != stages or sum(given) != len(every) or min(given) < 1:
             raise ConfigError(
                 f"parallel.partition {' '.join(map(str, given))} doesn't cut the model's"
@@ -348,7 +351,7 @@ def _borrow(head: nn.Linear) -> Tensor:
 @functools.cache
 @torch.no_grad()
 def require_exact(family: Family, blocks: tuple[int, ...]) -> None:
-    """Return if a small copy, cut, gives the hidden states of the whole one, to the bit.
+    """Return if a small copy, cut, gives the hidden states of the whole one, bit for bit.
 
     Raises:
         ModelError: it doesn't.

@@ -59,7 +59,7 @@ def stream_export(
     """Write full tensors as `model.safetensors`, or as shards and their index.
 
     In memory are one shard's tensors at most, as copies on the CPU, and the one that `named`
-    yields, which may be freed or filled anew at the next turn. Names in `tied`, such as a model's
+    yields, which may be freed or filled again at the next turn. Names in `tied`, such as a model's
     `all_tied_weights_keys`, are left out: they come back when plain `from_pretrained` ties them.
     The directory's weights are replaced at the end, when the new ones are on the disk; a process
     that is killed meanwhile, or a loss of power, leaves the old ones, the new ones or none, but no

@@ -4,13 +4,14 @@ The user's model runs unmodified on its own heads and widths. What reaches a lay
 its outputs comes through `copy_to_group`, once for all layers of a branch that read the same, as
 queries, keys and values do; what leaves one that is cut by its inputs goes through
 `sum_over_group`, and its bias is added to the sum. Norms are whole everywhere, and so are embedding
-and output matrix where they are small (`vocabulary.py`).
+and output matrix where they are small (`divided_vocabulary.py`). Between the layers each process
+has tokens of its own, unless it is to have all (`own_tokens.py`).
 """
 
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -24,10 +25,13 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.engine.part_elements import read_part
 from pipeline.engine.stored import ReadElements, StoredParameter, stored_like
 from pipeline.engine.tensor_parts import Part, mark_part, mark_partial
+from pipeline.models.divided_dropout import DividedDropout
 from pipeline.models.divided_vocabulary import divide_table, divisible_tables, rows_of
 from pipeline.models.forward import base_model
+from pipeline.models.own_tokens import OwnTokens, why_not
 from pipeline.models.sharding import STYLES, can_shard, layer_of, match
-from pipeline.models.tensor_roles import partial_parameters
+from pipeline.models.stages import block_list
+from pipeline.models.tensor_roles import partial_parameters, why_not_run
 from pipeline.models.tensor_shards import TensorShards
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import ShardSpec
@@ -46,10 +50,11 @@ PARTIAL = "replicated_with_grad_allreduce"
 """What plans of `transformers` say of whole weights that are used with a process's heads alone."""
 
 
-def cut_layers(model: nn.Module, group: Group) -> None:
+def cut_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     """Leave in a model what this process of the group has of each layer; all of them call it.
 
-    Parameters keep their names. Weights that are still in their files are read in parts.
+    Parameters keep their names. Weights that are still in their files are read in parts. With
+    `sequence` hidden states between layers are shared out by tokens, where the family allows it.
 
     Raises:
         ConfigError: the layers of the model can't be divided so.
@@ -59,20 +64,27 @@ def cut_layers(model: nn.Module, group: Group) -> None:
         return
     plain = base_model(model)
     shards, tables = _shards_of(plain, group), divisible_tables(plain, group.size)
+    reason = _why_not_by_tokens(plain, group.size) if sequence else None
+    if reason is not None:
+        logger.info("each process keeps all hidden states between layers: %s", reason)
+    by_tokens = sequence and reason is None
     partial = partial_parameters(
-        plain, group, lambda copy, group: divide(copy, group, words=len(tables) > 0)
+        plain,
+        group,
+        functools.partial(divide, words=len(tables) > 0),
+        sequence=by_tokens,
     )
-    _divide(plain, shards, partial)
+    _divide(plain, shards, partial, sequence=by_tokens)
     _divide_tables(tables, shards)
 
 
-def cut_where_possible(model: PreTrainedModel, group: Group) -> None:
+def cut_where_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
     """`cut_layers` of a model that only answers; one that can't be divided stays whole.
 
     It may be of another family than what learns, such as an encoder without a plan.
     """
     if can_shard(model, group.size):
-        cut_layers(model, group)
+        cut_layers(model, group, sequence=sequence)
     else:
         logger.info(
             "%s models have no layers to divide among %d processes: each has this one whole",
@@ -81,16 +93,18 @@ def cut_where_possible(model: PreTrainedModel, group: Group) -> None:
         )
 
 
-def divide(model: PreTrainedModel, group: Group, *, words: bool = False) -> None:
+def divide(model: PreTrainedModel, group: Group, *, sequence: bool, words: bool = False) -> None:
     """`cut_layers` without a look at the gradients of its family; with `words` small tables too."""
     shards = _shards_of(model, group)
-    _divide(model, shards, frozenset())
+    _divide(model, shards, frozenset(), sequence=sequence)
     if words:
         _divide_tables(divisible_tables(model, group.size, least=0), shards)
 
 
-def cut_for_plan(model: nn.Module, size: int) -> None:
+def cut_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
     """Leave in a model on the meta device what one of so many processes has of each layer.
+
+    Of hidden states too, with `sequence`, as `cut_layers` does.
 
     Raises:
         ConfigError: the layers of the model can't be divided so.
@@ -103,7 +117,12 @@ def cut_for_plan(model: nn.Module, size: int) -> None:
         if match(shards.plan.styles, name.rpartition(".")[0]) == PARTIAL
     }
     tables = divisible_tables(plain, size)
-    _divide(plain, shards, frozenset(partial))
+    by_tokens = sequence and _why_not_by_tokens(plain, size) is None
+    if by_tokens:  # whatever is whole in a block works on a process's own tokens, or heads
+        blocks, _ = block_list(plain)
+        names = (name for name, _ in plain.named_parameters() if name.startswith(f"{blocks}."))
+        partial |= {name.replace(".base_layer.", ".") for name in names}
+    _divide(plain, shards, frozenset(partial), sequence=by_tokens)
     _divide_tables(tables, shards)
 
 
@@ -111,11 +130,21 @@ def _shards_of(plain: PreTrainedModel, group: Group) -> TensorShards:
     return TensorShards(plain, group, setting=SETTING, divides_head=False)
 
 
-def _divide(plain: PreTrainedModel, shards: TensorShards, partial: frozenset[str]) -> None:
+def _why_not_by_tokens(plain: PreTrainedModel, size: int) -> str | None:
+    reason = why_not(plain, size)
+    if reason is not None:
+        return reason
+    error = why_not_run(plain, size, divide, sequence=True)
+    kind = plain.config.model_type
+    return None if error is None else f"the code of {kind} models looks at all tokens ({error})"
+
+
+def _divide(
+    plain: PreTrainedModel, shards: TensorShards, partial: frozenset[str], *, sequence: bool
+) -> None:
     group, branches = shards.tp_group, dict[str, _Branch]()
-    for name, param in plain.named_parameters():
-        if name.replace(".base_layer.", ".") in partial:
-            mark_partial(param)
+    tokens = OwnTokens(plain, group) if sequence else None
+    _mark_partial(plain, partial)
     for name, kind in shards.styles.items():
         module, style = plain.get_submodule(name), STYLES[kind]
         bias = _cut_layer(shards, name, module)
@@ -123,12 +152,27 @@ def _divide(plain: PreTrainedModel, shards: TensorShards, partial: frozenset[str
             module.register_forward_pre_hook(_splitting(group))
         if style.joins:
             module.register_forward_hook(_joining(group))
-        if style.by_outputs:
+        own = tokens if tokens is not None and tokens.works_on(name) else None
+        if style.by_outputs and own is not None:
+            own.feed(name)
+        elif style.by_outputs:
             owner = name.rpartition(".")[0]
             branches.setdefault(owner, _Branch(group)).feeds(module)
         else:
-            module.register_forward_hook(_summing(group, bias))
+            total = functools.partial(sum_over_group, group=group) if own is None else own.sum
+            module.register_forward_hook(_Summing(total, bias))
     shards.narrow()
+
+
+def _mark_partial(plain: PreTrainedModel, partial: frozenset[str]) -> None:
+    """Say of whole weights, and of their adapters, that each process finds a part of a gradient."""
+    for name, param in plain.named_parameters():
+        if name.replace(".base_layer.", ".") in partial:
+            mark_partial(param)
+    for name, module in plain.named_modules():
+        if isinstance(module, LoraLayer) and f"{name}.weight" in partial:
+            for adapter in (module.lora_A, module.lora_B):
+                mark_partial(cast("Tensor", adapter["default"].weight))
 
 
 def _divide_tables(tables: list[nn.Module], shards: TensorShards) -> None:
@@ -167,6 +211,11 @@ def _cut_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module 
         dim = 0 if by_outputs else 1
         _replace(cut, "weight", tuple(replace(spec, dim=dim) for spec in specs), shards)
         mark_partial(cast("Tensor", whole.weight))
+        dropout = module.lora_dropout["default"]
+        if isinstance(dropout, nn.Dropout) and not by_outputs:
+            columns = max(shard.stop for spec in specs for shard in spec.shards)
+            own = specs[shards.tp_group.rank]
+            module.lora_dropout["default"] = DividedDropout(dropout.p, columns, own)
     return layer if has_bias and not by_outputs else None
 
 
@@ -243,12 +292,16 @@ class _Branch:
         return (copied, *rest)
 
 
-def _summing(group: Group, biased: nn.Module | None) -> Callable[..., Tensor]:
-    def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        total = sum_over_group(output, group)
-        return total if biased is None else total + biased.get_parameter("bias")
+@dataclass
+class _Summing:
+    """A hook: what a layer gives is summed, and its bias added once."""
 
-    return hook
+    total: Callable[[Tensor], Tensor]
+    biased: nn.Module | None
+
+    def __call__(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        total = self.total(output)
+        return total if self.biased is None else total + self.biased.get_parameter("bias")
 
 
 def _joining(group: Group) -> Callable[..., Tensor]:

@@ -55,8 +55,9 @@ def _require_fit(layers: Mapping[str, LoraLayer], config: LoraConfig) -> None:
         base = layer.get_base_layer()
         if not isinstance(base, nn.Linear | Conv1D):
             raise ConfigError(
-                f"lora.variant {config.variant} adapts linear layers, and {name} is no linear layer"
-                f" ({type(base).__name__}); leave it out of lora.targets, or set lora.variant lora"
+                f"lora.variant {config.variant} adapts linear layers, and {name} is not a linear"
+                f" layer ({type(base).__name__}); leave it out of lora.targets, or set"
+                " lora.variant lora"
             )
         sizes[name] = min(base.weight.shape)
     smallest = min(sizes, key=lambda name: sizes[name])

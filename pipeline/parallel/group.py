@@ -110,6 +110,20 @@ class Group:
             dist.all_gather(parts, own, group=self.process_group)
         return parts
 
+    def exchange(self, parts: Tensor, *, what: str) -> Tensor:
+        """Of what each process has for each, along the first dimension, what is for this one.
+
+        It comes in rank order, from each process one.
+        """
+        if self.size == 1 or parts.is_meta:
+            return parts
+        own = parts.detach().contiguous()
+        received = torch.empty_like(own)
+        self._enter_collective("all_to_all", what)
+        with HERE.waiting(self.others):
+            dist.all_to_all_single(received, own, group=self.process_group)
+        return received
+
     def gather_rows(self, values: Sequence[int | float]) -> Float64[Tensor, "ranks values"]:
         """As many numbers of each process, in rank order, on the host of every process."""
         own = torch.tensor([values], dtype=torch.float64, device=local_device())

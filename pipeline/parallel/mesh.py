@@ -115,7 +115,7 @@ def cut_mesh(*, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float)
     """Divide the processes of the job, for as long as it lasts; all of them call it.
 
     Args:
-        replicas: copies of each model; those of one copy are neighbours in rank, as are the
+        replicas: copies of each model; those of one copy are adjacent in rank, as are the
             processes of a machine.
         pp: stages of a pipeline. The first so-many-th of the processes have the first stage.
         tp: processes that compute each layer together, neighbours in rank.
@@ -175,7 +175,7 @@ def _in_parts(
 def _in_copies(
     data: Group, rows: Sequence[Sequence[int]], replicas: int, timeout_seconds: float
 ) -> DataGroup:
-    """The data axis, whose processes have so many copies of the model."""
+    """The data axis, whose processes have that many copies of the model."""
     copies = [_rows(row, len(row) // replicas) for row in rows]
     across = [ranks for each in copies for ranks in zip(*each, strict=True)]
     return DataGroup(
@@ -188,7 +188,7 @@ def _in_copies(
 
 
 def _rows(ranks: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Neighbours in rank, so many together."""
+    """Neighbours in rank, that many together."""
     return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
@@ -211,7 +211,7 @@ def subgroup(
 
 
 def patience(timeout_seconds: float, processes: int) -> timedelta:
-    """For which torch waits in a collective of so many processes.
+    """For which torch waits in a collective of that many processes.
 
     The watchdog has the first word, which names the process; this is for what it can't see. The
     more processes there are, the longer it takes until all have met, and until it has spoken.

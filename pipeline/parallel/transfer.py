@@ -70,7 +70,7 @@ class Transfers:
         return out
 
     def settle(self, *, but: int = 0) -> None:
-        """Wait until what was sent has arrived, but for so many of the last tensors."""
+        """Wait until what was sent has arrived, but for that many of the last tensors."""
         while len(self._sent) > 2 * but:
             work, _, rank = self._sent.popleft()
             with self._waiting(rank, "the arrival of what was sent to it"):

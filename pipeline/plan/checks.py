@@ -137,7 +137,7 @@ def _processes(plan: Plan, stage: Stage) -> None:
 
 
 def _model_files(plan: Plan, stage: Stage) -> None:
-    """The headers of the model directories that are there already."""
+    """The headers of the model directories that already exist."""
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
         return  # the weights may be on the machine that this is planned for

@@ -95,7 +95,9 @@ def _mesh(config: StepConfig, world: int) -> Iterator[str]:
     if config.parallel.tp > 1:
         groups = world // config.parallel.tp
         where = f", in {groups} groups" if groups > 1 else ""
-        yield _line("tensor", f"{config.parallel.tp} processes compute each layer together{where}")
+        own = ", hidden states shared out by tokens" if config.parallel.sequence else ""
+        together = f"{config.parallel.tp} processes compute each layer together"
+        yield _line("tensor", f"{together}{where}{own}")
     if replicas > 1:
         each = "one process" if shards == 1 else f"{shards} processes, which share its states"
         yield _line("parallel", f"{replicas} replicas of each model that learns, each of {each}")
@@ -155,7 +157,8 @@ def _data(config: StepConfig, preview: Preview) -> Iterator[str]:
     steps, epochs, tokens = preview.steps(config), preview.epochs(config), preview.tokens
     if steps is None or epochs is None:
         return
-    kind = "iterations" if config.workload(1).generates_first else "optimizer steps"
+    kind = "iteration" if config.workload(1).generates_first else "optimizer step"
+    kind += "" if steps == 1 else "s"
     rows = rows_of_a_step(config)
     passes = f"{epochs:.2g}"
     passes += " pass" if passes == "1" else " passes"

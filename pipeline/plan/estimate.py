@@ -97,7 +97,7 @@ class _Count:
         return -(-self.preview.counts.held_out // self.workload.world)
 
     def seconds(self, steps: int) -> float:
-        """Of so many iterations and the evaluations beside them."""
+        """Of that many iterations and the evaluations beside them."""
         generation = self.workload.generation
         rows = -(-self.workload.iteration_rows // self.workload.world)
         seconds = steps * self._learning(rows)
@@ -160,7 +160,8 @@ class _Count:
         most = workload.micro_batch_size * workload.length * sequences
         passes = float(max(1, math.ceil(rows * row / most)))
         run = self.speed.train if learns else self.speed.forward
-        return run(work, tokens=rows * row, length=row / sequences, passes=passes)
+        seconds = run(work, tokens=rows * row, length=row / sequences, passes=passes)
+        return seconds + passes * self.speed.lengths(work)
 
     def _generate(self, generation: Generation, prompts: int, prompt: float) -> float:
         """Prompts are read in passes of their own, then each step adds a token to all of them."""
@@ -177,7 +178,9 @@ class _Count:
 
 def _work(model: CountedModel) -> Work:
     from pipeline.budget.flops import model_flops
+    from pipeline.models.dora import measured_weights
 
+    measured, rank = measured_weights(model.present)
     config = model.plain.config.get_text_config()
     params = list(model.present.parameters())
     return Work(
@@ -187,6 +190,8 @@ def _work(model: CountedModel) -> Work:
         parameters=model.parameters,
         trained=sum(param.numel() for param in params if param.requires_grad),
         narrow=model.settings.precision != "fp32",
+        measured=measured,
+        rank=rank,
     )
 
 

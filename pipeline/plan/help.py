@@ -65,7 +65,10 @@ GROUPS = (
     Group(
         "zero",
         "ZeRO and DeepSpeed files",
-        ("actor_zero_stage", "reward_zero_stage", "replicas", "tensor_parallel", "zero_config"),
+        (
+            *("actor_zero_stage", "reward_zero_stage"),
+            *("replicas", "tensor_parallel", "pipeline_parallel", "zero_config"),
+        ),
         brief=True,
     ),
     Group(

@@ -91,20 +91,20 @@ def check_sections_run(
         if options and stage.section not in present and stage.by_choice:
             raise ConfigError(
                 f"--{stage.section}.{options[0][0]} is a setting of step {stage.number}, which runs"
-                f" only where it is named; add --step {stage.number}, or leave the setting away"
+                f" only where it is named; add --step {stage.number}, or omit the setting"
             )
         if options and stage.section not in present:
             raise ConfigError(
                 f"--{stage.section}.{options[0][0]} is a setting of the methods"
                 f" {', '.join(rows_of(stage.config_class))}, none of which runs; name one with"
-                " --method, or leave it away"
+                " --method, or leave it out"
             )
     # Whoever learns from rewards has a setting for an environment.
     takes_rewards = any(hasattr(stage.config_class, "environment") for stage in stages)
     if rewards and not takes_rewards:
         raise ConfigError(
             f"{rewards[0]} is for methods that learn from rewards, and those that run learn from"
-            " preferences; add a method such as grpo to --method, or leave it away"
+            " preferences; add a method such as grpo to --method, or leave it out"
         )
 
 

@@ -90,7 +90,7 @@ def finished_steps(
     if strangers and not (request.resume or request.overwrite):
         raise ConfigError(
             f"--output-dir {out} holds files that are not of a run ({', '.join(strangers[:3])});"
-            " choose another, or say --resume or --overwrite, which leave them alone"
+            " choose another, or pass --resume or --overwrite, which leave them alone"
         )
     if not request.overwrite:
         for stage in stages:
@@ -233,22 +233,23 @@ def _check_step(request: Request, stage: Stage, config: StepConfig) -> None:
     finished = (directory / RESULT).is_file()
     chosen = stage.number in request.step
     if chosen and request.resume:
-        begun = finished or can_go_on(request.output_dir, stage.name)
-        if begun and difference:
+        started = finished or can_go_on(request.output_dir, stage.name)
+        if started and difference:
             raise ConfigError(
-                f"step {stage.number} in {directory} is {'finished' if finished else 'begun'}, with"
-                f" {difference}; keep that setting, choose another --output-dir, or say --overwrite"
+                f"step {stage.number} in {directory} was {'finished' if finished else 'started'}"
+                f" with {difference}; keep that setting, choose another --output-dir, or pass"
+                " --overwrite"
             )
     elif difference:
         raise ConfigError(
             f"--output-dir {request.output_dir} holds another run, with {difference}; repeat that"
-            " setting, choose another directory, or say --overwrite"
+            " setting, choose another directory, or pass --overwrite"
         )
     elif chosen:
         goes_on = can_go_on(request.output_dir, stage.name)
-        cut_off = "goes on from its checkpoint" if goes_on else "begins it again"
+        cut_off = "continues from its checkpoint" if goes_on else "starts it again"
         raise ConfigError(
-            f"step {stage.number} in {directory} is {'' if finished else 'begun but not '}finished;"
+            f"step {stage.number} in {directory} is {'' if finished else 'not '}finished;"
             f" --resume {'skips it' if finished else cut_off}, --overwrite replaces it"
         )
 

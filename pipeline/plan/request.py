@@ -52,15 +52,15 @@ class Request(Deployment, Autotuning):
     model: sources of --ppo.rewards."""
 
     reward: tuple[str, ...] = ()
-    """Programs of ours that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, the one of
+    """Built-in programs that do: math, regex:PATTERN, ... (docs/rewards.md), or verifier, that of
     the embedded task; or settings in braces. Also model, the reward model, beside the others."""
 
     environment: str | None = None
     """Class that plays the other side in step 3, FILE.py:CLASS, or one of docs/environments.md."""
 
     guards: Literal["warn", "strict", "none"] | None = None
-    """What becomes of step 3 where a guard finds it out of order: warn, the default; strict takes
-    it back to its last healthy checkpoint; none does not look (docs/guards.md)."""
+    """What happens in step 3 when a guard trips: warn, the default; strict rolls back to the last
+    healthy checkpoint; none switches guards off (docs/guards.md)."""
 
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage of the actor in steps 0, 1 and 3."""
@@ -76,9 +76,13 @@ class Request(Deployment, Autotuning):
     """Processes that compute each layer together in all steps (docs/parallel.md): each step's
     parallel.tp, and where step 3 generates its inference_tp_size; without it 1."""
 
+    pipeline_parallel: int | None = None
+    """Stages that the models are cut into in all steps (docs/parallel.md): each step's parallel.pp;
+    without it 1."""
+
     zero_config: Path | None = None
-    """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It wins over
-    --config, and the other options win over it; docs/deepspeed.md has its keys."""
+    """DeepSpeed JSON file: settings of every model that trains, and batch sizes. It overrides
+    --config, and other options override it; docs/deepspeed.md lists its keys."""
 
     output_dir: Path = Path("output")
     """Receives step0_pretrain, step1_sft, step2_reward, step3_ppo or step3_dpo, summary.json and
@@ -90,15 +94,15 @@ class Request(Deployment, Autotuning):
     Dahoas/rm-static for any other. For step 0 alone, its texts."""
 
     eval_path: tuple[str, ...] = ()
-    """Rows for evaluation in all steps, as --data-path; prompts alone for step 3 are given with
-    --ppo.data.eval_path. Without it, a part of the data is held out, or its test split is taken."""
+    """Rows for evaluation in all steps, as --data-path; prompts for step 3 alone are given with
+    --ppo.data.eval_path. Without it, the test split is used, or a part of the data held out."""
 
     data_split: tuple[float, float, float] | None = None
     """Proportions of the prompts for steps 1, 2 and 3; without it 2,4,4."""
 
     data_seed: int | None = None
-    """Decides which prompts are held out and which step gets each other one; without it 0. --seed
-    changes neither."""
+    """Decides which prompts are held out, and which step gets each of the others; without it 0.
+    --seed affects neither."""
 
     fields: dict[str, str] = field(default_factory=dict)
     """Column names where they differ from the usual: prompt=question chosen=good."""
@@ -121,7 +125,7 @@ class Request(Deployment, Autotuning):
 
     epochs: float | None = None
     """Passes over the training rows (in step 3 over the prompts) of the steps that run, in place of
-    max_steps: --sft.epochs, --reward.epochs, --ppo.epochs. Updates over one rollout are
+    max_steps: --sft.epochs, --reward.epochs, --ppo.epochs. Passes over one rollout are
     --ppo.ppo_epochs."""
 
     lora: int | None = None
@@ -145,36 +149,36 @@ class Request(Deployment, Autotuning):
     the commands that run it by hand, and the memory table; run nothing."""
 
     plan: Literal["check", "auto", "off"] = "check"
-    """Before step 1 begins: check looks whether the settings, data, chat formats, tokenizers, model
-    files and lengths of every step will do, counts what each takes, and refuses what can't fit this
-    machine; auto also chooses micro-batch, ZeRO stage, offload, recomputation, and in step 3 the
-    answers at once and the processes that generate together, as far as you do not set them; off
-    does none of this."""
+    """Before step 1 begins: check verifies the settings, data, chat formats, tokenizers, model
+    files and lengths of every step, estimates memory, and refuses what can't fit this machine; auto
+    also chooses micro-batch, ZeRO stage, offload, recomputation, and in step 3 the concurrent
+    responses and the processes that generate together, unless you set them; off does none of
+    this."""
 
     plan_for: str | None = None
     """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB with two
     machines, 8xA100-80GB+1024GB with its main memory."""
 
     check: bool = False
-    """Look at the machines that the run would use - versions, devices, disk, clock, the way between
-    them - and say what stands in the way; run nothing. multi_node does so by itself."""
+    """Check the machines that the run would use - versions, devices, disk, clock, network - and
+    report what is wrong; run nothing. multi_node does so automatically."""
 
     resume: bool = False
-    """Continue the last run of the output directory: skip finished steps, and go on from the newest
-    checkpoint of one that was cut off."""
+    """Continue the last run of the output directory: skip finished steps, and resume an unfinished
+    one from its newest checkpoint."""
 
     overwrite: bool = False
     """Replace what an earlier run left in the output directory; other files stay."""
 
     save_every: int | str | None = None
-    """Steps between checkpoints, or a time as 2h; without it 15m."""
+    """Steps between checkpoints, or a time such as 2h; without it 15m."""
 
     def __post_init__(self) -> None:
         Deployment.__post_init__(self)
         Autotuning.__post_init__(self)
         require(bool(self.step), "--step names no step; give some of 0 1 2 3")
         counts = ("batch_size", "epochs", "lora", "max_length", "replicas", "tensor_parallel")
-        for name in ("lr", *counts):
+        for name in ("lr", *counts, "pipeline_parallel"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}")
         require(
@@ -190,12 +194,11 @@ class Request(Deployment, Autotuning):
         )
         require(
             not (self.check and (self.dry_run or self.no_check)),
-            "--check looks at the machines; leave"
-            f" {'--dry-run' if self.dry_run else '--no-check'} away",
+            f"--check looks at the machines; omit {'--dry-run' if self.dry_run else '--no-check'}",
         )
         require(
             not (self.check and self.plan_for),
-            "--check looks at the machines there are; leave --plan-for away",
+            "--check looks at the machines there are; omit --plan-for",
         )
         for option, given in (
             ("--dry-run", self.dry_run),
@@ -205,8 +208,7 @@ class Request(Deployment, Autotuning):
         ):
             require(
                 self.autotune is None or not given,
-                "--autotune makes trials, on machines that this command reaches; leave"
-                f" {option} away",
+                f"--autotune makes trials, on machines that this command reaches; omit {option}",
             )
         require(
             not (self.resume and self.overwrite),
@@ -287,8 +289,8 @@ def full_name(option: str, path: str | None) -> str | None:
         return path
     require(
         path.lower() in OPT_SIZES,
-        f"{option} {path} is no size of OPT, which has {', '.join(OPT_SIZES)}; for another family"
-        " give the model's name or directory",
+        f"{option} {path} is not a size of OPT, which has {', '.join(OPT_SIZES)}; for another"
+        " family give the model's name or directory",
     )
     return f"facebook/opt-{path.lower()}"
 
@@ -301,7 +303,7 @@ def _own_options(layer: Layer, stages: Sequence[Stage]) -> Layer:
 
 
 def _check_names(own: Sequence[Option], files: Sequence[Layer], stages: Sequence[Stage]) -> None:
-    """Raise, for a name that is no option, a sentence that knows the steps' settings too."""
+    """Raise, for a name that is not an option, a sentence that knows the steps' settings too."""
     known = {each.name for each in fields(Request)}
     of_steps = [
         setting

@@ -42,6 +42,8 @@ def step_configs(
 ) -> dict[str, StepConfig]:
     """The settings of all steps by name, whether they are to run, in `world` processes, or not.
 
+    Where a step of the run may learn labels all know that, so that they share rows out alike.
+
     `chosen` has settings by the prefix of a stage that give way to all that the user gave.
 
     Raises:
@@ -63,7 +65,17 @@ def step_configs(
             wrong.setdefault(str(error), []).append(stage.method)
     if wrong:
         _refuse(of_methods(wrong, stages))
-    return configs
+    in_run = {*command_line.request.step, *command_line.made}
+    read = [configs[stage.name] for stage in stages if stage.number in in_run]
+    if not any(config.row_columns.labels for config in read):
+        return configs
+    return {name: _knowing_labels(config) for name, config in configs.items()}
+
+
+def _knowing_labels(config: StepConfig) -> StepConfig:
+    if not config.reads_dialogues or EMBEDDED in config.data.path or config.data.is_packed:
+        return config
+    return replace(config, data=replace(config.data, labels=True))
 
 
 def _refuse(sentences: Sequence[str]) -> NoReturn:
@@ -161,7 +173,7 @@ def _built(
     below = [handed_over, base, chosen or NOTHING, *_from_files(stage, command_line)]
     require(
         stage.method is None or all(name != "method" for name, _ in overrides),
-        f"{stage.section}.method names one method, and --method several; leave it away",
+        f"{stage.section}.method names one method, and --method several; leave it out",
     )
     require(
         not any("output_dir" in layer.settings for layer in below)
@@ -285,12 +297,17 @@ def _options(stage: Stage, request: Request, stages: Sequence[Stage]) -> Layer:
         "seed": request.seed,
         "save_every": request.save_every,
         "threads": request.threads,
-        "parallel": {"replicas": request.replicas, "tp": request.tensor_parallel},
+        "parallel": {
+            "replicas": request.replicas,
+            "tp": request.tensor_parallel,
+            "pp": request.pipeline_parallel,
+        },
         "method": _method(stage, request) if rows_of(stage.config_class) else None,
         "environment": request.environment if hasattr(stage.config_class, "environment") else None,
     }
     if hasattr(stage.config_class, "inference_tp_size"):
-        own["inference_tp_size"] = request.tensor_parallel
+        # Each process plays by itself, with whole weights.
+        own["inference_tp_size"] = 1 if request.environment else request.tensor_parallel
     if request.guards is not None and hasattr(stage.config_class, "guards"):
         own["guards"] = request.guards
     # Steps that have no such short forms leave them as they are.

@@ -27,8 +27,8 @@ def find_model(path: str, method: str | None = None) -> str:
     if not steps:
         if method is not None:
             raise ModelError(
-                f"--method chooses among the models of a run, and {path} is no output directory of"
-                " one; leave it away"
+                f"--method chooses among the models of a run, and {path} is not an output directory"
+                " of one; leave it out"
             )
         return path
     chosen = model_to_talk_to(steps)

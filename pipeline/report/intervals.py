@@ -1,4 +1,4 @@
-"""How far a figure of so many prompts can be trusted: 95 % intervals of shares and of changes."""
+"""How far a figure of that many prompts can be trusted: 95 % intervals of shares and of changes."""
 
 import math
 from collections.abc import Sequence

@@ -50,7 +50,7 @@ def read_lab(directory: Path) -> Mapping[str, object]:
     """The figures in a directory; empty where there are none.
 
     Raises:
-        DataError: the file is no JSON object.
+        DataError: the file is not a JSON object.
     """
     path = directory / LAB
     if not path.is_file():

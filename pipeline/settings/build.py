@@ -278,7 +278,7 @@ def _says(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def _unknown(config_class: type, name: str, *, section: str, place: str) -> ConfigError:
-    """The error for a name that is no setting, with the likely meant ones."""
+    """The error for a name that is not a setting, with the likely meant ones."""
     matches = did_you_mean(list(list_settings(config_class)), name)
     meant = " or ".join(section + match for match in matches)
     hint = f"did you mean {meant}?" if meant else "--help lists the settings"

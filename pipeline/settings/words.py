@@ -11,7 +11,7 @@ from pipeline.settings.describe import section_class, without_none
 def as_word(option: str, kind: object, words: list[str]) -> str:
     """The words after an option as the one word that jsonargparse reads."""
     kind = without_none(kind)
-    # A list of texts may have an item in braces; a mapping is no list.
+    # A list of texts may have an item in braces; a mapping is not a list.
     is_texts = typing.get_origin(kind) is tuple and typing.get_args(kind)[0] is str
     opening = ("[",) if is_texts else ("[", "{")
     is_json = len(words) == 1 and words[0][:1] in opening

@@ -205,7 +205,7 @@ class Attribution:
         self._silent = dict(silences)
 
     def forget(self) -> None:
-        """Begin anew to listen for those that fall silent."""
+        """Begin again to listen for those that fall silent."""
         self._silent.clear()
 
     def _without_a_word(self, other: int) -> Failure:

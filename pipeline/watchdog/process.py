@@ -231,7 +231,7 @@ class Watchdog:
         return found
 
     def _linger(self, *, living: int) -> None:
-        """Stay until so many others have heard, and until a launcher knows who ended first.
+        """Stay until that many others have heard, and until a launcher knows who ended first.
 
         When this process ends, the launcher may end the others at once.
         """
@@ -285,7 +285,7 @@ class Watchdog:
 
 
 def _within(seconds: float, look: Callable[[], Failure | None]) -> Failure | None:
-    """What `look` finds at once or within so many seconds."""
+    """What `look` finds at once or within that many seconds."""
     deadline = time.monotonic() + seconds
     pause, longest = POLL_SECONDS
     while (found := look()) is None and time.monotonic() < deadline:

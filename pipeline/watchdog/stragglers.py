@@ -26,7 +26,7 @@ EXCEPTIONS = 2
 class Stragglers:
     """Measures how long this process computes in each step, and says which one is slow.
 
-    What it waits for the others in collectives doesn't count. Of a pipeline of so many `stages`
+    What it waits for the others in collectives doesn't count. Of a pipeline of that many `stages`
     the processes of one stage are compared, which do the same.
     """
 

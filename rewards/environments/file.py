@@ -109,7 +109,7 @@ def _check_tools(methods: dict[str, ast.FunctionDef], found: EnvironmentFile) ->
     tools = [each for name, each in methods.items() if is_tool(name)]
     require(
         "reset" in methods and bool(tools),
-        f"{of} is no environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
+        f"{of} is not an environment: it needs {FORMS['turns']}, or {FORMS['tools']}",
     )
     for tool in tools:
         require(

@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     )
     for name in ("train.jsonl", "test.jsonl"):
         path = config.out / name
-        require(not path.exists(), f"{path} is there already; remove it or choose another --out")
+        require(not path.exists(), f"{path} already exists; remove it or choose another --out")
     train, held_out = games(config)
     parts = {"train": train, "test": held_out}
     write_output(

@@ -92,7 +92,7 @@ class ToolEnvironment:
         try:
             call = json.loads(text)
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets
-            return f"error: the call is no JSON: {error}"
+            return f"error: the call is not JSON: {error}"
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return 'error: a call is an object with "name" and "arguments"'
         name, arguments = call["name"], call.get("arguments", {})

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     descriptor, parent = map(int, argv)
     end_with_parent(parent)
     leave_signals_to(parent)
-    os.dup2(2, 1)  # what an environment prints is no output of the command that runs it
+    os.dup2(2, 1)  # what an environment prints is not an output of the command that runs it
     connection = Connection(descriptor)
     try:
         file: EnvironmentFile = connection.recv()
@@ -58,7 +58,7 @@ def load_class(file: EnvironmentFile) -> Any:  # noqa: ANN401
 
 
 def takes_turns(kind: Any, file: EnvironmentFile) -> bool:  # noqa: ANN401
-    """Whether a class has the three verbs, and is no set of tools; an imported base may decide."""
+    """Whether a class has the three verbs and is not a set of tools; an imported base decides."""
     return callable(getattr(kind, "step", None)) if file.form is None else file.form == "turns"
 
 
@@ -114,7 +114,7 @@ def messages_of(verb: str, returned: object) -> tuple[Message, ...]:
     """What reset or step returned, as messages.
 
     Raises:
-        WrongReturnError: it is no list of messages, or one that can't come before an answer.
+        WrongReturnError: it is not a list of messages, or one that can't come before an answer.
     """
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
         raise WrongReturnError(f"{verb} returned {shown(returned)}, not a list of messages")
@@ -143,7 +143,7 @@ def _message(verb: str, given: Any) -> Message:  # noqa: ANN401
         content.encode()
     except UnicodeEncodeError:
         raise WrongReturnError(
-            f"{verb} returned {shown(content)}, which is no text in Unicode"
+            f"{verb} returned {shown(content)}, which is not Unicode text"
         ) from None
     return Message(ROLES[role], content)
 

@@ -83,7 +83,7 @@ def _of_best(found: Sequence[tuple[BenchRow, PromptScores]]) -> tuple[float, dic
 
 
 def _of_ties(found: Sequence[tuple[BenchRow, PromptScores]]) -> tuple[float, dict[str, object]]:
-    """The score of Ties with its parts; it has no interval, as it is no share."""
+    """The score of Ties with its parts; it has no interval, as it is not a share."""
     ref, tied = (
         {row.number: each for row, each in found if row.kind == kind} for kind in ("ref", "tied")
     )

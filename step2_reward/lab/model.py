@@ -36,7 +36,7 @@ def measure_model(config: LabConfig) -> Measured:
     """The figures of the model at `config.path`.
 
     Raises:
-        ModelError: there is none, or it is no classifier.
+        ModelError: there is none, or it is not a classifier.
         DataError: there are no rows, or none with the labels that the model has learned.
     """
     check_ready(config.path, scores=True)

@@ -20,7 +20,7 @@ def plackett_luce_loss(
     rank compete with each other, each against all of them (Breslow 1974). `ranks` are 1 for the
     best; infinite ranks mark places without a response, as lists differ in length. A stage is
     written as -log sigmoid(s_i - logsumexp of the others), so that two responses are Bradley-Terry
-    to the bit.
+    bit for bit.
     """
     real = ranks.isfinite()
     others = ~torch.eye(ranks.shape[1], dtype=torch.bool, device=ranks.device)

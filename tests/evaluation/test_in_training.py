@@ -109,14 +109,18 @@ def test_two_processes_measure_what_one_does(tmp_path: Path, stage: int) -> None
 
 
 def _train_together(config: SFTConfig) -> None:
-    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0):
+    division = config.parallel
+    with cut_mesh(replicas=1, pp=division.pp, tp=division.tp, timeout_seconds=60.0):
         train(config)
 
 
 @pytest.mark.grid
-def test_two_processes_that_compute_each_layer_together_answer_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("division", [ParallelConfig(tp=2), ParallelConfig(pp=2)])
+def test_two_processes_with_parts_of_a_model_answer_together(
+    division: ParallelConfig, tmp_path: Path
+) -> None:
     config = always_seven(tmp_path)
-    both = replace(config, output_dir=tmp_path / "both", parallel=ParallelConfig(tp=2))
+    both = replace(config, output_dir=tmp_path / "both", parallel=division)
 
     train(config)
     run_ranks(_train_together, both)

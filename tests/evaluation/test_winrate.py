@@ -154,7 +154,7 @@ def test_every_model_and_judge_is_looked_at_before_one_answers(home: Path, tmp_p
     with pytest.raises(ModelError, match=r"no such model: the directory .*none does not exist"):
         main(words({**given, "paths": [paths[0], str(tmp_path / "none")]}))
     judge = json.dumps({"kind": "model", "path": paths[1]})
-    with pytest.raises(ModelError, match="b is no reward model"):
+    with pytest.raises(ModelError, match="b is not a reward model"):
         main(words({**given, "paths": paths, "judge": judge}))
     (tmp_path / "b" / "chat_template.jinja").write_text("{{ 1 // 0 }}")
     with pytest.raises(DataError, match=f"the chat template of {paths[1]} can't render"):

@@ -91,7 +91,7 @@ def small(start: Path, step: str, **changes: Any) -> Any:
 
 
 class Forked:
-    """One start of a job: so many processes, each with a log; killed, if still there, on exit.
+    """One start of a job: that many processes, each with a log; killed, if still there, on exit.
 
     They meet at a store that outlives them, as that of torchrun does.
     """
@@ -263,7 +263,7 @@ OF_TIME = ("seconds", "seconds_trained", "logged_at", "metrics_bytes")
 
 
 def assert_prefix(out: Path, reference: Path) -> int:
-    """What `out` offers is, to the bit, what the undisturbed run had after the same step: which."""
+    """The step that `out` offers, bit for bit what the undisturbed run had after the same step."""
     checkpoint, passed_over = newest(out / "checkpoints")
     assert not passed_over  # a kill leaves nothing that has to be passed over
     if checkpoint is None:

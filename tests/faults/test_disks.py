@@ -50,7 +50,7 @@ def test_a_save_that_one_rank_can_not_make_costs_a_sentence(
 
     (sentence,) = [line for line in said.splitlines() if "failed" in line]
     assert f"saving step 3 to {tmp_path}/checkpoints failed: rank 1: {reason}" in sentence
-    assert sentence.endswith("training goes on, and the next save tries again")
+    assert sentence.endswith("training continues, and the next save tries again")
     assert steps_saved(tmp_path) == [1, 2, 4, 5, 6, 7, 8]
     assert_same_end(tmp_path, reference, step=STEPS)
 

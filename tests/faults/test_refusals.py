@@ -63,7 +63,7 @@ def test_data_that_has_changed_is_refused(change: str, start: Path, tmp_path: Pa
 
     assert refusal(config) == (
         f"error: the training rows are not those of {last_checkpoint(config)}: the"
-        " data has changed; bring it back, or say --overwrite to begin again"
+        " data has changed; restore it, or pass --overwrite to start again"
     )
 
 
@@ -73,7 +73,7 @@ def test_a_setting_that_decides_the_result_is_refused_by_name(start: Path, tmp_p
 
     assert refusal(replace(config, seed=7)) == (
         f"error: {last_checkpoint(config)} was made with seed 1234, and this run has"
-        " 7; keep that setting, or say --overwrite to begin again"
+        " 7; keep that setting, or pass --overwrite to start again"
     )
 
 

@@ -35,7 +35,7 @@ PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
 
 def padded(rows: int) -> int:
-    """Rows of a pass of so many: as many as round one like many do, on this machine."""
+    """Rows of a pass of that many: as many as round one like many do, on this machine."""
     return round_up(rows, fewest_rows(torch.float32))
 
 

@@ -1,3 +1,5 @@
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -7,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from pipeline.cli import parse_step, run_main, split_options, write_config
-from pipeline.errors import EXIT_OUT_OF_MEMORY, ConfigError, DataError
+from pipeline.errors import EXIT_DISK_FULL, EXIT_OUT_OF_MEMORY, ConfigError, DataError
 from pipeline.help import help_entry, step_help
 from pipeline.settings.describe import list_settings
 from step1_sft.config import SFTConfig
@@ -191,6 +194,26 @@ def test_where_memory_ran_out_the_exit_code_says_so(
 
     assert end.value.code == EXIT_OUT_OF_MEMORY
     assert capsys.readouterr().err.startswith("out of memory: ")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/config.json"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_one_sentence_with_an_exit_code_of_its_own(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(_argv: Sequence[str]) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        run_main(main, [])
+
+    assert end.value.code == EXIT_DISK_FULL
+    assert capsys.readouterr().err == f"error: the disk is full: {error}; free some space\n"
 
 
 def test_ctrl_c_while_a_step_imports_pytorch_is_no_traceback() -> None:

@@ -60,7 +60,7 @@ def test_sleep_takes_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a:0:kill", "FAULT=a:0:kill is no fault; write <point>:<rank>:<nth>:<action>"),
+        ("a:0:kill", "FAULT=a:0:kill is not a fault; write <point>:<rank>:<nth>:<action>"),
         ("a:x:1:kill", "the rank must be a number or \\*, not 'x'"),
         ("a:0:0:kill", "the visit must be a number from 1 on, not '0'"),
         ("a:0:1:explode", "the action must be one of kill, exit, hang, .*, not 'explode'"),

@@ -66,6 +66,7 @@ def test_overwrite_replaces_the_step_and_leaves_what_is_not_ours(tmp_path: Path)
         ("wrong input", 2, "error: rows.jsonl line 3 has no prompt\n"),
         ("crash", 1, "step 1 failed (exit code 7): "),
         ("killed", 1, "step 1 was ended by signal 9"),
+        ("disk full", 1, "error: the disk is full: [Errno 28] No space left on device: "),
     ],
 )
 def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
@@ -83,7 +84,11 @@ def test_a_step_that_fails_ends_the_run_and_leaves_the_directory_free(
         run(tmp_path / "out")
 
     assert end.value.code == code
-    assert capfd.readouterr().err.startswith(said)
+    errors = capfd.readouterr().err
+    assert errors.startswith(said)
+    assert ("with room on the disk the same command with --resume" in errors) == (
+        toy == "disk full"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -111,7 +116,7 @@ def test_an_interrupted_run_keeps_its_files_and_says_how_to_go_on(tmp_path: Path
     assert process.returncode == 130
     assert said.splitlines()[-1] == (
         f"interrupted in step 1; {out} keeps what is finished, and the same command with"
-        " --resume goes on"
+        " --resume continues"
     )
     assert json.loads((out / "run.json").read_text()) == {
         "step1_sft": ["config.yaml", "metrics.jsonl"]
@@ -184,7 +189,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_half_the_micro_batch(
     assert (tmp_path / "step1_sft" / "result.json").is_file()
     said = capfd.readouterr().err
     assert "cannot allocate 7 GiB" in said
-    assert "step 1 ran out of memory and goes on with --sft.micro_batch_size 2" in said
+    assert "step 1 ran out of memory and continues with --sft.micro_batch_size 2" in said
 
 
 def test_where_one_sequence_is_too_much_the_run_says_what_saves_memory(

@@ -61,8 +61,8 @@ def test_a_method_that_diverges_is_announced_and_the_others_run(
     assert end.value.code == 80
     assert failed.err.splitlines() == [
         "error: the loss is not finite",
-        "step 3 (ppo) diverged, and the other methods run on; the same command with --resume and a"
-        " smaller --methods.ppo.actor.optim.lr begins it again",
+        "step 3 (ppo) diverged, and the other methods continue; the same command with --resume and"
+        " a smaller --methods.ppo.actor.optim.lr starts it again",
         "not finished: ppo; the same command with --resume tries again",
     ]
     assert (tmp_path / "step3_rloo" / "result.json").is_file()

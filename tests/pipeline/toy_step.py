@@ -1,5 +1,6 @@
 """A step that trains nothing: it leaves what a real one leaves, or ends as TOY says."""
 
+import errno
 import json
 import os
 import time
@@ -25,6 +26,8 @@ def main(argv: Sequence[str]) -> None:
             raise DataError("rows.jsonl line 3 has no prompt")
         case "crash":
             os._exit(7)
+        case "disk full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out / "model.safetensors"))
         case "killed":
             os.kill(os.getpid(), 9)
         case "out of memory":

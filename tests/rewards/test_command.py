@@ -34,7 +34,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
     (rows / "mine.py").write_text(
         "def score(solution_str, ground_truth):\n"
-        "    print('this is no output')\n"
+        "    print('this is not an output')\n"
         "    return 1 / ('18' in solution_str)\n"
     )
 
@@ -56,7 +56,7 @@ def test_sources_are_tried_on_the_answers_of_the_rows(rows: Path) -> None:
     assert lines[7] == (
         "score: first failed: rows.jsonl line 2: it raised ZeroDivisionError: division by zero"
     )
-    assert "this is no output" in done.stderr
+    assert "this is not an output" in done.stderr
 
 
 def test_of_preferences_it_says_how_often_the_better_response_wins(rows: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_word_describes_a_source() -> None:
         ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
         ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be a whole number"),
         ("{weight: 3}", "kind is missing; it takes code, environment, exact, function"),
-        ("{kind: length", "is no mapping of settings"),
+        ("{kind: length", "is not a mapping of settings"),
         ("judge:x", "takes its settings in braces"),
     ],
 )

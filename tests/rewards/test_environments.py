@@ -209,7 +209,7 @@ CALLS: Sequence[tuple[str, str]] = (
     (call("buy", name="pen", count=2), '{"bought": 2, "kind": "new"}'),
     (call("pay", price=3), "3 EUR None"),
     (call("pay", price=3.5, notes=["a"]), "3.5 EUR ['a']"),
-    ("<tool_call>{buy</tool_call>", r"error: the call is no JSON: .*\(char 1\)"),
+    ("<tool_call>{buy</tool_call>", r"error: the call is not JSON: .*\(char 1\)"),
     ("<tool_call>[1]</tool_call>", 'error: a call is an object with "name" and "arguments"'),
     ('<tool_call>{"name": 3}</tool_call>', 'error: a call is an object with "name"'),
     (call("sell"), "error: there is no tool sell; there are buy, fail, pay"),
@@ -223,7 +223,7 @@ CALLS: Sequence[tuple[str, str]] = (
     (call("buy", name="pen", kind="odd"), 'error: buy: kind must be .*old.*, got "odd"'),
     (call("buy", name="pen", count=10), "error: buy: there are 9"),
     ('<tool_call>{"name": "pay", "arguments": [3]}</tool_call>', 'error: pay: "arguments" must be'),
-    ('<tool_call>{"name": "pay"', "error: the call is no JSON"),
+    ('<tool_call>{"name": "pay"', "error: the call is not JSON"),
 )
 """What a model may write, and what it reads next."""
 

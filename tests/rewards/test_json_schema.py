@@ -1,4 +1,4 @@
-"""rewards/json_schema.py: what a schema allows, and what is no schema."""
+"""rewards/json_schema.py: what a schema allows, and what is not a schema."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_a_response_is_json_whole_or_in_its_only_fence(
         ('{"type": "text"}', "'text' is not valid"),
         ('{"$ref": "#/$defs/none"}', "refers to #/$defs/none, which is not in it"),
         ('{"$ref": "other.json"}', "refers to other.json"),
-        ('{"properties": {"a": 5}}', "is no JSON schema: 5 is not of type"),
+        ('{"properties": {"a": 5}}', "is not a JSON schema: 5 is not of type"),
         ("{", "is not valid JSON"),
     ],
 )

@@ -308,7 +308,7 @@ def test_failures_past_the_share_stop_the_run_in_one_sentence() -> None:
     ("given", "sentence"),
     [
         ([function("length"), function("length")], "two sources are named length"),
-        ([RewardConfig(name="a", kind="regex", pattern="(")], r"rewards\.a\.pattern is no regular"),
+        ([RewardConfig(name="a", kind="regex", pattern="(")], r"rewards\.a\.pattern is not a"),
     ],
 )
 def test_sources_that_can_not_be_used_are_refused_before_a_process_starts(

@@ -314,7 +314,7 @@ def test_a_reward_model_is_looked_at_before_the_model_that_answers_is_loaded(pro
     broken = damaged(prompts, "broken", RAISES)
     for path, sentence in {
         str(prompts.parent / "none"): "no such model",
-        str(prompts.with_name("model")): "is no reward model",
+        str(prompts.with_name("model")): "is not a reward model",
     }.items():
         taste = json.dumps({"kind": "model", "path": path})
         with pytest.raises(ModelError, match=sentence):

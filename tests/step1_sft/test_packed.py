@@ -127,7 +127,7 @@ def test_files_that_step_1_can_not_use_are_refused_in_a_sentence(tmp_path: Path)
     pack(other, config, "--train-on", "all")
 
     for names, changes, sentence in (
-        ([tokens, rows], {}, r"rows.jsonl is no token file, and others are"),
+        ([tokens, rows], {}, r"rows.jsonl is not a token file, and others are"),
         ([f"{tmp_path}/texts.tokens"], {}, "holds texts, on which step 0 trains"),
         ([f"{tmp_path}/other.tokens"], {}, "packed with train_on all, and data.train_on is assist"),
         ([tokens], {"history": "user"}, "packed with history all, and data.history is user"),

@@ -1,4 +1,4 @@
-"""Step 1 through the stages of a pipeline ends as on one process, to the bit."""
+"""Step 1 through the stages of a pipeline ends as on one process, bit for bit."""
 
 import json
 import re
@@ -28,7 +28,6 @@ from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
 from step1_sft.train import learn_from, load_model
-from step3_ppo.config import PPOConfig
 from tests.distributed import run_ranks
 from tests.jobs import run_job
 from tests.step1_sft.small_runs import cut_off, ended, held_bytes, make, run, saved, settings
@@ -201,10 +200,9 @@ def test_what_the_model_can_not_be_cut_into_is_refused_by_the_plan(
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block anew"),
+    "stage 3": ({}, {"zero_stage": 3}, "model.zero_stage 3 would gather each block again"),
     "dropout": ({}, {"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout draws masks"),
     "variant": ({}, {"lora": LoraConfig(variant="pissa")}, "model.lora.variant of parallel.pp 2"),
-    "tasks": ({"eval_tasks": ("embedded",)}, {}, "eval_tasks are answered by the whole model"),
     "nvme": (
         {},
         {"zero": ZeroConfig(offload=OffloadConfig(optimizer="nvme", nvme_path=Path("/tmp")))},
@@ -221,11 +219,7 @@ def test_settings_that_contradict_stages_are_refused(name: str, tmp_path: Path) 
         settings(tmp_path, tmp_path, pp=2, model=model, **changes)
 
 
-def test_other_steps_say_that_they_have_no_stages() -> None:
-    parallel = ParallelConfig(pp=2)
-
-    with pytest.raises(ConfigError, match="steps 0, 1 and 2 run as pipelines; step 3 needs"):
-        PPOConfig(parallel=parallel)
+def test_divisions_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ConfigError, match="says which stage has which blocks"):
         ParallelConfig(partition=(1, 1))
     with pytest.raises(ConfigError, match="pp 3 doesn't divide the 4 processes; take 2"):

@@ -29,7 +29,6 @@ from pipeline.run import Run
 from step1_sft.batches import cut, encode
 from step1_sft.config import SFTConfig
 from step1_sft.train import learn_from, load_model
-from step3_ppo.config import PPOConfig
 from tests.distributed import run_ranks
 from tests.step1_sft.small_runs import cut_off, ended, held_bytes, make, run, saved, settings
 
@@ -38,7 +37,12 @@ ONE = Machine(1, 1, None, 2**34, "it")
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     # Family, its changes, settings of the model, and how far losses may be apart.
     "grouped heads, untied": ("llama", {}, {"precision": "fp32"}, 1e-6),
-    "adapters, stage 3": ("gpt2", {}, {"lora": LoraConfig(rank=2), "zero_stage": 3}, 1e-6),
+    "adapters, dropout, stage 3": (
+        "gpt2",
+        {},
+        {"lora": LoraConfig(rank=2, dropout=0.3), "zero_stage": 3},
+        1e-6,
+    ),
     "norms of heads, biases": ("qwen3", {"attention_bias": True}, {"zero_stage": 2}, 2e-6),
     "one key head, tied, padded": ("falcon", {}, {"precision": "fp32"}, 1e-6),
     "tied, bf16, checkpointing": (
@@ -49,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     ),
     "tied, fp16, adapters": ("opt", {}, {"precision": "fp16", "lora": LoraConfig(rank=2)}, 1e-3),
 }
-SOME = ("grouped heads, untied", "adapters, stage 3")
+SOME = ("grouped heads, untied", "adapters, dropout, stage 3")
 """That every run of the tests goes through; the others are the grid."""
 
 
@@ -116,6 +120,16 @@ def test_mixtures_end_in_the_bits_of_two_processes(name: str, tmp_path: Path) ->
     )
 
     assert ended(tmp_path / "mixed") == ended(tmp_path / "plain")
+
+
+@pytest.mark.grid
+def test_adapters_learn_the_same_bits_from_tokens_of_its_own(tmp_path: Path) -> None:
+    start, lora = make(tmp_path, "llama"), {"lora": LoraConfig(rank=2)}
+    for name, sequence in (("own", True), ("all", False)):
+        parallel = ParallelConfig(tp=2, micro_batches=3, sequence=sequence)
+        run_ranks(run, settings(start, tmp_path / name, parallel=parallel, model=lora))
+
+    assert ended(tmp_path / "own") == ended(tmp_path / "all")
 
 
 def take_up(config: SFTConfig, step: int) -> None:
@@ -229,7 +243,6 @@ def test_what_layers_can_not_be_divided_into_is_refused_by_the_plan(tmp_path: Pa
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "4 bits": ({"quantize": "nf4", "lora": LoraConfig()}, "model.quantize nf4 stores weights"),
-    "dropout": ({"lora": LoraConfig(dropout=0.1)}, "model.lora.dropout would draw other masks"),
     "dora": ({"lora": LoraConfig(variant="dora")}, "model.lora.variant dora looks at whole"),
     "compile": ({"zero": ZeroConfig(compile=True)}, "model.zero.compile can't compile blocks"),
 }
@@ -243,9 +256,7 @@ def test_settings_that_contradict_divided_layers_are_refused(name: str, tmp_path
         settings(tmp_path, tmp_path, tp=2, model=model)
 
 
-def test_other_steps_and_numbers_of_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.environment plays with each process by itself"):
-        PPOConfig(parallel=ParallelConfig(tp=2), environment="guessing")
+def test_other_numbers_of_processes_are_refused() -> None:
     with pytest.raises(ConfigError, match="tp 3 doesn't divide the 4 processes; take 2"):
         ParallelConfig(tp=3).check(4)
     with pytest.raises(ConfigError, match="tp 4 doesn't divide the 2 processes of each stage"):

@@ -98,7 +98,7 @@ def test_the_embedded_task_has_held_out_pairs() -> None:
 
 
 def test_a_language_model_is_not_taken_for_a_reward_model(actor_dir: Path) -> None:
-    with pytest.raises(ModelError, match="is no reward model"):
+    with pytest.raises(ModelError, match="is not a reward model"):
         load_scorer(str(actor_dir))
 
 

@@ -119,7 +119,7 @@ def test_wrong_input_of_the_command_is_named(
 
 
 def test_a_language_model_is_no_reward_model(trained: Path) -> None:
-    with pytest.raises(ModelError, match="is no reward model"):
+    with pytest.raises(ModelError, match="is not a reward model"):
         main(["--path", str(trained / "base"), "--data-path", str(trained / "pairs.jsonl")])
 
 

@@ -13,6 +13,7 @@ from step2_reward.losses.ordinal import ordinal_log_probabilities, ordinal_loss
 from step2_reward.losses.pairs import pairwise_loss, tie_log_probabilities, tie_loss
 from step2_reward.losses.rankings import plackett_luce_loss
 from step2_reward.losses.scalar import binary_cross_entropy, squared_error
+from step2_reward.pair_objective import num_in_order
 
 GENERATOR = torch.Generator().manual_seed(0)
 CHOSEN, REJECTED = torch.randn(2, 50, generator=GENERATOR) * 3
@@ -60,6 +61,12 @@ def test_at_its_neutral_setting_each_loss_of_classes_is_cross_entropy_to_the_bit
     assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=torch.ones(4)), plain)
     weights = torch.tensor(balanced_weights([5, 90, 900, 1], beta=0.0))
     assert torch.equal(cross_entropy(LOGITS, CLASSES, weights=weights), plain)
+
+
+def test_a_tie_is_half_in_order() -> None:
+    scores = torch.tensor([1.0, 2.0, 3.0, 0.5])
+
+    assert num_in_order(scores, torch.tensor([0.0, 2.0, 3.5, 0.25])).item() == 2.5
 
 
 def test_focal_losses_of_what_is_certain_have_a_gradient_of_0() -> None:

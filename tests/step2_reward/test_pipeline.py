@@ -1,4 +1,4 @@
-"""Step 2 through the stages of a pipeline ends as on one process, to the bit."""
+"""Step 2 through the stages of a pipeline ends as on one process, bit for bit."""
 
 import hashlib
 import json

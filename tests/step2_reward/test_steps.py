@@ -207,7 +207,7 @@ def test_rl_is_given_the_worst_step_or_the_last_or_all_of_them(trained: RewardCo
         torch.testing.assert_close(scores[0], expected)
         judge.settings = model.config
         judge.engine.model.load_state_dict(scorer.state_dict())
-        torch.testing.assert_close(judge.scores(batch)[0], expected)
+        torch.testing.assert_close(judge.scores([batch])[0][0], expected)
     assert score_responses(path, [(prompt, response)]) == pytest.approx([logits[first[1]].item()])
 
 

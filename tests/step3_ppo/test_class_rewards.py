@@ -47,7 +47,7 @@ def test_the_score_of_classes_is_their_expected_value(toy: Path, tmp_path: Path)
     with torch.no_grad():
         hidden = plain.base_model(BATCH.input_ids[None])[0][0, -1]
         expected = (plain.score(hidden).softmax(dim=0) * torch.tensor([0.0, 1.0, 4.0])).sum()
-    assert reward.scores(BATCH).item() == pytest.approx(expected.item(), abs=1e-5)
+    assert reward.scores([BATCH])[0].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_classes_without_values_are_no_reward(toy: Path, tmp_path: Path) -> None:

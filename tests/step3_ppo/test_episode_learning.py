@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from pipeline.config import ParallelConfig
 from pipeline.data.examples import Encoded, Message
+from pipeline.parallel.mesh import cut_mesh
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
 from step3_ppo.reward_sources import RewardSources
@@ -141,7 +143,8 @@ def of_game(toy: Path, out: Path, **changes: Any) -> PPOConfig:
 
 
 def _train(config: PPOConfig) -> None:
-    train(config)
+    with cut_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
+        train(config)
 
 
 @pytest.mark.jobs
@@ -176,11 +179,13 @@ def test_a_run_that_was_cut_ends_in_the_same_weights_and_its_samples_show_the_di
     assert all(row["prompt"][0]["content"].isdigit() for row in sample)
 
 
-def test_two_processes_learn_a_game_as_one_does(toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.grid)])
+def test_two_processes_learn_a_game_as_one_does(tp: int, toy: Path, tmp_path: Path) -> None:
     config = of_game(toy, tmp_path / "1")
     train(config)
 
-    run_ranks(_train, replace(config, output_dir=tmp_path / "2"))
+    parallel = ParallelConfig(tp=tp)
+    run_ranks(_train, replace(config, output_dir=tmp_path / "2", parallel=parallel))
 
     one, two = exported(tmp_path / "1"), exported(tmp_path / "2")
     for name in one:

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.data.examples import Message
 from pipeline.errors import ConfigError
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.mesh import current_mesh, cut_mesh
 from rewards.contract import RewardError
 from step3_ppo.config import PPOConfig
 from step3_ppo.episode_statistics import episode_statistics
@@ -304,3 +304,23 @@ def test_greedy_episodes_are_the_same_whoever_plays_beside_them(toy: Path) -> No
             )
 
     assert alone[0].sequence == together[0].sequence
+
+
+def played_together(toy: Path) -> list[tuple[list[int], list[str], float | None]]:
+    """Tokens, turns and reward of each episode of two groups, on a process with half of a layer."""
+    config = game_config(toy, "Elsewhere")
+    with cut_mesh(replicas=1, tp=2, timeout_seconds=60.0), playing(config) as models:
+        episodes = played(models, config, *[{"turns": 2}] * 8)
+        results = models.sources.results()["environment"]
+    texts = [[turn.content for turn in each.turns] for each in episodes]
+    return list(zip([each.ids for each in episodes], texts, results.values, strict=True))
+
+
+@pytest.mark.jobs
+def test_processes_of_one_layer_share_the_episodes_whatever_the_environment_says(toy: Path) -> None:
+    own, other = run_ranks(played_together, toy)
+
+    assert own == other
+    said = [turns[1] for _, turns, _ in own if len(turns) > 1]
+    assert len(set(said)) == 2  # each process played one of the two groups
+    assert all(value is not None for _, _, value in own)

@@ -28,7 +28,7 @@ NOT_MEASURED = ("runtime",)
 
 @pytest.fixture(scope="module")
 def larger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that holds actor and reward model, with so many words or the tokenizer's."""
+    """A directory that holds actor and reward model, with that many words or the tokenizer's."""
     directory = tmp_path_factory.mktemp("larger")
     tokenizer = build_tokenizer()
     shape: dict[str, Any] = {

@@ -58,7 +58,7 @@ def test_a_method_that_there_is_not_is_refused_with_those_there_are() -> None:
     ("changes", "named"),
     [
         ({"kl_in": "loss", "kl_estimator": "k1"}, "k1 in the loss has an expected gradient of 0"),
-        ({"kl_in": "reward", "kl_estimator": "k3"}, "ppo.kl_estimator k3 belongs into the loss"),
+        ({"kl_in": "reward", "kl_estimator": "k3"}, "ppo.kl_estimator k3 belongs in the loss"),
         ({"kl_in": "none", "kl_target": 6.0}, "ppo.kl_target steers a KL penalty"),
         ({"overlong": "mask", "missing_eos_score": -1.0}, "ppo.overlong mask decides"),
         ({"overlong_buffer": 4.0, "missing_eos_score": -1.0}, "ppo.overlong_buffer 4 decides"),

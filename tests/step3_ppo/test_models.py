@@ -12,6 +12,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.chat import load_chat
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, base_model
+from pipeline.models.passes import Passes
 from pipeline.models.trained import trained_causal_lm
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import load_reference
@@ -31,25 +32,25 @@ def with_lora(config: PPOConfig) -> PPOConfig:
 def test_the_reference_is_the_actor_as_it_started_whatever_the_actor_learns(toy: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
-    before = models.reference.logprobs(BATCH, temperature=1.0)
+    before = models.reference.logprobs([BATCH], temperature=1.0)[0]
 
     update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
 
-    assert torch.equal(models.reference.logprobs(BATCH, temperature=1.0), before)
+    assert torch.equal(models.reference.logprobs([BATCH], temperature=1.0)[0], before)
     assert not torch.equal(models.actor(BATCH).logprobs, before)
 
 
 def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(toy: Path) -> None:
-    """The same, to the bit, as a frozen copy, and without one."""
+    """The same, bit for bit, as a frozen copy, and without one."""
     config = with_lora(toy_config(toy))
     models, copy = toy_models(config), toy_models(toy_config(toy)).reference
     update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
 
     adapted = models.actor(BATCH, temperature=0.5).logprobs
-    off = models.reference.logprobs(BATCH, temperature=0.5)
+    off = models.reference.logprobs([BATCH], temperature=0.5)[0]
 
     assert models.reference.engine is models.actor
-    assert torch.equal(off, copy.logprobs(BATCH, temperature=0.5))
+    assert torch.equal(off, copy.logprobs([BATCH], temperature=0.5)[0])
     assert not torch.equal(adapted, off)
     assert models.policy.training  # asking the reference left the actor as it was
     assert torch.equal(models.actor(BATCH, temperature=0.5).logprobs, adapted)
@@ -74,7 +75,7 @@ def test_the_reference_of_an_actor_with_new_tokens_has_the_same_rows_for_them(to
     actor = trained_causal_lm(config.actor, tokenizer, device=CPU, seed=config.seed)
 
     engine = Engine(Policy(actor), config.actor, total_steps=1)
-    reference = load_reference(config, engine, tokenizer, device=CPU)
+    reference = load_reference(config, Passes(engine), tokenizer, device=CPU)
 
     assert base_model(actor).get_input_embeddings().weight.shape[0] == len(build_tokenizer()) + 2
     assert torch.equal(weights(reference.engine.model), weights(actor))
@@ -95,7 +96,7 @@ def test_the_critic_starts_as_the_normalized_reward_model(toy: Path) -> None:
     # Critic and reward model agree about every prefix.
     for target, value in zip(BATCH.targets.tolist(), values, strict=True):
         prefix = collate([Encoded.untrained(BATCH.input_ids[:target].tolist())])
-        expected = models.reward.normalized(models.reward.scores(prefix))[0]
+        expected = models.reward.normalized(models.reward.scores([prefix])[0])[0]
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     assert (models.reward.mean, models.reward.std) == (0.5, 2.0)
 

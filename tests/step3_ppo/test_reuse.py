@@ -1,4 +1,4 @@
-"""The first update goes back through the pass that scored the rollout, to the same bits."""
+"""The first update backpropagates through the pass that scored the rollout, to the same bits."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -79,9 +79,9 @@ def test_a_pool_scores_as_its_members_do_each_in_its_own_unit(directory: Path, p
     for name in ("reward", "reward_2", "reward_3"):
         path = RewardConfig(name="alone", kind="model", path=str(directory / name))
         alone = toy_models(toy_config(directory, rewards=(path,))).reward
-        each.append(alone.normalized(alone.scores(batch)))
+        each.append(alone.normalized(alone.scores([batch])[0]))
     expected = pooled(torch.stack(each), pool, 0.7)
-    scores = together.scores(batch)
+    scores = together.scores([batch])[0]
     assert torch.equal(scores, expected)
     assert torch.equal(together.normalized(scores), scores)
     assert each[0].tolist() != pytest.approx(each[1].tolist(), abs=0.01)

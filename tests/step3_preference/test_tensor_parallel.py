@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.errors import ConfigError
 from pipeline.parallel.mesh import cut_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
@@ -43,8 +42,3 @@ def test_two_processes_learn_what_one_does(case: str, toy: Path, tmp_path: Path)
         found = {name: line[name] for name in figures}
         assert found == pytest.approx(figures, rel=1e-3, abs=1e-3)
     AutoModelForCausalLM.from_pretrained(together.output_dir / "actor")
-
-
-def test_stages_are_refused(toy: Path) -> None:
-    with pytest.raises(ConfigError, match="this step needs its models whole"):
-        toy_config(toy, parallel=ParallelConfig(pp=2))

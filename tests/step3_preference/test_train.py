@@ -226,11 +226,11 @@ def test_the_reference_is_read_again_and_computed_anew_for_other_rows(
     [
         ({"label_smoothing": 0.5}, r"preference.label_smoothing must lie in \[0, 0.5\), got 0.5"),
         ({"robust": True}, "preference.robust corrects for wrong labels: say how many"),
-        ({"loss": "ipo", "gamma": 1.0}, "preference.gamma is of loss dpo; leave it away with loss"),
+        ({"loss": "ipo", "gamma": 1.0}, "preference.gamma is of loss dpo; leave it out with loss"),
         ({"loss": "orpo"}, "preference.loss orpo compares mean log-probabilities without"),
         ({"loss": "kto", "logp": "mean"}, "preference.loss kto needs the reference and sums"),
         ({"precompute": "off"}, "preference.precompute off runs the model without its adapter"),
-        ({"weight_chosen": 2.0}, "preference.weight_chosen is of loss kto; leave it away"),
+        ({"weight_chosen": 2.0}, "preference.weight_chosen is of loss kto; leave it out"),
         ({"beta": 0.0}, "preference.beta must be above 0, got 0.0"),
         ({"shares": ()}, "preference.shares must name a part of data.split"),
     ],

@@ -86,8 +86,8 @@ _PRECISION = {
             " remove it, and take offload_optimizer where memory is short",
             "bf16.bf16_master_weights_and_grads": "would lose what fp32 master weights are for;"
             " remove it, and take offload_optimizer where memory is short",
-            "bf16.bf16_optimizer_states": "would round Adam's moments, which are fp32 here; remove"
-            " it, and take offload_optimizer where memory is short",
+            "bf16.bf16_optimizer_states": "would round Adam's moments, which is a setting of"
+            " ours; remove it, and say optim.moments bf16 or 8bit where memory is short",
             "data_types.buffer_dtype": "would round buffers such as rotary frequencies, which stay"
             " as the model has them; remove it",
         }

@@ -30,7 +30,7 @@ class Reading:
     """The token that the tokenizer puts in front of a text, if it does."""
 
     directory: Path
-    """Where what was no token file has become one."""
+    """Where what was not a token file has become one."""
 
 
 @dataclass(frozen=True)

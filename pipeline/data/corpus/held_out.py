@@ -116,7 +116,7 @@ class _Found:
 
 
 def _find(rows: FileRows, up_to: float, count: int, seed: int) -> _Found:
-    """Documents with draws up to `up_to`, enough for `count` rows where there are so many."""
+    """Documents with draws up to `up_to`, enough for `count` rows where there are that many."""
     file, missing = rows.file, count * rows.most
     order = Permutation(file.documents, f"{seed} evaluation")
     documents: list[int] = []

@@ -85,7 +85,7 @@ def _kind(path: Path, setting: str) -> Kind:
     found = SUFFIXES.get(path.suffix)
     if found is None and not path.name.endswith(TEXTS):
         raise DataError(
-            f"{setting} {path} is no corpus; give token files (.tokens), Megatron's .bin and .idx,"
-            f" Modalities' .pbin, or text ({', '.join(TEXTS)})"
+            f"{setting} {path} is not a corpus; give token files (.tokens), Megatron's .bin and"
+            f" .idx, Modalities' .pbin, or text ({', '.join(TEXTS)})"
         )
     return found or "text"

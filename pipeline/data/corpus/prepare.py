@@ -1,4 +1,4 @@
-"""What is no token file yet becomes one, in the step's own directory, before the step begins."""
+"""What is not a token file yet becomes one, in the step's own directory, before the step begins."""
 
 import hashlib
 import logging

@@ -221,9 +221,9 @@ def _only(names: Sequence[str], command: str) -> str:
 
 
 def _check_new(paths: Sequence[Path]) -> None:
-    """Raise where a file is there already."""
+    """Raise where a file already exists."""
     if there := [path for path in paths if path.exists()]:
-        raise ConfigError(f"{there[0]} is there already; name another file, or remove it")
+        raise ConfigError(f"{there[0]} already exists; name another file, or remove it")
 
 
 def _chat_of(config: PackConfig) -> "tuple[Vocabulary, ChatFormat]":

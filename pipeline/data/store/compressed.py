@@ -33,7 +33,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             with path.open("rb") as file, io.BufferedReader(_Unpacked(file), READ_BYTES) as content:
                 yield content
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is no whole {kind} file: {error}; copy it again") from error
+        raise DataError(f"{path} is not a whole {kind} file: {error}; copy it again") from error
 
 
 def check_readable(path: Path) -> None:

@@ -144,8 +144,8 @@ class ChunkConfig(WritingConfig):
     """Number of parts: documents that follow one another, of nearly the same number of tokens."""
 
     shares: tuple[float, ...] = ()
-    """Or their shares, as 98,1,1: documents by a hash of their own tokens, so that copies of one
-    are in one part."""
+    """Or their shares, such as 98,1,1: documents by a hash of their own tokens, so that copies of
+    one are in one part."""
 
     part: int | None = None
     """Write this part alone, counted from 0."""

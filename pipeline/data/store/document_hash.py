@@ -5,7 +5,7 @@ import hashlib
 from pipeline.data.store.reader import TokenFile
 
 HASHED = 4096
-"""Tokens of a document that its hash is of: the first so many."""
+"""Tokens of a document that its hash is of: the first that many."""
 
 
 def document_hash(file: TokenFile, document: int) -> int:

@@ -151,7 +151,7 @@ def whole_text(content: bytes, limits: Limits) -> str | BadRow | None:
     try:
         return content.removeprefix(BOM).decode("utf-8") or None
     except UnicodeDecodeError as error:
-        return BadRow(f"it is no UTF-8 at byte {error.start}")
+        return BadRow(f"it is not UTF-8 at byte {error.start}")
 
 
 def read_row(line: bytes, limits: Limits) -> dict[str, Any] | BadRow | None:
@@ -165,10 +165,10 @@ def read_row(line: bytes, limits: Limits) -> dict[str, Any] | BadRow | None:
     except UnicodeDecodeError as error:
         return BadRow(f"it is no UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
-        return BadRow(f"it is no JSON: {error.msg} at column {error.colno}")
+        return BadRow(f"it is not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError):
-        return BadRow("it is no JSON that can be read: nested too deep, or a number too long")
-    return row if isinstance(row, dict) else BadRow(f"it is no object, but {_kind(row)}")
+        return BadRow("it is not JSON that can be read: nested too deep, or a number too long")
+    return row if isinstance(row, dict) else BadRow(f"it is not an object, but {_kind(row)}")
 
 
 def _text_of(row: dict[str, Any], field: str) -> str | BadRow:
@@ -176,7 +176,7 @@ def _text_of(row: dict[str, Any], field: str) -> str | BadRow:
         return BadRow(f"it has no field {field!r}")
     text = row[field]
     if not isinstance(text, str):
-        return BadRow(f"its field {field!r} is no text, but {_kind(text)}")
+        return BadRow(f"its field {field!r} is not text, but {_kind(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

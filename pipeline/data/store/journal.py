@@ -73,13 +73,13 @@ def resume_from(path: Path, plan: str, writer: TokenWriter) -> tuple[int, Entry]
         The number of pieces that are done, and the entry after the last of them.
 
     Raises:
-        ConfigError: the file was begun with other settings, source files or tokenizer.
+        ConfigError: the file was started with other settings, source files or tokenizer.
     """
     pieces, last = 0, START
     with path.open("r+b") as file:
         if (first := file.readline()).decode("utf-8", "replace").rstrip("\n") != plan:
             raise ConfigError(
-                f"{path} was begun with other settings, source files or another tokenizer; go on"
+                f"{path} was started with other settings, source files or another tokenizer; go on"
                 " with those, or remove it and pack without --resume"
             )
         valid = len(first)

@@ -213,7 +213,7 @@ def decode_header(path: Path, head: bytes) -> tuple[Layout, Origin]:
         DataError: they are not those of a token file that this version reads.
     """
     if head[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{path} is no token file; `pipeline.data.store pack` writes them")
+        raise DataError(f"{path} is not a token file; `pipeline.data.store pack` writes them")
     if len(head) < HEADER_BYTES:
         raise DataError(f"{path} ends within its header: it was not copied whole; copy it again")
     _, version, width, flags, _, tokens, documents, length = _FIXED.unpack_from(head)

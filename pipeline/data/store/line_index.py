@@ -84,7 +84,9 @@ class LineIndex:
         except OSError as error:
             raise DataError(f"{path} can't be read: {error.strerror or error}") from error
         if head[: len(MAGIC)] != MAGIC:
-            raise DataError(f"{path} is no index of rows; `pipeline.data.store index` writes them")
+            raise DataError(
+                f"{path} is not an index of rows; `pipeline.data.store index` writes them"
+            )
         damaged = DataError(f"{path} is damaged, or was not copied whole; index its file again")
         if len(head) < BEGIN or head[_HEADER.size :] != _CRC.pack(zlib.crc32(head[: _HEADER.size])):
             raise damaged

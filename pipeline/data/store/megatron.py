@@ -43,7 +43,7 @@ def read_megatron(path: Path) -> Iterator[NDArray[Any]]:
     except OSError as error:
         raise DataError(f"{error.filename} can't be read: {error.strerror}") from error
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
-        raise DataError(f"{index} is no index of Megatron's")
+        raise DataError(f"{index} is not an index of Megatron's")
     _, version, code, sequences, documents = _HEADER.unpack(head)
     if version != 1 or code not in TYPES:
         raise DataError(f"{index} has version {version} and type {code} of tokens, which is none")

@@ -41,7 +41,7 @@ def read_modalities(path: Path) -> Iterator[NDArray[Any]]:
         raise DataError(f"{path} can't be read: {error.strerror}") from error
     length, width = _HEADER.unpack(head) if len(head) == _HEADER.size else (0, 0)
     if width not in (1, 2, 4) or length % width:
-        raise DataError(f"{path} is no packed file of Modalities'")
+        raise DataError(f"{path} is not a packed file of Modalities'")
     begin = _HEADER.size + length
     if size <= begin:
         raise DataError(f"{path} ends before its index: it was not copied whole; copy it again")

@@ -106,13 +106,13 @@ def is_resumed(path: Path, *, resume: bool) -> bool:
         ConfigError: there is a whole one, or a half-written one and `resume` is false.
     """
     if path.exists():
-        raise ConfigError(f"{path} is there already; name another file, or remove it")
+        raise ConfigError(f"{path} already exists; name another file, or remove it")
     half, journal = writing_path(path), journal_path(path)
     is_begun = half.exists() and ends_path(path).exists() and journal.exists()
     if not is_begun or not journal.stat().st_size:  # ended before there was anything to keep
         return False
     if not resume:
-        raise ConfigError(f"{half} is half-written; --resume goes on with it, or remove it")
+        raise ConfigError(f"{half} is half-written; --resume continues it, or remove it")
     return True
 
 

@@ -23,7 +23,7 @@ from pipeline.data.store.reader import TokenFile
 from pipeline.data.store.writer import TokenWriter
 
 BITS = 8
-"""Of the keys by which documents are dealt out at a time, to so many powers of two of files."""
+"""Of the keys by which documents are dealt out at a time, to that many powers of two of files."""
 
 BUCKET_BYTES = 16 * 2**20
 """Tokens that are sorted in memory; with places of them in the order it takes six times as much."""

@@ -50,7 +50,7 @@ class _Column:
             yield part
 
     def cut(self, count: int) -> None:
-        """Keep so many units, and append after them."""
+        """Keep that many units, and append after them."""
         self.file.truncate(self.place(count))
         self.file.seek(self.place(count))
 

@@ -1,4 +1,4 @@
-"""Checkpoints: directories that hold what was saved, to the bit, or are not offered.
+"""Checkpoints: directories that hold what was saved, bit for bit, or are not offered.
 
     ROOT/step_00000120/manifest.json                      what there is, and the CRC-32 of it all
     ROOT/step_00000120/rank-00000-of-00002.safetensors    one file of each process

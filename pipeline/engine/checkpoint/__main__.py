@@ -60,7 +60,7 @@ def consolidate(words: Sequence[str]) -> None:
         )
     path, out = _checkpoints("consolidate", words[:1])[0], Path(words[1])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already; name a new directory")
+        raise ConfigError(f"{out} already exists; name a new directory")
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     write(checkpoint, model or next(iter(checkpoint.state.get("models", {})), "model"), out)
@@ -98,7 +98,7 @@ def _checkpoints(command: str, words: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}")
     if not (path.parent / RESULT).is_file():
-        raise ConfigError(f"{path} is no checkpoint and holds none")
+        raise ConfigError(f"{path} is not a checkpoint and holds none")
     model = path.parent / "actor" if (path.parent / "actor").is_dir() else path.parent
     finished = f"{path} holds no checkpoints: the run has finished, and its model is in {model}"
     if command == "consolidate":

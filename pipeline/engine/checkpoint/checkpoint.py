@@ -159,7 +159,7 @@ class Checkpoint:
                 _read(piece, begin - piece.start, out[begin - start : end - start])
 
     def verify(self, *, share: int = 0, shares: int = 1) -> None:
-        """Read the fragments, all or this one of so many equal shares, and compare their CRCs.
+        """Read the fragments, all or this one of that many equal shares, and compare their CRCs.
 
         Raises:
             CheckpointError: a file can't be read, or a fragment is not what was saved.
@@ -256,7 +256,7 @@ def _open_file(file: Path, stored: StoredFile) -> list[_Stored]:
     for entry in entries:
         parsed = parse_label(entry.label)
         if parsed is None or parsed.stop - parsed.start != entry.numel:
-            raise CheckpointError(f"{file} has {entry.label!r}, which is no name of a fragment")
+            raise CheckpointError(f"{file} has {entry.label!r}, which is not a name of a fragment")
         if entry.crc32 is None:
             raise CheckpointError(f"{file} lacks the CRC-32 of {entry.label}")
         fragments.append(

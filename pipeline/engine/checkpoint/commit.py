@@ -29,7 +29,7 @@ from pipeline.files.durable import (
 def commit(attempt: Attempt, manifest: Manifest) -> None:
     """Give the directory its name: before that there is no checkpoint, after it there is.
 
-    One that is there already, is whole and holds the same stays; any other gives way.
+    One that already exists, is whole and holds the same stays; any other gives way.
 
     Raises:
         OSError: the system can't.
@@ -91,7 +91,7 @@ def prune(
 
     Those of the steps `own`, which this job wrote, count as they are, others only if they verify:
     the last ones that are left shall be of use. What is after `step` is of a future that this run,
-    resumed before it, will write anew; until then it stays. So do `bases`, and what is `spared`.
+    resumed before it, will write again; until then it stays. So do `bases`, and what is `spared`.
     """
     good = 0
     for path in steps_in(root):

@@ -47,7 +47,7 @@ class Return:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} can't be read: {error!r}; bring it back, or say --overwrite to begin again"
+                f"{path} can't be read: {error!r}; restore it, or pass --overwrite to start again"
             ) from error
 
     def write(self, root: Path) -> None:

@@ -1,6 +1,6 @@
 """The head of a safetensors file, written and, trusting nothing, read.
 
-A file is 8 bytes of length, so many bytes of JSON, and the tensors' bytes without a gap
+A file is 8 bytes of length, that many bytes of JSON, and the tensors' bytes without a gap
 (https://github.com/huggingface/safetensors#format). Ours hold flat tensors only.
 """
 
@@ -79,7 +79,7 @@ def write_header(
 
 
 def read_header(file: Path, *, nbytes: int, crc32: int) -> list[Entry]:
-    """The tensors of a file that shall have so many bytes, in the order in which they lie there.
+    """The tensors of a file that shall have that many bytes, in the order in which they lie there.
 
     Raises:
         CheckpointError: its size or its header's CRC-32 is another, or `write_header` can't have
@@ -111,7 +111,7 @@ def _read_head(file: Path, nbytes: int) -> bytes:
             head = opened.read(LENGTH_BYTES)
             length = int.from_bytes(head, "little")
             if length > min(MAX_BYTES, size - LENGTH_BYTES):
-                raise CheckpointError(f"{file} is no safetensors file: it has no header")
+                raise CheckpointError(f"{file} is not a safetensors file: it has no header")
             return head + opened.read(length)
     except OSError as error:
         raise CheckpointError(f"{file} can't be read: {error.strerror or error}") from error

@@ -102,7 +102,7 @@ class _Log:
         self._end = 0
 
     def prepare(self, num_bytes: int) -> None:
-        """Have blocks for so many bytes; torch lets other threads run while it fills them."""
+        """Have blocks for that many bytes; torch lets other threads run while it fills them."""
         while (there := len(self._blocks) * BLOCK_BYTES) < num_bytes:
             block = self._new_block()
             block[: num_bytes - there].zero_()

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint consists of, and the state that is no tensor.
+"""`manifest.json`: what a checkpoint consists of, and the state that is not a tensor.
 
 A line for each field, in an order: what is asked of many checkpoints comes first, and is read
 without the rest. The last line is the CRC-32 of all before it. What a file holds stands in its own
@@ -155,7 +155,7 @@ class Manifest:
             files = {name: StoredFile.from_json(file) for name, file in content["files"].items()}
             return cls(**{**content, "files": files})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is no manifest: {error!r}") from error
+            raise CheckpointError(f"{path} is not a manifest: {error!r}") from error
 
 
 def now() -> str:
@@ -202,9 +202,9 @@ def _head(directory: Path) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing: {path.parent} is no whole checkpoint")
+            raise CheckpointError(f"{path} is missing: {path.parent} is not a whole checkpoint")
         if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{path} is no manifest: it has more than {MAX_BYTES:,} bytes")
+            raise CheckpointError(f"{path} is not a manifest: it has more than {MAX_BYTES:,} bytes")
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
@@ -214,9 +214,9 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no manifest: {str(error)[:200]}") from error
+        raise CheckpointError(f"{path} is not a manifest: {str(error)[:200]}") from error
     if type(content) is not dict:
-        raise CheckpointError(f"{path} is no manifest: it holds no mapping")
+        raise CheckpointError(f"{path} is not a manifest: it holds no mapping")
     return content
 
 
@@ -239,7 +239,7 @@ def _is_undamaged(raw: bytes, content: Mapping[str, Any]) -> bool:
 def _check_fields(path: Path, content: Mapping[str, Any]) -> None:
     for name, kind in TYPES.items():
         if type(content[name]) is not kind:
-            raise CheckpointError(f"{path} is no manifest: {name} is {content[name]!r}"[:300])
+            raise CheckpointError(f"{path} is not a manifest: {name} is {content[name]!r}"[:300])
     files, base = content["files"], content["base"]
     if not files:
         raise CheckpointError(f"{path} names no files")
@@ -251,7 +251,7 @@ def _check_fields(path: Path, content: Mapping[str, Any]) -> None:
                 f" are {file_name(0, len(files))} and so on"
             )
     if base is not None and not (type(base) is str and is_base_name(base)):
-        raise CheckpointError(f"{path} names {base!r}, which is no directory of frozen weights")
+        raise CheckpointError(f"{path} names {base!r}, which is not a directory of frozen weights")
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

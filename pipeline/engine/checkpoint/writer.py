@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving while training continues."""
 
 import json
 import logging
@@ -41,8 +41,8 @@ class CheckpointWriter:
     run that may go back does so by `margin` steps at least; what it needs for that is kept as well.
 
     A save that fails, on whatever process, leaves no trace but a sentence in the log of the first
-    one and in `failure`: training goes on, the checkpoints before are untouched, and the next save
-    tries again.
+    one and in `failure`: training continues, the checkpoints before are untouched, and the next
+    save tries again.
 
     Raises:
         ConfigError: the directory can't be made or written to.
@@ -181,7 +181,7 @@ class CheckpointWriter:
         tries again, and saves that name the base fail until it is there.
         """
         if not is_base_name(name):
-            raise ValueError(f"{name!r} is no name of frozen weights: base-<hash>")
+            raise ValueError(f"{name!r} is not a name of frozen weights: base-<hash>")
         self._count += 1
         self.wait()
         if name in self._bases:
@@ -283,7 +283,7 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
             reason = self._reason(error, needed)
             self.failure = (
-                f"saving {what} to {self.root} failed: {reason}; training goes on, and the next"
+                f"saving {what} to {self.root} failed: {reason}; training continues, and the next"
                 " save tries again"
             )
             if self._rank == 0:

@@ -15,7 +15,7 @@ from pipeline.kernels.adamw.definition import AdamW, Shard, Weights
 from pipeline.kernels.timing import Sizes, Timed, describe, name_of
 from pipeline.kernels.toolchain.gpu import Gpu, Macros
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32, BF16, F16, CODES = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 CPU = torch.device("cpu")
 
 SIZES = (1, 3, CHUNK + 4, 1000, 5, 0, 2 * CHUNK - 1)
@@ -38,7 +38,7 @@ class Case:
     schedule: int = 0
 
     def __str__(self) -> str:
-        parts = [str(self.gradient), *["bf16 moments"] * (self.moments == BF16)]
+        parts = [str(self.gradient), *[f"{self.moments} moments"] * (self.moments != F32)]
         parts += [f"{self.copy} copy"] * (self.copy is not None)
         parts += ["split"] * self.split + [f"shift {self.shift}"] * (self.shift > 0)
         return ", ".join(parts).replace("torch.", "")
@@ -69,6 +69,9 @@ QUICK = [
         Case(BF16, split=True),
         Case(BF16, BF16, split=True),
         Case(F32, copy=BF16),
+        Case(F32, CODES),
+        Case(BF16, CODES, F16),
+        Case(BF16, CODES, split=True),
     ]
 ]
 GRID = QUICK
@@ -76,7 +79,7 @@ GRID = QUICK
 SPECIALISATIONS: list[Macros] = [
     cuda.specialisation((gradient, moments, copy, split))
     for gradient in (F32, BF16, F16)
-    for moments in (F32, BF16)
+    for moments in (F32, BF16, CODES)
     for copy, split in [(None, True), (None, False), (BF16, False), (F16, False)]
 ]
 """Of the kernel for GPUs; as the engine steps bf16 weights first."""
@@ -129,15 +132,26 @@ def shard_of(case: Case, size: int, *, seed: int, device: torch.device = CPU) ->
     master, low_bits = vector(F32, 1.0), None
     if case.split:
         master, low_bits = definition.split_master(vector(F32, 1.0).clone())
+    moments = vector(F32, 1e-2), vector(F32, 1e-3, positive=True)
     weights = Weights(
         master=master,
-        exp_avg=vector(case.moments, 1e-2),
-        exp_avg_sq=vector(case.moments, 1e-3, positive=True),
+        **_room_for_moments(case, size, device),
         copy=None if case.copy is None else vector(case.copy, 1.0),
         low_bits=low_bits,
     )
+    definition.write_moments(weights, *moments)
     gradient = vector(case.gradient, 1.0)
     return Shard(weights=weights, gradient=gradient, lr=1.0 + seed, weight_decay=0.1 * (seed % 2))
+
+
+def _room_for_moments(case: Case, size: int, device: torch.device) -> dict[str, Tensor]:
+    """Between others' numbers as well."""
+    whole = torch.empty(size + (case.shift + 1) * definition.BLOCK, device=device)
+    found = definition.new_moments(whole, case.moments)
+    place = slice(0, size)
+    return {
+        name: each[case.shift :][definition.entries(name, place)] for name, each in found.items()
+    }
 
 
 def shards_of(

@@ -4,7 +4,8 @@
 // A variant is chosen at compile time:
 //
 //   GRADIENT    Float32 | BFloat16 | Float16    number format of the gradient
-//   MOMENT      Float32 | BFloat16              of both moments
+//   MOMENT      Float32 | BFloat16 | Code       of both moments
+//   EIGHT_BITS  0 | 1                           whether they are codes, in blocks with an exponent
 //   COPY        None | BFloat16 | Float16       of the copy
 //   SPLIT       0 | 1                           master as bf16 and 16 bits more
 //
@@ -17,7 +18,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
+#include "../include/eight_bits.h"
 #include "../include/threads.h"
 
 namespace {
@@ -38,22 +41,12 @@ struct Vectors {
     void* master;
     void* exp_avg;
     void* exp_avg_sq;
+    void* exp_avg_exponents;
+    void* exp_avg_sq_exponents;
     void* copy;
     void* low_bits;
     const void* gradient;
 };
-
-inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-inline float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 // Of these 32 bits the upper half is stored: a master as a weight in bf16, the nearest, of two equally near
 // that of larger magnitude.
@@ -69,7 +62,7 @@ struct Float32 {
 
 struct BFloat16 {
     using Stored = uint16_t;
-    static float load(uint32_t stored) { return from_bits(stored << 16); }
+    static float load(uint32_t stored) { return float_of(stored << 16); }
     static Stored store(float value) { return Stored(round(value) >> 16); }
     // Again the upper half. Infinity stays, and NaN: what arithmetic makes has its highest bit of payload set.
     static uint32_t round(float value) {
@@ -85,10 +78,10 @@ struct Float16 {
     static float load(uint32_t stored) {
         // The exponent is moved by a multiplication, which also makes subnormal numbers normal.
         const uint32_t shifted = uint32_t(stored & 0x7fffu) << 13;
-        const uint32_t finite = bits_of(from_bits(shifted) * 0x1p112f);
+        const uint32_t finite = bits_of(float_of(shifted) * 0x1p112f);
         const uint32_t special = shifted | 0x7f800000u;
         const uint32_t magnitude = (stored & 0x7c00u) == 0x7c00u ? special : finite;
-        return from_bits(magnitude | uint32_t(stored & 0x8000u) << 16);
+        return float_of(magnitude | uint32_t(stored & 0x8000u) << 16);
     }
     static Stored store_weight(float value) {
         const uint32_t bits = bits_of(value);
@@ -96,7 +89,7 @@ struct Float16 {
         const uint32_t rebias = (127u - 15u) << 23;
         const uint32_t normal = (magnitude - rebias + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
         // Below 2^-14 an addition rounds: its last bit is the spacing of subnormal numbers.
-        const uint32_t subnormal = bits_of(from_bits(magnitude) + 0.5f) - bits_of(0.5f);
+        const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
         uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
         half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 rounds to infinity
         half = magnitude > 0x7f800000u ? 0x7e00u : half;
@@ -105,6 +98,10 @@ struct Float16 {
 };
 
 struct None {
+    using Stored = uint8_t;
+};
+
+struct Code {
     using Stored = uint8_t;
 };
 
@@ -151,7 +148,7 @@ struct Pair {
 // put together 32 bits than 16.
 constexpr bool PAIRS = SPLIT && !HAS_COPY && sizeof(Moment::Stored) == 2 && sizeof(Gradient::Stored) == 2;
 
-inline float joined(uint32_t weight, uint32_t low_bits) { return from_bits(weight + uint32_t(int32_t(low_bits) >> 16)); }
+inline float joined(uint32_t weight, uint32_t low_bits) { return float_of(weight + uint32_t(int32_t(low_bits) >> 16)); }
 
 template <class Moment>
 void update_pairs(
@@ -179,13 +176,91 @@ void update_pairs(
     }
 }
 
+#if SPLIT
+inline float load_master(const Master* master, const int16_t* low_bits, int32_t i) {
+    return joined(uint32_t(master[i]) << 16, uint32_t(low_bits[i]) << 16);
+}
+inline void store_master(Master* master, int16_t* low_bits, int32_t i, float value) {
+    master[i] = Master(nearest_weight(value) >> 16);
+    low_bits[i] = int16_t(bits_of(value));
+}
+#else
+inline float load_master(const Master* master, const int16_t*, int32_t i) { return master[i]; }
+inline void store_master(Master* master, int16_t*, int32_t i, float value) { master[i] = value; }
+#endif
+
+#if EIGHT_BITS
+// Up to CODES elements, a block: all of its new moments are there before the first of them is stored.
+template <class Size>
+inline __attribute__((always_inline)) void update_block(
+    Master* __restrict master, Moment::Stored* __restrict exp_avg, Moment::Stored* __restrict exp_avg_sq,
+    uint8_t& exp_avg_exponent, uint8_t& exp_avg_sq_exponent, Copy::Stored* __restrict copy,
+    int16_t* __restrict low_bits, const Gradient::Stored* __restrict gradient, const Numbers& by, Size size
+) {
+    const float average_scale = scale_of(exp_avg_exponent), square_scale = scale_of(exp_avg_sq_exponent);
+    float average[CODES], square[CODES], weight[CODES], grad[CODES];
+    u32 average_codes[CODES], square_codes[CODES];
+    // Loops of their own for numbers that are not of 32 bits: so each is SIMD without detours.
+    for (int32_t i = 0; i < size; i++) average_codes[i] = exp_avg[i], square_codes[i] = exp_avg_sq[i];
+    for (int32_t i = 0; i < size; i++) weight[i] = load_master(master, low_bits, i);
+    for (int32_t i = 0; i < size; i++) grad[i] = Gradient::load(gradient[i]);
+    u32 largest_average = 0, largest_square = 0;
+    for (int32_t i = 0; i < size; i++) {
+        const float from = AverageCodes::load(average_codes[i], average_scale);
+        const Element to = next({weight[i], from, SquareCodes::load(square_codes[i], square_scale)}, grad[i], by);
+        average[i] = to.average;
+        square[i] = to.square;
+        weight[i] = to.weight;
+        const u32 magnitude = bits_of(to.average) & 0x7fffffffu, positive = bits_of(to.square) & 0x7fffffffu;
+        largest_average = magnitude > largest_average ? magnitude : largest_average;
+        largest_square = positive > largest_square ? positive : largest_square;
+    }
+    const u32 average_exponent = exponent_of(largest_average), square_exponent = exponent_of(largest_square);
+    const float by_average = inverse_of(average_exponent), by_square = inverse_of(square_exponent);
+    exp_avg_exponent = uint8_t(average_exponent);
+    exp_avg_sq_exponent = uint8_t(square_exponent);
+    for (int32_t i = 0; i < size; i++) {
+        const u32 noise = noise_of(average[i], square[i]);
+        average_codes[i] = AverageCodes::store(average[i], by_average, noise);
+        square_codes[i] = SquareCodes::store(square[i], by_square, noise);
+    }
+    for (int32_t i = 0; i < size; i++) exp_avg[i] = uint8_t(average_codes[i]);
+    for (int32_t i = 0; i < size; i++) exp_avg_sq[i] = uint8_t(square_codes[i]);
+#if HAS_COPY
+    for (int32_t i = 0; i < size; i++) copy[i] = Copy::store_weight(weight[i]);
+#endif
+    for (int32_t i = 0; i < size; i++) store_master(master, low_bits, i, weight[i]);
+}
+
+// Elements begin to begin + count; `begin` is the first of a block.
+void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
+    auto* master = static_cast<Master*>(vectors.master) + begin;
+    auto* exp_avg = static_cast<Moment::Stored*>(vectors.exp_avg) + begin;
+    auto* exp_avg_sq = static_cast<Moment::Stored*>(vectors.exp_avg_sq) + begin;
+    auto* exp_avg_exponents = static_cast<uint8_t*>(vectors.exp_avg_exponents) + begin / CODES;
+    auto* exp_avg_sq_exponents = static_cast<uint8_t*>(vectors.exp_avg_sq_exponents) + begin / CODES;
+    auto* copy = static_cast<Copy::Stored*>(vectors.copy) + begin;
+    auto* low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
+    const auto* gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
+    const Numbers by = numbers;
+    const auto step = [&](int32_t i, auto size) {
+        update_block(
+            master + i, exp_avg + i, exp_avg_sq + i, exp_avg_exponents[i / CODES], exp_avg_sq_exponents[i / CODES],
+            copy + i, low_bits + i, gradient + i, by, size
+        );
+    };
+    int32_t i = 0;
+    for (; i + CODES <= count; i += CODES) step(i, std::integral_constant<int32_t, CODES>());
+    if (i < count) step(i, count - i);
+}
+#else
 // Elements begin to begin + count, of which there are few enough for 32-bit arithmetic.
 void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32_t count) {
     auto* __restrict master = static_cast<Master*>(vectors.master) + begin;
     auto* __restrict exp_avg = static_cast<Moment::Stored*>(vectors.exp_avg) + begin;
     auto* __restrict exp_avg_sq = static_cast<Moment::Stored*>(vectors.exp_avg_sq) + begin;
     [[maybe_unused]] auto* __restrict copy = static_cast<Copy::Stored*>(vectors.copy) + begin;
-    [[maybe_unused]] auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
+    auto* __restrict low_bits = static_cast<int16_t*>(vectors.low_bits) + begin;
     const auto* __restrict gradient = static_cast<const Gradient::Stored*>(vectors.gradient) + begin;
     const Numbers by = numbers;
     int32_t i = 0;
@@ -194,25 +269,18 @@ void update(const Vectors& vectors, const Numbers& numbers, int64_t begin, int32
         i = count / 2 * 2;
     }
     for (; i < count; i++) {
-#if SPLIT
-        const float weight = joined(uint32_t(master[i]) << 16, uint32_t(low_bits[i]) << 16);
-#else
-        const float weight = master[i];
-#endif
+        const float weight = load_master(master, low_bits, i);
         const Element to = next({weight, Moment::load(exp_avg[i]), Moment::load(exp_avg_sq[i])}, Gradient::load(gradient[i]), by);
         exp_avg[i] = Moment::store(to.average);
         exp_avg_sq[i] = Moment::store(to.square);
 #if HAS_COPY
         copy[i] = Copy::store_weight(to.weight);
 #endif
-#if SPLIT
-        master[i] = Master(nearest_weight(to.weight) >> 16);
-        low_bits[i] = int16_t(bits_of(to.weight));
-#else
-        master[i] = to.weight;
-#endif
+        store_master(master, low_bits, i, to.weight);
     }
 }
+
+#endif
 
 constexpr int64_t BLOCK = 1 << 16;
 constexpr int32_t MOST_THREADS = 256;

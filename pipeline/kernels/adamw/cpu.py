@@ -19,6 +19,7 @@ FORMATS = {
     torch.float32: "Float32",
     torch.bfloat16: "BFloat16",
     torch.float16: "Float16",
+    torch.uint8: "Code",
     None: "None",
 }
 """What the source calls them."""
@@ -45,6 +46,7 @@ class Variant:
         return {
             "GRADIENT": FORMATS[self.gradient],
             "MOMENT": FORMATS[self.moments],
+            "EIGHT_BITS": int(self.moments == torch.uint8),
             "COPY": FORMATS[self.copy],
             "HAS_COPY": int(self.copy is not None),
             "SPLIT": int(self.split),
@@ -56,7 +58,10 @@ class Vectors(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in ("master", "exp_avg", "exp_avg_sq", "copy", "low_bits", "gradient")
+        for name in (
+            *("master", "exp_avg", "exp_avg_sq", "exp_avg_exponents", "exp_avg_sq_exponents"),
+            *("copy", "low_bits", "gradient"),
+        )
     ]
 
 

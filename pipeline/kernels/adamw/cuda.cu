@@ -5,9 +5,11 @@
 // moments. What changes from step to step is read from the GPU's memory, so that a step waits for no
 // answer from the host, and a CUDA graph of it may be replayed.
 //
-// Macros: GRADIENT, one of float, Bf16, F16; MOMENT, float or Bf16; COPY, of the master, Bf16 or F16,
-// with HAS_COPY 0 or 1; SPLIT 1: the master is Bf16 and 16 bits more.
+// Macros: GRADIENT, one of float, Bf16, F16; MOMENT, float, Bf16 or u8, with EIGHT_BITS 0 or 1: codes
+// in blocks with an exponent; COPY, of the master, Bf16 or F16, with HAS_COPY 0 or 1; SPLIT 1: the
+// master is Bf16 and 16 bits more.
 #include "prelude.cuh"
+#include "eight_bits.h"
 
 #define THREADS 256
 #define CHUNK 16384
@@ -18,6 +20,8 @@ struct Shard {
   void* master;
   void* exp_avg;
   void* exp_avg_sq;
+  void* exp_avg_exponents;
+  void* exp_avg_sq_exponents;
   void* copy;
   void* low_bits;
   const void* gradient;
@@ -74,6 +78,8 @@ struct Arrays {
   Master* master;
   MOMENT* exp_avg;
   MOMENT* exp_avg_sq;
+  u8* exp_avg_exponents;  // from the first block of numbers on
+  u8* exp_avg_sq_exponents;
   COPY* copy;
   u16* low_bits;
   const GRADIENT* gradient;
@@ -86,6 +92,8 @@ DEVICE Arrays arrays_of(const Shard* shard, i64 offset) {
   return {array(reinterpret_cast<Master* const*>(&shard->master), offset),
           array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg), offset),
           array(reinterpret_cast<MOMENT* const*>(&shard->exp_avg_sq), offset),
+          array(reinterpret_cast<u8* const*>(&shard->exp_avg_exponents), offset / CODES),
+          array(reinterpret_cast<u8* const*>(&shard->exp_avg_sq_exponents), offset / CODES),
           array(reinterpret_cast<COPY* const*>(&shard->copy), offset),
           array(reinterpret_cast<u16* const*>(&shard->low_bits), offset),
           array(reinterpret_cast<const GRADIENT* const*>(&shard->gradient), offset)};
@@ -117,9 +125,9 @@ DEVICE u16 nearest_weight(u32 bits) {
 DEVICE void store_weight(float value, F16& out) { round_to(value, out); }
 DEVICE void store_weight(float value, Bf16& out) { out.bits = nearest_weight(__float_as_uint(value)); }
 
-DEVICE void update(const Factors& f, Element& x) {
+// The element's step: new moments, and weights, which are stored.
+DEVICE void step(const Factors& f, Element& x, float& average, float& square) {
   const float gradient = to_float(x.gradient) * f.multiplier;
-  float average = to_float(x.exp_avg), square = to_float(x.exp_avg_sq);
 #if SPLIT
   const u32 half = static_cast<u32>(x.master.bits) << 16;
   float master = __uint_as_float(half + static_cast<u32>(static_cast<int>(static_cast<short>(x.low_bits))));
@@ -130,8 +138,6 @@ DEVICE void update(const Factors& f, Element& x) {
   average = fmaf(f.avg_weight, gradient - average, f.avg_from_gradient != 0.f ? gradient : average);
   square = fmaf(f.sq_weight * gradient, gradient, square * f.beta2);
   master = master + f.step_size * average / (sqrtf(square) / f.root_correction + f.eps);
-  round_to(average, x.exp_avg);
-  round_to(square, x.exp_avg_sq);
   if (HAS_COPY) store_weight(master, x.copy);
 #if SPLIT
   const u32 bits = __float_as_uint(master);
@@ -141,6 +147,14 @@ DEVICE void update(const Factors& f, Element& x) {
   x.master = master;
 #endif
 }
+#if !EIGHT_BITS
+DEVICE void update(const Factors& f, Element& x) {
+  float average = to_float(x.exp_avg), square = to_float(x.exp_avg_sq);
+  step(f, x, average, square);
+  round_to(average, x.exp_avg);
+  round_to(square, x.exp_avg_sq);
+}
+#endif
 
 // Four neighbours at once: 16 bytes of fp32, 8 of a 16-bit type.
 DEVICE void load_four(const float* p, float (&v)[4] LINE) {
@@ -171,6 +185,18 @@ DEVICE void store_four(T* p, const T (&v)[4] LINE) {
          SAME_LINE);
 }
 
+DEVICE void load_four(const u8* p, u8 (&v)[4] LINE) {
+  const u32 raw = load4(p SAME_LINE);
+#pragma unroll
+  for (int e = 0; e < 4; e++) v[e] = static_cast<u8>(raw >> 8 * e);
+}
+DEVICE void store_four(u8* p, const u8 (&v)[4] LINE) {
+  const u32 low = v[0] | static_cast<u32>(v[1]) << 8;
+  store4(p, low | static_cast<u32>(v[2]) << 16 | static_cast<u32>(v[3]) << 24 SAME_LINE);
+}
+DEVICE void load_one(const u8* p, u8& x LINE) { x = load1(p SAME_LINE); }
+DEVICE void store_one(u8* p, u8 x LINE) { store1(p, x SAME_LINE); }
+
 struct Four {
   Master master[4];
   MOMENT exp_avg[4], exp_avg_sq[4];
@@ -192,33 +218,124 @@ DEVICE void store(const Arrays& a, int i, const Four& x) {
   if (HAS_COPY) store_four(a.copy + i, x.copy);
   if (SPLIT) store_four(a.low_bits + i, x.low_bits);
 }
-DEVICE void update_four(const Factors& f, Four& x) {
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    Element one;
-    one.master = x.master[e], one.exp_avg = x.exp_avg[e], one.exp_avg_sq = x.exp_avg_sq[e];
-    one.gradient = x.gradient[e];
-    if (SPLIT) one.low_bits = x.low_bits[e];
-    update(f, one);
-    x.master[e] = one.master, x.exp_avg[e] = one.exp_avg, x.exp_avg_sq[e] = one.exp_avg_sq;
-    if (HAS_COPY) x.copy[e] = one.copy;
-    if (SPLIT) x.low_bits[e] = one.low_bits;
-  }
-}
-DEVICE void update_one(const Factors& f, const Arrays& a, int i) {
+DEVICE Element load_element(const Arrays& a, int i) {
   Element x;
   load_one(a.gradient + i, x.gradient);
   load_one(a.master + i, x.master);
   load_one(a.exp_avg + i, x.exp_avg);
   load_one(a.exp_avg_sq + i, x.exp_avg_sq);
   if (SPLIT) x.low_bits = load2(a.low_bits + i);
-  update(f, x);
+  return x;
+}
+DEVICE void store_element(const Arrays& a, int i, const Element& x) {
   store_one(a.master + i, x.master);
   store_one(a.exp_avg + i, x.exp_avg);
   store_one(a.exp_avg_sq + i, x.exp_avg_sq);
   if (HAS_COPY) store_one(a.copy + i, x.copy);
   if (SPLIT) store2(a.low_bits + i, x.low_bits);
 }
+DEVICE Element element_of(const Four& x, int e) {
+  Element one;
+  one.master = x.master[e], one.exp_avg = x.exp_avg[e], one.exp_avg_sq = x.exp_avg_sq[e];
+  one.gradient = x.gradient[e];
+  if (HAS_COPY) one.copy = x.copy[e];
+  if (SPLIT) one.low_bits = x.low_bits[e];
+  return one;
+}
+DEVICE void put_element(const Element& one, Four& x, int e) {
+  x.master[e] = one.master, x.exp_avg[e] = one.exp_avg, x.exp_avg_sq[e] = one.exp_avg_sq;
+  if (HAS_COPY) x.copy[e] = one.copy;
+  if (SPLIT) x.low_bits[e] = one.low_bits;
+}
+#if EIGHT_BITS
+// A block is four neighbours each of eight lanes; no code is stored before all its moments are there.
+DEVICE u32 largest_of_block(u32 largest) {
+#pragma unroll
+  for (int other = 1; other < CODES / 4; other *= 2) {
+    const u32 theirs = __shfl_xor_sync(0xffffffffu, largest, other);
+    largest = theirs > largest ? theirs : largest;
+  }
+  return largest;
+}
+DEVICE void update_elements(const Factors& f, const Arrays& a, int count, int thread) {
+  const bool wide = may_be_read_by_four(a);
+  for (int first = 0; first < count; first += 4 * THREADS) {  // all lanes of a warp as often
+    const int i = first + 4 * thread, left = count - i;
+    const int here = left < 0 ? 0 : left < 4 ? left : 4;
+    Four x;
+    if (here == 4 && wide) load(a, i, x);
+    float average[4], square[4], average_scale = 0, square_scale = 0;
+    if (here > 0) {
+      average_scale = scale_of(load1(a.exp_avg_exponents + i / CODES));
+      square_scale = scale_of(load1(a.exp_avg_sq_exponents + i / CODES));
+    }
+    u32 largest_average = 0, largest_square = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      if (e >= here) continue;
+      Element one = here == 4 && wide ? element_of(x, e) : load_element(a, i + e);
+      average[e] = AverageCodes::load(one.exp_avg, average_scale);
+      square[e] = SquareCodes::load(one.exp_avg_sq, square_scale);
+      step(f, one, average[e], square[e]);
+      put_element(one, x, e);
+      const u32 magnitude = bits_of(average[e]) & 0x7fffffffu, positive = bits_of(square[e]) & 0x7fffffffu;
+      largest_average = magnitude > largest_average ? magnitude : largest_average;
+      largest_square = positive > largest_square ? positive : largest_square;
+    }
+    const u32 average_exponent = exponent_of(largest_of_block(largest_average));
+    const u32 square_exponent = exponent_of(largest_of_block(largest_square));
+    const float by_average = inverse_of(average_exponent), by_square = inverse_of(square_exponent);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      if (e >= here) continue;
+      const u32 noise = noise_of(average[e], square[e]);
+      x.exp_avg[e] = static_cast<u8>(AverageCodes::store(average[e], by_average, noise));
+      x.exp_avg_sq[e] = static_cast<u8>(SquareCodes::store(square[e], by_square, noise));
+      if (!wide || here < 4) store_element(a, i + e, element_of(x, e));
+    }
+    if (here == 4 && wide) store(a, i, x);
+    if (here > 0 && thread % (CODES / 4) == 0) {
+      store1(a.exp_avg_exponents + i / CODES, static_cast<u8>(average_exponent));
+      store1(a.exp_avg_sq_exponents + i / CODES, static_cast<u8>(square_exponent));
+    }
+  }
+}
+#else
+DEVICE void update_four(const Factors& f, Four& x) {
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    Element one = element_of(x, e);
+    update(f, one);
+    put_element(one, x, e);
+  }
+}
+DEVICE void update_one(const Factors& f, const Arrays& a, int i) {
+  Element x = load_element(a, i);
+  update(f, x);
+  store_element(a, i, x);
+}
+
+DEVICE void update_elements(const Factors& f, const Arrays& a, int count, int thread) {
+  int done = 0;
+  if (may_be_read_by_four(a)) {
+    done = count / 4 * 4;
+    for (int from = 4 * thread; from < done; from += 4 * THREADS * UNROLL) {
+      Four x[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++)
+        if (from + 4 * THREADS * u < done) load(a, from + 4 * THREADS * u, x[u]);
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const int i = from + 4 * THREADS * u;
+        if (i >= done) continue;
+        update_four(f, x[u]);
+        store(a, i, x[u]);
+      }
+    }
+  }
+  for (int i = done + thread; i < count; i += THREADS) update_one(f, a, i);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
   const int block = blockIdx.x, thread = threadIdx.x;
@@ -233,22 +350,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
   const int count = left < CHUNK ? static_cast<int>(left) : CHUNK;
   const Arrays arrays = arrays_of(shard, offset);
 
-  int done = 0;
-  if (may_be_read_by_four(arrays)) {
-    done = count / 4 * 4;
-    for (int from = 4 * thread; from < done; from += 4 * THREADS * UNROLL) {
-      Four x[UNROLL];
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++)
-        if (from + 4 * THREADS * u < done) load(arrays, from + 4 * THREADS * u, x[u]);
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const int i = from + 4 * THREADS * u;
-        if (i >= done) continue;
-        update_four(factors, x[u]);
-        store(arrays, i, x[u]);
-      }
-    }
-  }
-  for (int i = done + thread; i < count; i += THREADS) update_one(factors, arrays, i);
+  update_elements(factors, arrays, count, thread);
 }

@@ -21,6 +21,9 @@ FACTORS_BYTES = 36
 SCALARS = ("rate", "beta1_power", "beta2_power", "multiplier")
 """What changes from step to step: the doubles of the struct `Scalars`."""
 
+MOMENTS = DTYPES | {torch.uint8: "u8"}
+"""What the source calls their dtypes."""
+
 Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]
 """Dtypes of the gradient, of the moments and of the copy, and whether the master is split."""
 
@@ -30,6 +33,7 @@ class _Shard(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in definition.EXPONENTS),
         *((name, ctypes.c_void_p) for name in ("copy", "low_bits", "gradient")),
         *((name, ctypes.c_int64) for name in ("numel", "first_block")),
         *((name, ctypes.c_double) for name in ("lr", "weight_decay")),
@@ -141,7 +145,8 @@ def specialisation(kind: Kind) -> dict[str, str | int]:
     gradient, moments, copy, split = kind
     return {
         "GRADIENT": DTYPES[gradient],
-        "MOMENT": DTYPES[moments],
+        "MOMENT": MOMENTS[moments],
+        "EIGHT_BITS": int(moments == torch.uint8),
         "COPY": DTYPES[copy or torch.bfloat16],
         "HAS_COPY": int(copy is not None),
         "SPLIT": int(split),
@@ -189,19 +194,20 @@ def _row(shard: Shard, first_block: int) -> _Shard:
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Two steps of a vector with a tail, to the bit."""
-    dtypes = {name: NUMBERS[str(defines[name])] for name in ("GRADIENT", "MOMENT", "COPY")}
+    dtypes = {name: NUMBERS[str(defines[name])] for name in ("GRADIENT", "COPY")}
     generator = torch.Generator().manual_seed(0)
     gradient, master, exp_avg, square = torch.randn(4, 301, generator=generator)
     low_bits = None
     if defines["SPLIT"]:
         master, low_bits = definition.split_master(master)
+    (moments,) = (dtype for dtype, name in MOMENTS.items() if name == defines["MOMENT"])
     weights = Weights(
         master=master,
-        exp_avg=exp_avg.to(dtypes["MOMENT"]),
-        exp_avg_sq=square.square().to(dtypes["MOMENT"]),
+        **definition.new_moments(exp_avg, moments),
         copy=torch.zeros(301, dtype=dtypes["COPY"]) if defines["HAS_COPY"] else None,
         low_bits=low_bits,
     )
+    definition.write_moments(weights, exp_avg, square.square())
     gradient = gradient.to(dtypes["GRADIENT"])
     there = Weights(
         **{name: each.to(gpu.device, copy=True) for name, each in weights.tensors().items()}

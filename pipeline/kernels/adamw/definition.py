@@ -1,17 +1,27 @@
 """AdamW over a flat vector, in plain PyTorch: the definition that every kernel is held to.
 
-Dimension names: n elements of a flat vector.
+Dimension names: n elements of a flat vector, b blocks of its moments in 8 bits.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int16
+from jaxtyping import Float, Int16, Shaped, UInt8
 from torch import Tensor
 
-MOMENTS = (torch.float32, torch.bfloat16)
+from pipeline.kernels.adamw.eight_bits import (
+    AVERAGE,
+    BLOCK,
+    SQUARE,
+    blocks,
+    decode,
+    encode,
+    noise_of,
+)
+
+MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 COPIES = (torch.bfloat16, torch.float16)
 
@@ -39,10 +49,10 @@ class Weights:
     master: Float[Tensor, " n"]
     """fp32; with `low_bits` the bf16 weights that the model computes with."""
 
-    exp_avg: Float[Tensor, " n"]
-    """Moving average of the gradient, fp32 or bf16; computed in fp32."""
+    exp_avg: Shaped[Tensor, " n"]
+    """Moving average of the gradient, fp32, bf16 or codes of 8 bits; computed in fp32."""
 
-    exp_avg_sq: Float[Tensor, " n"]
+    exp_avg_sq: Shaped[Tensor, " n"]
     """Moving average of its square, in the same type."""
 
     copy: Float[Tensor, " n"] | None = None
@@ -51,13 +61,44 @@ class Weights:
     low_bits: Int16[Tensor, " n"] | None = None
     """What `master` in bf16 lacks of fp32, as `split_master` has it."""
 
+    exp_avg_exponents: UInt8[Tensor, " b"] | None = field(default=None, kw_only=True)
+    """Of the blocks of `exp_avg`, where moments are codes (`eight_bits.py`)."""
+
+    exp_avg_sq_exponents: UInt8[Tensor, " b"] | None = field(default=None, kw_only=True)
+    """Of those of `exp_avg_sq`."""
+
     def tensors(self) -> dict[str, Tensor]:
         """Those there are, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def part(self, place: slice) -> "Weights":
-        """Some of the elements."""
-        return Weights(**{name: value[place] for name, value in self.tensors().items()})
+        """Some of the elements, whole blocks where moments are codes, but for the last."""
+        return Weights(
+            **{name: value[entries(name, place)] for name, value in self.tensors().items()}
+        )
+
+
+EXPONENTS = ("exp_avg_exponents", "exp_avg_sq_exponents")
+"""The vectors with an entry for each block."""
+
+
+def grain(name: str) -> int:
+    """Elements for each entry of the vector of this name."""
+    return BLOCK if name in EXPONENTS else 1
+
+
+def entries(name: str, place: slice) -> slice:
+    """Where the vector of this name has what belongs to some elements, which begin a block."""
+    return slice(place.start // grain(name), -(-place.stop // grain(name)))
+
+
+def new_moments(like: Float[Tensor, " n"], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Moments of 0 for a vector, by the names of `Weights`."""
+    found = {name: torch.zeros_like(like, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+    if dtype == torch.uint8:
+        size = blocks(like.numel())
+        found |= {name: like.new_zeros(size, dtype=torch.uint8) for name in EXPONENTS}
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +121,10 @@ def check(weights: Weights, gradient: Tensor) -> None:
     """
     tensors = {"gradient": gradient} | weights.tensors()
     split = weights.low_bits is not None
+    _check_blocks(weights, gradient)
     for name, tensor in tensors.items():
+        if name in EXPONENTS:
+            continue
         if (tensor.shape, tensor.device) != (gradient.shape, gradient.device) or tensor.ndim != 1:
             raise ValueError(
                 f"AdamW steps flat vectors of one length on one device: {name} has shape"
@@ -98,6 +142,7 @@ def check(weights: Weights, gradient: Tensor) -> None:
         "copy": () if split else COPIES,
         "low_bits": (torch.int16,),
         "gradient": GRADIENTS,
+        **dict.fromkeys(EXPONENTS, (torch.uint8,)),
     }
     for name, tensor in tensors.items():
         if tensor.dtype not in allowed[name]:
@@ -114,6 +159,22 @@ def check(weights: Weights, gradient: Tensor) -> None:
             raise ValueError(f"AdamW's vectors must lie apart: {first} and {second} share memory")
 
 
+def _check_blocks(weights: Weights, gradient: Tensor) -> None:
+    in_codes = weights.exp_avg.dtype == torch.uint8
+    shape = (blocks(gradient.numel()),)
+    for name in EXPONENTS:
+        tensor = weights.tensors().get(name)
+        if (tensor is not None) != in_codes:
+            raise ValueError(
+                f"AdamW's {name} must be there if the moments are torch.uint8, and only then"
+            )
+        if tensor is not None and (tensor.shape, tensor.device) != (shape, gradient.device):
+            raise ValueError(
+                f"AdamW's {name} has shape {tuple(tensor.shape)} on {tensor.device}, and the"
+                f" blocks of {BLOCK} elements need {shape} on {gradient.device}"
+            )
+
+
 @torch.no_grad()
 def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None:
     """One step of AdamW, in place.
@@ -126,15 +187,15 @@ def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None
     Rounded as PyTorch's fused AdamW rounds it in its SIMD lanes, so that both give the same bits:
     `m` and `v` end in a fused multiply-add each, all else is rounded operation by operation.
     (PyTorch rounds the last few elements of a vector otherwise, this rounds all alike.) Moments in
-    bf16 are rounded when they are stored; the step itself has them in fp32. Weights are rounded as
-    `round_weights` does it.
+    bf16, and in 8 bits as `eight_bits.py` has it, are rounded when they are stored; the step itself
+    has them in fp32. Weights are rounded as `round_weights` does it.
     """
     (beta1, beta2), t = step.betas, step.step
     grad = gradient.float() * step.multiplier
     master, low_bits = weights.master, weights.low_bits
     if low_bits is not None:
         master = join_master(master, low_bits)
-    exp_avg, exp_avg_sq = weights.exp_avg.float(), weights.exp_avg_sq.float()
+    exp_avg, exp_avg_sq = read_moments(weights)
 
     master = master * (1 - step.lr * step.weight_decay)
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
@@ -145,14 +206,40 @@ def adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: AdamW) -> None
     denominator = root / math.sqrt(1 - beta2**t) + step.eps
     master = master + (-step.lr / (1 - beta1**t)) * exp_avg / denominator
 
-    weights.exp_avg.copy_(exp_avg)
-    weights.exp_avg_sq.copy_(exp_avg_sq)
+    write_moments(weights, exp_avg, exp_avg_sq)
     if weights.copy is not None:
         weights.copy.copy_(round_weights(master, weights.copy.dtype))
     if low_bits is not None:
         master, rest = split_master(master)
         low_bits.copy_(rest)
     weights.master.copy_(master)
+
+
+def read_moments(weights: Weights) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Both moments in fp32."""
+    if weights.exp_avg_exponents is None or weights.exp_avg_sq_exponents is None:
+        return weights.exp_avg.float(), weights.exp_avg_sq.float()
+    return (
+        decode(weights.exp_avg, weights.exp_avg_exponents, AVERAGE),
+        decode(weights.exp_avg_sq, weights.exp_avg_sq_exponents, SQUARE),
+    )
+
+
+def write_moments(
+    weights: Weights, exp_avg: Float[Tensor, " n"], exp_avg_sq: Float[Tensor, " n"]
+) -> None:
+    """Store both moments, rounded as they are kept."""
+    if weights.exp_avg_exponents is None or weights.exp_avg_sq_exponents is None:
+        weights.exp_avg.copy_(exp_avg)
+        weights.exp_avg_sq.copy_(exp_avg_sq)
+        return
+    noise = noise_of(exp_avg, exp_avg_sq)
+    codes, exponents = encode(exp_avg, noise, AVERAGE)
+    weights.exp_avg.copy_(codes)
+    weights.exp_avg_exponents.copy_(exponents)
+    codes, exponents = encode(exp_avg_sq, noise, SQUARE)
+    weights.exp_avg_sq.copy_(codes)
+    weights.exp_avg_sq_exponents.copy_(exponents)
 
 
 def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:

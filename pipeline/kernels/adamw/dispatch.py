@@ -104,14 +104,20 @@ class Launches:
 
 
 def prepare(
-    device: torch.device, *, copy: torch.dtype | None, split: bool = False, kernels: Kernels
+    device: torch.device,
+    *,
+    copy: torch.dtype | None,
+    split: bool = False,
+    moments: torch.dtype = torch.float32,
+    kernels: Kernels,
 ) -> bool:
-    """Have the kernel for fp32 vectors on `device` ready before the first step.
+    """Have the kernel for fp32 gradients on `device` ready before the first step.
 
     Args:
         device: of the vectors.
         copy: the type of the rounded copy, if there is one.
         split: whether the masters are bf16 weights and 16 bits more.
+        moments: the type in which they are kept.
         kernels: off does nothing.
 
     Returns:
@@ -122,7 +128,7 @@ def prepare(
     """
     if kernels == "off":
         return False
-    found = find(device, copy=copy, split=split)
+    found = find(device, copy=copy, split=split, moments=moments)
     if isinstance(found, NotBuiltError):
         choice.settle("AdamW", str(found), kernels)
         return False
@@ -130,12 +136,16 @@ def prepare(
 
 
 def find(
-    device: torch.device, *, copy: torch.dtype | None, split: bool = False
+    device: torch.device,
+    *,
+    copy: torch.dtype | None,
+    split: bool = False,
+    moments: torch.dtype = torch.float32,
 ) -> Built | Gpu | NotBuiltError:
-    """What steps fp32 vectors on the CPU or a GPU, built if need be, or why nothing does."""
+    """What steps by fp32 gradients on the CPU or a GPU, built if need be, or why nothing does."""
     if device.type == "cuda":
-        return _on_gpu(device, (torch.float32, torch.float32, copy, split))
-    return cpu.library(cpu.Variant(torch.float32, torch.float32, copy, split))
+        return _on_gpu(device, (torch.float32, moments, copy, split))
+    return cpu.library(cpu.Variant(torch.float32, moments, copy, split))
 
 
 def _find(weights: Weights, gradient: Tensor) -> Built | Gpu | NotBuiltError:
@@ -157,7 +167,6 @@ def _on_gpu(device: torch.device, kind: cuda.Kind) -> Gpu | NotBuiltError:
 
 def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
     """PyTorch's own operations, on a piece at a time that fits into a core's cache."""
-    tensors = weights.tensors() | {"gradient": gradient}
     on_cpu, numel = gradient.device.type == "cpu", gradient.numel()
     fused = on_cpu and weights.exp_avg.dtype == torch.float32
     # PyTorch's fused class takes whole lines, the definition what is left.
@@ -165,12 +174,11 @@ def _step_in_chunks(weights: Weights, gradient: Tensor, step: AdamW) -> None:
     size = CHUNK if on_cpu else numel
     for start in [*range(0, whole, size), *range(whole, numel, size)]:
         end = min(start + size, whole if start < whole else numel)
-        part = {name: tensor[start:end] for name, tensor in tensors.items()}
-        piece = part.pop("gradient")
+        part, piece = weights.part(slice(start, end)), gradient[start:end]
         if start < whole:
-            _step_fused(Weights(**part), piece, step)
+            _step_fused(part, piece, step)
         else:
-            definition.adamw_(Weights(**part), piece, step)
+            definition.adamw_(part, piece, step)
 
 
 def _step_fused(weights: Weights, gradient: Tensor, step: AdamW) -> None:

@@ -190,7 +190,7 @@ def _empty_heads(like: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
 def _rooms_for(
     key: Float[Tensor, "B H T D"], built: Built, *, items: int
 ) -> UInt8[Tensor, "rooms bytes"]:
-    """What a kernel's threads work in: a room for each that finds one of so many items of work."""
+    """Scratch memory for the kernel's threads, a room for each that may get an item of work."""
     built.library.room_bytes.restype = ctypes.c_int64
     num_bytes = built.library.room_bytes(*map(ctypes.c_int64, key.shape[2:]))
     return key.new_empty(min(torch.get_num_threads(), items), num_bytes, dtype=torch.uint8)

@@ -174,7 +174,7 @@ def piece_of(dtype: torch.dtype, size: int) -> int | str:
 
 @functools.cache
 def build_for(dtype: torch.dtype, piece: int) -> Built:
-    """The kernel that cuts sums of values after so many keys.
+    """The kernel that cuts sums of values after that many keys.
 
     Raises:
         NotBuiltError: there is no compiler, or it fails.

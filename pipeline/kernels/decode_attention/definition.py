@@ -24,7 +24,7 @@ class Scores:
     """Of the product of query and key."""
 
     sliding_window: int | None = None
-    """Only so many keys are seen, the last ones."""
+    """Only that many keys are seen, the last ones."""
 
 
 def check(

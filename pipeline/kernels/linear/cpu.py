@@ -59,7 +59,7 @@ class Linear:
     built: Built
     product: Product
     rows: int
-    """Of x and of the result: so many there are."""
+    """Of x and of the result: that many there are."""
 
     tensors: tuple[Tensor, ...]
     """They keep the memory that `product` points to."""
@@ -84,7 +84,7 @@ class Linear:
 def kernel(
     dtype: torch.dtype, inputs: int, outputs: int, *, turned: bool = False
 ) -> tuple[Built, Order] | str:
-    """The kernel for products of so many inputs and PyTorch's order of them, or why there is none.
+    """The kernel for products of that many inputs and PyTorch's order, or why there is none.
 
     The reason is a clause. A turned weight is the transpose of a contiguous one, as in GPT-2.
     """
@@ -134,7 +134,7 @@ def library(dtype: torch.dtype) -> Built | NotBuiltError:
 def order_of(
     dtype: torch.dtype, inputs: int, outputs: int = PROBE_OUTPUTS, *, turned: bool = False
 ) -> Order | None:
-    """The order in which PyTorch adds up so many products here, or None if it is none we know.
+    """The order in which PyTorch adds up that many products here, or None if it is none we know.
 
     Asked of PyTorch itself: products of `probe` come out otherwise in every other order.
     """

@@ -18,7 +18,7 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Line
 
     Made for x (*B, K), weight (N, K) or the transpose of a contiguous (K, N), bias (N) and out
     (*B, N), side by side; any others may be asked for. None where PyTorch is to do the work: of
-    what is no linear layer of few rows on the CPU without a word, else the log says why.
+    what is not a linear layer of few rows on the CPU without a word, else the log says why.
 
     Raises:
         KernelError: kernels are required, and there is none for these.

@@ -11,7 +11,7 @@ WIDTH, WORDS = 64, 32_768
 
 
 def timed(devices: Sequence[torch.device], sizes: Sizes) -> Iterator[Timed]:
-    """Of so many tokens, forward and backward."""
+    """Of that many tokens, forward and backward."""
     for device in devices:
         yield _timed(device, sizes.tokens)
 

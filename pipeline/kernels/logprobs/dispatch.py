@@ -20,7 +20,7 @@ VOCABULARY_TILE = {"cpu": 2**21, "cuda": TILE["cuda"]}
 """Logits of a tile of the vocabulary: 8 MiB of fp32 stay in the last cache of a CPU."""
 
 WHOLE = 2**26
-"""Up to so many logits, 256 MiB of fp32, all are computed at once, as the plain way does."""
+"""Up to that many logits, 256 MiB of fp32, all are computed at once, as the plain way does."""
 
 ROWS = {"cpu": 2**20, "cuda": TILE["cuda"]}
 """Logits of the rows of one turn, by device: 4 and 256 MiB of fp32."""
@@ -57,7 +57,7 @@ def linear_logprobs(
     Returns:
         Log-probabilities and entropies in nats, fp32; None for an entropy that nobody asked for.
         The logits are rounded to the weights' number format, as a model's own are; what follows is
-        fp32. Of one tile the result is the definition's to the bit; with several, sums are rounded
+        fp32. Of one tile the result is the definition's bit for bit; with several, sums are rounded
         in another order.
 
     Raises:

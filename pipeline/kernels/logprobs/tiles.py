@@ -83,10 +83,10 @@ def tile_sums(
 ) -> Float[Tensor, "4 K 1"]:
     """What log-probabilities follow from, by tiles of the vocabulary, fp32.
 
-    With z the logits: that of each target, NaN where it is no word of the matrix; the largest; the
-    sum of exp(z - largest); and of (z - largest) times that, or 0 without `entropy`.
+    With z the logits: that of each target, NaN where it is not a word of the matrix; the largest;
+    the sum of exp(z - largest); and of (z - largest) times that, or 0 without `entropy`.
     """
-    # What no tile has stays NaN: a target that is no word must not go unnoticed.
+    # What no tile has stays NaN: a target that is not a word must not go unnoticed.
     chosen = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
     # Not -inf, from which a tile that is nothing else could not be subtracted.
     largest = torch.full_like(chosen, torch.finfo(torch.float32).min)

@@ -19,7 +19,7 @@ ORDER = linear.Order(256, bias_first=False)
 """In which products are added up; the block is the source's."""
 
 FEW_ROWS = 32
-"""Up to so many, the kernel of few rows is faster: it reads a weight ahead."""
+"""Up to that many, the kernel of few rows is faster: it reads a weight ahead."""
 
 
 class Matrix(ctypes.Structure):

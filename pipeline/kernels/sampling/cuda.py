@@ -63,7 +63,7 @@ def sample(
     """`definition.sample` on a GPU, for what `refusal` has nothing against.
 
     Keys and positions are read on the GPU: a CUDA graph of the call may be replayed with others.
-    The numbers drawn are the definition's to the bit. Scores are fp32, distances below the highest
+    The numbers drawn are the definition's bit for bit. Scores are fp32, distances below the highest
     are cut to 2^-27 nats, and weights to 2^-44 of the highest: a token is another one only where a
     boundary between two lies as near as that to the number drawn.
     """

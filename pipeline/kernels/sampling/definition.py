@@ -24,7 +24,7 @@ class Draw:
     """Divides the logits; 0 takes the likeliest token, the first of several."""
 
     top_k: int | None = None
-    """Keep so many of the likeliest tokens, and those as likely as the last of them."""
+    """Keep that many of the likeliest tokens, and those as likely as the last of them."""
 
     top_p: float = 1.0
     """Keep the fewest likeliest tokens that together have this share of what is left (Holtzman et

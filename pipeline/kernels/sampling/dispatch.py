@@ -58,7 +58,7 @@ def draw(
     """Tokens in proportion to their probability, and their log-probabilities.
 
     For log-probabilities of a CPU of which none is cut off: those that training computes are to be
-    reported, to the bit. None where PyTorch is to do the work.
+    reported, bit for bit. None where PyTorch is to do the work.
 
     Raises:
         ValueError: the tensors don't fit one another; the sentence names one.

@@ -21,7 +21,7 @@ class CubinCache:
     Two that make the same one write the same bytes, each to a file of its own that then takes the
     name; a process that is killed leaves at most such a file, which goes after a day. Where the
     directory can't be written to nothing is kept. A file ends in a digest of what comes before,
-    so that one which a loss of power has cut off, or a disk has changed, is made anew; and so is
+    so that one which a loss of power has cut off, or a disk has changed, is made again; and so is
     one that another user could have written.
     """
 
@@ -47,7 +47,7 @@ class CubinCache:
         return image if hashlib.sha256(image).digest() == digest else None
 
     def remove(self, path: Path) -> None:
-        """Have it made anew the next time."""
+        """Have it made again the next time."""
         with contextlib.suppress(OSError):
             path.unlink()
 

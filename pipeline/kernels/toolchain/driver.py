@@ -49,7 +49,7 @@ class Driver:
             register, unregister = library.cuMemHostRegister_v2, library.cuMemHostUnregister
         except (OSError, AttributeError) as error:
             raise KernelError(
-                f"{path} is no CUDA driver of version 12.0 or later: {error}"
+                f"{path} is not a CUDA driver of version 12.0 or later: {error}"
             ) from None
         launch.argtypes = [_POINTER, *[_UNSIGNED] * 7, _POINTER, _POINTER, _POINTER]
         load.argtypes = [_POINTER, ctypes.c_char_p, *[_POINTER] * 2, _UNSIGNED]

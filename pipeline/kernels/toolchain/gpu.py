@@ -18,11 +18,13 @@ from pipeline.kernels.toolchain.nvrtc import CompileError, Nvrtc, find_nvrtc
 OPERATORS = Path(__file__).parents[1]
 """Folders of the operators; the source of one's kernels is its `cuda.cu`."""
 
-HEADERS = {"prelude.cuh": (OPERATORS / "include" / "prelude.cuh").read_text()}
+HEADERS = {
+    name: (OPERATORS / "include" / name).read_text() for name in ("prelude.cuh", "eight_bits.h")
+}
 """What sources may include, by name."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
-"""Products and sums are rounded each unless a kernel asks for fmaf: as on the CPU, to the bit."""
+"""Products and sums are rounded each unless a kernel asks for fmaf: as on the CPU, bit for bit."""
 
 OLDEST = 70
 """Compute capability, 7.0, that the kernels are written for at least."""
@@ -195,7 +197,7 @@ class Gpu:
             try:
                 return self._driver.load(image)
             except DriverError:
-                pass  # a damaged file: make it anew
+                pass  # a damaged file: make it again
         try:
             image, _ = self._nvrtc.compile(
                 recipe.source,

@@ -212,7 +212,7 @@ def test_a_model_whose_python_looks_at_numbers_runs_its_modules(
 def test_numbers_that_a_mixture_takes_beside_the_dispatcher_are_seen(
     replays: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # JetMoe splits its tokens among experts by `tolist`, which is no operator.
+    # JetMoe splits its tokens among experts by `tolist`, which is not an operator.
     config = AutoConfig.for_model(
         "jetmoe",
         vocab_size=101,

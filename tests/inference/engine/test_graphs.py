@@ -83,7 +83,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return replay
 
     monkeypatch.setattr(slots, "Decoder", partial(Decoder, capture=capture))
-    monkeypatch.setenv(SWITCH, "off")  # a kernel of the CPU is no operator that a trace has
+    monkeypatch.setenv(SWITCH, "off")  # a kernel of the CPU is not an operator that a trace has
     return counted
 
 

@@ -40,7 +40,7 @@ def test_keys_and_values_go_with_the_answers(
         return stored
 
     monkeypatch.setattr(cache.SlotCache, "_empty", watched)
-    responses = generate(  # so many tokens that passes come from a tape
+    responses = generate(  # that many tokens that passes come from a tape
         model, [[5, 6], [7]], max_new_tokens=9, temperature=0.0, stop_ids=[], seed=0
     )
 

@@ -217,7 +217,7 @@ def test_the_commands_write_what_steps_read(
 def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    with pytest.raises(DataError, match="line 1 is no rating: it has no id, kind and schema"):
+    with pytest.raises(DataError, match="line 1 is not a rating: it has no id, kind and schema"):
         read_ratings(path)
     with pytest.raises(ConfigError, match="can't be written"):
         RatingsFile(tmp_path)

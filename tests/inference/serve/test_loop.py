@@ -72,7 +72,7 @@ def test_40_clicks_by_a_rule_make_a_reward_model_that_follows_it(
 
 
 def click_by_rule(page: Any) -> None:
-    """Rate until so many pairs have a choice."""
+    """Rate until that many pairs have a choice."""
     clicks = rated = 0
     while clicks < CLICKS:
         page.get_by_text(re.compile(rf"of 144, {rated} rated")).wait_for()

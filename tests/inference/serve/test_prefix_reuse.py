@@ -59,7 +59,7 @@ def num_prompt(completion: ChatCompletion) -> int:
 def test_turns_are_read_once_and_are_those_of_a_server_that_reads_all(
     reusing: Running, anew: Running
 ) -> None:
-    """Texts and log-probabilities, to the bit of what is sent."""
+    """Texts and log-probabilities, bit for bit of what is sent."""
     messages: list[Turn] = [{"role": "system", "content": SYSTEM}]
     before = 0
     for text in TEXTS:

@@ -42,8 +42,11 @@ def test_a_machine_is_written_in_a_word(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("A100", "--plan-for A100 is no machine; write GPUs and their memory, as 8xA100-80GB"),
-        ("8xA100", "--plan-for 8xA100 is no machine"),
+        (
+            "A100",
+            "--plan-for A100 is not a machine; write GPUs and their memory, such as 8xA100-80",
+        ),
+        ("8xA100", "--plan-for 8xA100 is not a machine"),
         ("0xA100-80GB", "has no GPU or no memory; numbers are above 0"),
         ("8x0GB", "has no GPU or no memory; numbers are above 0"),
         ("8xA100-60GB", "A100-60GB is none of the cards V100-16GB, .* as 8x60GB"),

@@ -61,7 +61,7 @@ def test_the_directory_is_a_data_path_with_its_held_out_rows(tmp_path: Path) -> 
 def test_files_that_are_there_stay(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("mine\n")
 
-    with pytest.raises(ConfigError, match=r"train\.jsonl is there already"):
+    with pytest.raises(ConfigError, match=r"train\.jsonl already exists"):
         main(["--out", str(tmp_path)])
 
     assert (tmp_path / "train.jsonl").read_text() == "mine\n"

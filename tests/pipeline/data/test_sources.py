@@ -297,7 +297,7 @@ def test_a_split_is_named_after_an_at_sign(tmp_path: Path) -> None:
     assert split_name("owner/name") == ("owner/name", None)
     assert split_name(str(path)) == (str(path), None)
     assert refused(f"{path}@train") == (
-        f"data path {path}@train: a file has no splits; leave @train away"
+        f"data path {path}@train: a file has no splits; leave out @train"
     )
 
 

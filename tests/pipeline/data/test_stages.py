@@ -295,8 +295,8 @@ def test_a_step_without_usable_rows_names_the_first_row(tmp_path: Path) -> None:
 
     assert message.startswith("no row has what step 2 needs, a chosen and a rejected response")
     assert f"{path} line " in message
-    assert "has prompt and chosen" in message
-    assert "--fields" in message
+    assert "has a prompt and a response: give" in message
+    assert message.endswith("with --fields, or choose the steps with --step, without 2")
 
 
 def test_a_split_that_leaves_a_step_without_rows_names_the_counts(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_an_optimizer_on_the_host_trains_alike(stage: int, params: str) -> None:
 
     assert {group.masters.fp32().device.type for group in engine.groups} == {"cpu"}
     for name, weight in expected.items():
-        # The CPU's AdamW and the GPU's round differently: to the bit where they are one.
+        # The CPU's AdamW and the GPU's round differently: bit for bit where they are one.
         exact = local_device().type == "cpu"
         torch.testing.assert_close(
             got[name], weight, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5, msg=name

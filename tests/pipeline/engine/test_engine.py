@@ -74,7 +74,7 @@ def test_training_equals_a_plain_loop_with_adamw(max_grad_norm: float | None) ->
         assert result.grad_norm == pytest.approx(norms[-1], rel=1e-6)
         assert (result.lr, result.skipped) == (0.01, False)
 
-    # Not to the bit: the optimizer walks one long vector, whose SIMD remainders lie elsewhere, and
+    # Not bit for bit: the optimizer walks one long vector, whose SIMD remainders lie elsewhere, and
     # the norm is summed in fp64.
     for (name, expected), got in zip(plain.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7, msg=name)

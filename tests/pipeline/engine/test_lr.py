@@ -311,10 +311,14 @@ def test_a_default_that_is_spelled_out_changes_nothing(schedule: str) -> None:
         (
             "warmup",
             {"warmup_typ": "log"},
-            "warmup_typ is no parameter of the schedule warmup; did you mean warmup_type?",
+            "warmup_typ is not a parameter of the schedule warmup; did you mean warmup_type?",
         ),
-        ("linear", {"power": 2}, "power is no parameter of the schedule linear; it takes none"),
-        ("exponential", {"x": 2}, "x is no parameter of the schedule exponential; it takes gamma"),
+        ("linear", {"power": 2}, "power is not a parameter of the schedule linear; it takes none"),
+        (
+            "exponential",
+            {"x": 2},
+            "x is not a parameter of the schedule exponential; it takes gamma",
+        ),
         ("warmup", {"warmup_type": "cubic"}, "warmup_type must be log or linear, got cubic"),
         ("polynomial", {"power": 0}, "power must be a number above 0, got 0"),
         ("polynomial", {"power": math.inf}, "power must be a number above 0, got inf"),
@@ -351,7 +355,7 @@ def test_a_wrong_parameter_is_refused_by_name(
 @pytest.mark.parametrize(
     ("schedule", "settings", "sentence"),
     [
-        ("cosin", {}, "optim.schedule cosin is no schedule; did you mean cosine?"),
+        ("cosin", {}, "optim.schedule cosin is not a schedule; did you mean cosine?"),
         ("linear", {"warmup_steps": -1}, "optim.warmup_steps must not be below 0, got -1"),
         (
             "one_cycle",

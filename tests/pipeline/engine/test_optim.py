@@ -176,16 +176,16 @@ def test_a_refusal_says_why() -> None:
     [
         (
             {"name": "adamw"},
-            "optim.name adamw is no element-wise class of torch.optim; did you mean AdamW?",
+            "optim.name adamw is not an element-wise class of torch.optim; did you mean AdamW?",
         ),
         (
             {"name": "Optimizer"},
-            "optim.name Optimizer is no element-wise class of torch.optim; it takes ASGD, Adadelta,"
-            " Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD",
+            "optim.name Optimizer is not an element-wise class of torch.optim; it takes ASGD,"
+            " Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD",
         ),
         (
             {"name": "SGD", "params": {"momentun": 0.9}},
-            "optim.params.momentun is no argument of SGD; did you mean momentum?",
+            "optim.params.momentun is not an argument of SGD; did you mean momentum?",
         ),
         (
             {"name": "AdamW", "params": {"lr": 0.1}},

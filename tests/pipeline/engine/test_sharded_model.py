@@ -196,7 +196,7 @@ def test_weights_are_loaded_through_the_engine_masters_and_all() -> None:
     with engine.gathered():
         norm = dict(model.named_parameters())["model.norm.weight"]
         assert torch.equal(norm, new["model.norm.weight"].bfloat16())
-    with pytest.raises(KeyError, match="head is no trained parameter"):
+    with pytest.raises(KeyError, match="head is not a trained parameter"):
         engine.load_weights({"head": torch.zeros(1)})
 
 

@@ -90,7 +90,7 @@ def train(
 
 
 def differences(got: Trained, expected: Trained) -> list[str]:
-    """Names of the weights that are not the same to the bit."""
+    """Names of the weights that are not the same bit for bit."""
     assert got.weights.keys() == expected.weights.keys()
     return [
         name

@@ -1,6 +1,7 @@
 """A parameter without a gradient in a step stays as a plain loop leaves it, moments and all."""
 
 import inspect
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,7 @@ def loss_of(model: Any, step: int, of_rank: int) -> Tensor:
 
 
 def config(optim: OptimConfig, stage: int, kernels: str = "auto", **zero: Any) -> Any:
-    optim = OptimConfig(
-        name=optim.name,
-        params=optim.params,
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        schedule="constant",
-        warmup_ratio=0.0,
-        max_grad_norm=None,
-    )
+    optim = replace(optim, schedule="constant", warmup_ratio=0.0, max_grad_norm=None)
     return TrainedModelConfig(
         zero_stage=stage,  # pyright: ignore[reportArgumentType]
         kernels=kernels,  # pyright: ignore[reportArgumentType]
@@ -140,7 +133,7 @@ def train(engine: Engine, steps: range) -> None:
 
 
 def wrong(engine: Engine, expected: dict[str, Tensor]) -> list[str]:
-    """Parameters whose masters are not those of the plain loop, to the bit."""
+    """Parameters whose masters are not those of the plain loop, bit for bit."""
     return [
         name
         for group in engine.visit()

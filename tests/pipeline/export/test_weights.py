@@ -106,7 +106,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path, adapter: Path) -
         r" .*wider is \(32, 48\); give its own with --base",
     ):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "wider"))
-    with pytest.raises(ModelError, match="is no directory here; give the base's directory with"):
+    with pytest.raises(ModelError, match="is not a directory here; give the base's directory with"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "none"))
     with pytest.raises(ModelError, match="holds an adapter; merge it with --to merged"):
         run(adapter, "onnx", tmp_path / "out")
@@ -128,11 +128,11 @@ def test_bad_input_is_a_sentence_and_makes_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"holds no model: it has no config.json"):
         run(tmp_path / "empty", "gguf", out)
-    with pytest.raises(ModelError, match=r"no such model: .*none is no directory"):
+    with pytest.raises(ModelError, match=r"no such model: .*none is not a directory"):
         run(tmp_path / "none", "onnx", out)
     with pytest.raises(ModelError, match="holds a model without an adapter"):
         run(tmp_path / "model", "adapter", out)
-    with pytest.raises(ConfigError, match=r"--out .*there is there already; remove it"):
+    with pytest.raises(ConfigError, match=r"--out .*there already exists; remove it"):
         run(tmp_path / "model", "merged", tmp_path / "there")
     with pytest.raises(ConfigError, match="--number-format f16 is for --to gguf"):
         run(tmp_path / "model", "merged", out, "--number-format", "f16")

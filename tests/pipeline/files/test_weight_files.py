@@ -139,8 +139,8 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "is no index of safetensors files"),
-        ("[]", "is no index of safetensors files"),
+        ("{", "is not an index of safetensors files"),
+        ("[]", "is not an index of safetensors files"),
         ('{"weight_map": {"x": "0.safetensors"}}', "says that 0.safetensors holds x, but it doesn"),
         ('{"weight_map": {"x": "../0.safetensors"}}', "names ../0.safetensors, which is outside"),
     ],

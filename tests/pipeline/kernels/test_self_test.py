@@ -102,7 +102,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
         assert found(name) is None
         assert found(name) is None
 
-    assert not list((tmp_path / "cubins").iterdir())  # the next process compiles it anew
+    assert not list((tmp_path / "cubins").iterdir())  # the next process compiles it again
     reason = f"{name} computes something else than its definition on this GPU"
     assert [record.message for record in caplog.records] == [
         f"PyTorch does the work of the kernel of the operator: {reason}"

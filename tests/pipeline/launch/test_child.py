@@ -145,3 +145,22 @@ def test_torchrun_ends_with_the_code_of_the_process_that_failed(tmp_path: Path) 
     )
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+@pytest.mark.parametrize("number", ["gpu", "many"])
+def test_torchrun_names_a_number_of_processes_that_the_machine_does_not_have(number: str) -> None:
+    command = [sys.executable, "-m", "pipeline.launch.torchrun", "--standalone"]
+
+    ended = subprocess.run(
+        [*command, "--nproc-per-node", number, "rank.py"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"error: --nproc-per-node {number} names no devices of this machine; give the number of"
+        " processes (NUM_PROCESSES of the scripts)\n"
+    )

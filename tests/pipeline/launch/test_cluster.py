@@ -27,7 +27,7 @@ def test_options_stand_before_the_module_and_settings_after_it() -> None:
     [
         (
             "--hostfile h --config c.yaml -m step1_sft.train",
-            "--config is no option of the launcher; a setting of the step belongs after"
+            "--config is not an option of the launcher; a setting of the step belongs after"
             " -m step1_sft.train",
         ),
         (
@@ -44,7 +44,7 @@ def test_options_stand_before_the_module_and_settings_after_it() -> None:
         ("train.py --hostfile h", "unexpected word 'train.py'; options start with --"),
         (
             "--local_rank 0 -m step1_sft.train",
-            "--local-rank is given to each process by torchrun, in LOCAL_RANK; leave it away",
+            "--local-rank is given to each process by torchrun, in LOCAL_RANK; leave it out",
         ),
         (
             "--deepspeed -m step1_sft.train",
@@ -67,11 +67,11 @@ def test_options_stand_before_the_module_and_settings_after_it() -> None:
         ),
         (
             "--hostfle h -m step1_sft.train",
-            "--hostfle is no option of the launcher; did you mean --hostfile? A setting of the",
+            "--hostfle is not an option of the launcher; did you mean --hostfile? A setting of the",
         ),
         (
             "--include a --num_gpus 2 -m step1_sft.train",
-            "--include names the slots; leave --num-gpus away",
+            "--include names the slots; omit --num-gpus",
         ),
     ],
 )

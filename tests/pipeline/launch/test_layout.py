@@ -124,11 +124,11 @@ def test_what_is_missing_is_named(
         ),
         (
             {"deployment_type": MANY, "include": "a", "num_gpus": 2},
-            "--include names the slots; leave --num-gpus away",
+            "--include names the slots; omit --num-gpus",
         ),
         (
             {"deployment_type": MANY, "exclude": "a", "num_nodes": 2},
-            "--exclude names the hosts; leave --num-nodes away",
+            "--exclude names the hosts; omit --num-nodes",
         ),
         ({"deployment_type": MANY, "num_nodes": 0}, "--num-nodes must be above 0, got 0"),
         ({"deployment_type": MANY, "master_port": 70000}, "--master-port must be from 1 to 65535"),
@@ -169,5 +169,5 @@ def test_slurms_lists_of_names_are_written_out(text: str, names: list[str]) -> N
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n]"])
 def test_a_list_that_names_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="names no machine; run this inside of sbatch or salloc"):
+    with pytest.raises(ConfigError, match="names no machine; run this inside sbatch or salloc"):
         expand_nodelist(text)

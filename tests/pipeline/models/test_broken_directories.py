@@ -134,11 +134,11 @@ IN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         write("tokenizer.json", NESTED),
         "{}/tokenizer.json is nested too deep to be read",
     ),
-    "config.json is no JSON": (write("config.json", "{'a': 1}"), "{}/config.json is no JSON (Exp"),
+    "config.json is not JSON": (write("config.json", "{'a': 1}"), "{}/config.json is not JSON (E"),
     "config.json is empty": (write("config.json", ""), "{}/config.json is empty"),
     "config.json is a list": (
         write("config.json", "[]"),
-        "{}/config.json is no JSON object but a list",
+        "{}/config.json is not a JSON object but a list",
     ),
     "config.json names no type": (
         write("config.json", "{}"),
@@ -160,10 +160,10 @@ IN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         remove("tokenizer*"),
         "{} holds no tokenizer: it has neither tokenizer.json nor tokenizer.model;",
     ),
-    "tokenizer.json is no JSON": (write("tokenizer.json", "{"), "{}/tokenizer.json is no JSON"),
-    "tokenizer_config.json is no JSON": (
+    "tokenizer.json is not JSON": (write("tokenizer.json", "{"), "{}/tokenizer.json is not JSON"),
+    "tokenizer_config.json is not JSON": (
         write("tokenizer_config.json", "{]"),
-        "{}/tokenizer_config.json is no JSON",
+        "{}/tokenizer_config.json is not JSON",
     ),
     "only an adapter": (
         only_an_adapter,
@@ -183,11 +183,11 @@ IN_SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
         " holds no weights: it has neither model.safetensors nor model.safetensors.index.json,"
         " only model-00001-of-00004.safetensors; copy the missing file",
     ),
-    "the index is no JSON": (write(INDEX, "{"), f"/{INDEX} is no index of safetensors files: it"),
-    "the index is nested": (write(INDEX, NESTED), f"/{INDEX} is no index of safetensors files: it"),
+    "the index is not JSON": (write(INDEX, "{"), f"/{INDEX} is not an index of safetensors files"),
+    "the index is nested": (write(INDEX, NESTED), f"/{INDEX} is not an index of safetensors files"),
     "the index names nothing": (
         write(INDEX, '{"weight_map": {}}'),
-        f"/{INDEX} is no index of safetensors files: its weight_map names none",
+        f"/{INDEX} is not an index of safetensors files: its weight_map names none",
     ),
     "the index names a file elsewhere": (
         write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'),

@@ -20,7 +20,7 @@ from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.engine.stored import StoredParameter, stored_like
 from pipeline.errors import ModelError
-from pipeline.models.deferred import read_in
+from pipeline.models.deferred import read_stored
 from pipeline.models.embedded import build_tokenizer
 from pipeline.models.forward import Policy, Scorer, base_model, score_head
 from pipeline.models.load import load_causal_lm, load_classifier
@@ -213,7 +213,7 @@ def test_what_is_read_in_is_what_transformers_loads(tmp_path: Path) -> None:
     expected = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
     model = load_causal_lm(FrozenModelConfig(path=path), device=CPU, defer=True)
 
-    read_in(model)
+    read_stored(model, CPU)
 
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, param in model.named_parameters():

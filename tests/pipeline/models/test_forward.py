@@ -161,7 +161,7 @@ def test_entropy_of_equal_logits_is_the_logarithm_of_their_number() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon"])
 def test_a_sequence_does_not_reach_its_neighbours(family: str, tmp_path: Path) -> None:
-    """The shapes stay the same, so not even rounding may differ: to the bit."""
+    """The shapes stay the same, so not even rounding may differ: bit for bit."""
     model = load_causal_lm(
         FrozenModelConfig(path=saved(tiny_causal_lm(family), tmp_path)), device=CPU
     )

@@ -87,7 +87,7 @@ def test_the_export_is_the_merged_model_and_the_adapter_loads_on_the_base(
     torch.testing.assert_close(merged(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(adapter(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(switched_off, original(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
-    # Exporting merges into copies: the base is still what it was, to the bit.
+    # Exporting merges into copies: the base is still what it was, bit for bit.
     assert frozen
     assert all(torch.equal(frozen[name], after) for name, after in plain_weights(model).items())
     assert set(merged.state_dict()) == set(original.state_dict())

@@ -220,7 +220,9 @@ def test_a_model_whose_tokens_see_later_ones_is_no_language_model(tmp_path: Path
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **sizes))
     path = saved(model, tmp_path)
 
-    with pytest.raises(ModelError, match="is no causal language model: what bert says of a token"):
+    with pytest.raises(
+        ModelError, match="is not a causal language model: what bert says of a token"
+    ):
         load_causal_lm(FrozenModelConfig(path=path), device=CPU)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"is_decoder": True}))

@@ -327,7 +327,7 @@ def test_processes_hold_the_bytes_that_the_plan_counts(tmp_path: Path) -> None:
         ),
         (
             {"variant": "dora", "targets": ("embed_tokens", "q_proj")},
-            "lora.variant dora adapts linear layers, and model.embed_tokens is no linear layer"
+            "lora.variant dora adapts linear layers, and model.embed_tokens is not a linear layer"
             " (Embedding); leave it out of lora.targets, or set lora.variant lora",
         ),
         (

@@ -163,7 +163,7 @@ def test_auto_needs_to_know_the_models(tmp_path: Path) -> None:
 
 
 def test_check_and_plan_for_are_of_different_machines(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave --plan-for away"):
+    with pytest.raises(ConfigError, match="omit --plan-for"):
         plan(tmp_path, "--check --plan-for 1xT4-16GB")
 
 

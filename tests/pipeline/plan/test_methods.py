@@ -101,7 +101,7 @@ REFUSED = {
         "--methods.grpo.method can't be set: the name before it is the method"
     ),
     "--method ppo grpo --ppo.method rloo": (
-        "ppo.method names one method, and --method several; leave it away"
+        "ppo.method names one method, and --method several; leave it out"
     ),
     "--method ppo grpo --ppo.kl_coeff 1": (
         "there is no setting ppo.kl_coeff; did you mean ppo.kl_coef?"
@@ -186,7 +186,7 @@ def test_finished_methods_are_skipped_and_another_runs(tmp_path: Path) -> None:
 
     assert again.finished == {"step3_grpo"}
     assert alone.finished == set()  # others lie there, and are no strangers
-    with pytest.raises(UserError, match=r"step 3 in \S+/step3_grpo is finished, with ppo.clip 0.2"):
+    with pytest.raises(UserError, match=r"step 3 in \S+/step3_grpo was finished with ppo.clip 0.2"):
         plan(tmp_path, "--method", "ppo", "grpo", *words, "--methods.grpo.clip", "0.1")
 
 

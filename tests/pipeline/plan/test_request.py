@@ -86,7 +86,7 @@ def test_dotted_options_are_set_apart_by_step() -> None:
         ),
         ("--num-processes 2", "--num-processes needs --deployment-type single_node"),
         ("--hostfile hosts", "--hostfile needs --deployment-type multi_node"),
-        ("--check --dry-run", "--check looks at the machines; leave --dry-run away"),
+        ("--check --dry-run", "--check looks at the machines; omit --dry-run"),
         ("--zero-config", "--zero-config takes one value, got none"),
         ("--actor-zero-stage 4", "--actor-zero-stage must be one of 0, 1, 2, 3 or null, got 4"),
     ],

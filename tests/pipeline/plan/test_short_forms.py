@@ -62,8 +62,18 @@ def test_tensor_parallel_divides_every_model_and_has_them_generate_together() ->
     assert [config.parallel.replicas for config in given.values()] == [3, 3, 3]
     assert given["ppo"].inference_tp_size == 1  # a step's own setting is the more specific
     assert configs("--tensor-parallel", "2")["ppo"].inference_tp_size == 2
+    game = configs("--tensor-parallel", "2", "--environment", "guessing", "--method", "grpo")
+    assert game["ppo"].inference_tp_size == 1  # each process plays by itself
     with pytest.raises(ConfigError, match="--tensor-parallel must be above 0, got 0"):
         configs("--tensor-parallel", "0")
+
+
+def test_pipeline_parallel_cuts_the_models_of_every_step() -> None:
+    given = configs("--pipeline-parallel", "2", "--reward.parallel.pp", "1")
+
+    assert [config.parallel.pp for config in given.values()] == [2, 1, 2]
+    with pytest.raises(ConfigError, match="--pipeline-parallel must be above 0, got 0"):
+        configs("--pipeline-parallel", "0")
 
 
 def test_lora_gives_every_model_that_learns_adapters_of_that_rank() -> None:
@@ -158,6 +168,6 @@ def test_a_local_directory_wins_over_a_size(
 
 
 def test_a_size_that_opt_has_not_is_refused_and_other_names_are_left_alone() -> None:
-    with pytest.raises(ConfigError, match=r"^--reward-model 7b is no size of OPT, which has 125m,"):
+    with pytest.raises(ConfigError, match=r"^--reward-model 7b is not a size of OPT, which has"):
         configs("--actor-model", "gpt2", "--reward-model", "7b")
     assert configs("--actor-model", "gpt2")["sft"].model.path == "gpt2"

@@ -34,8 +34,8 @@ SENTENCES = (
     ("seed: null", "seed in {} can't be null"),
     (
         "data: {split: [-1, 4, 4]}",
-        "data.split in {} needs three proportions of 0 or more that are not all 0, as 2,4,4; got"
-        " -1,4,4",
+        "data.split in {} needs three proportions of 0 or more that are not all 0, such as 2,4,4;"
+        " got -1,4,4",
     ),
     ("a: " + 3000 * "[", "--config {} is nested too deeply to be settings"),
 )

@@ -126,9 +126,9 @@ def test_another_tokenizer_is_refused_and_so_is_what_is_no_corpus(tmp_path: Path
 
     for paths, sentence in (
         ([tmp_path], "is a directory; name its files"),
-        ([tmp_path / "a.csv"], "is no corpus; give token files"),
+        ([tmp_path / "a.csv"], "is not a corpus; give token files"),
         ([tmp_path / "b.tokens"], "there is no such file"),
-        ([tmp_path / "a.*"], "is no corpus"),
+        ([tmp_path / "a.*"], "is not a corpus"),
         ([], "data.path names no corpus"),
     ):
         with pytest.raises(DataError, match=sentence):

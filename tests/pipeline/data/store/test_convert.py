@@ -48,7 +48,7 @@ def test_megatrons_files_have_the_documented_bytes_and_are_read_back(tmp_path: P
     for name in ("m.idx", "m.bin"):
         to_tokens(tmp_path / name, byte_vocabulary(), tmp_path / f"{name}.tokens")
         assert documents_of(tmp_path / f"{name}.tokens") == DOCUMENTS
-    with pytest.raises(ConfigError, match=r"m.bin is there already"):
+    with pytest.raises(ConfigError, match=r"m.bin already exists"):
         main(["convert", f"{tmp_path}/a.tokens", "--to", "megatron", "--out", f"{tmp_path}/m"])
 
 

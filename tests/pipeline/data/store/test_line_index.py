@@ -47,7 +47,7 @@ def test_show_prints_a_row_and_a_stale_or_damaged_index_is_refused(
     for place, sentence in (
         (9, "was not copied whole"),
         (45, "is damaged; index"),
-        (0, "no index"),
+        (0, "not an index"),
     ):
         content = bytearray(whole)
         content[place] ^= 1

@@ -32,7 +32,7 @@ def test_files_of_different_tokenizers_are_not_merged(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"b.tokens was packed with another tokenizer"):
         main(["merge", *(str(tmp_path / f"{n}.tokens") for n in "ab"), "--out", f"{tmp_path}/c"])
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         main(["merge", f"{tmp_path}/a.tokens", "--out", f"{tmp_path}/b.tokens"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tokens", "b.tokens"]
 

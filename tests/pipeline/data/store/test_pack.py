@@ -81,14 +81,14 @@ def test_the_file_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
 
 
 BAD = {
-    3: (b'{"text": "cut', "it is no JSON: Unterminated string starting at at column 10"),
-    5: (b'["a"]', "it is no object, but a list"),
+    3: (b'{"text": "cut', "it is not JSON: Unterminated string starting at at column 10"),
+    5: (b'["a"]', "it is not an object, but a list"),
     6: (b'{"test": "a"}', "it has no field 'text'"),
-    8: (b'{"text": null}', "its field 'text' is no text, but null"),
-    9: (b'{"text": "\xff"}', "it is no UTF-8 at byte 10"),
+    8: (b'{"text": null}', "its field 'text' is not text, but null"),
+    9: (b'{"text": "\xff"}', "it is not UTF-8 at byte 10"),
     10: (b'{"text": "\\ud800"}', "its text has half a surrogate pair at character 0"),
     12: (b"[" * 60000, "it is longer than --max-row, 50,000 bytes"),
-    13: (b"[" * 40000, "it is no JSON that can be read: nested too deep, or a number too long"),
+    13: (b"[" * 40000, "it is not JSON that can be read: nested too deep, or a number too long"),
 }
 
 
@@ -123,7 +123,7 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 
     assert texts_of(file) == ["one\r\n\n<|end|> two"]
     assert file.origin.bad_rows == 2
-    with pytest.raises(DataError, match=r"c.txt:1: it is no UTF-8 at byte 1"):
+    with pytest.raises(DataError, match=r"c.txt:1: it is not UTF-8 at byte 1"):
         packed(tmp_path / "c.txt", tmp_path / "y.tokens")
 
 
@@ -141,7 +141,7 @@ def test_zstandard_is_read_frame_by_frame_and_to_its_end(tmp_path: Path) -> None
     assert texts_of(packed_twice) == texts_of(plain)
     for size, name in ((-7, "cut"), (len(halves[0]) - 3, "first")):
         (tmp_path / f"{name}.jsonl.zst").write_bytes(b"".join(halves)[:size])
-        with pytest.raises(DataError, match=rf"{name}.jsonl.zst is no whole Zstandard file"):
+        with pytest.raises(DataError, match=rf"{name}.jsonl.zst is not a whole Zstandard file"):
             packed(tmp_path / f"{name}.jsonl.zst", tmp_path / f"{name}.tokens")
 
 
@@ -170,10 +170,10 @@ def test_what_can_not_be_packed_is_refused(tmp_path: Path) -> None:
         packed(tmp_path, out)
     with pytest.raises(DataError, match=r"b.csv is none of what can be packed: .jsonl, "):
         packed(tmp_path / "b.csv", out)
-    with pytest.raises(DataError, match=r"cut.jsonl.gz is no whole gzip file"):
+    with pytest.raises(DataError, match=r"cut.jsonl.gz is not a whole gzip file"):
         packed(tmp_path / "cut.jsonl.gz", tmp_path / "cut.tokens")
     with pytest.raises(DataError, match=r"no row of .* has a text"):
         packed(tmp_path / "empty.jsonl", tmp_path / "empty.tokens")
     packed(tmp_path / "a.jsonl", out, resume=True)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         packed(tmp_path / "a.jsonl", out)

@@ -111,7 +111,7 @@ def test_other_sources_are_not_mixed_in(tmp_path: Path) -> None:
     half_packed(tmp_path)
     write_rows(tmp_path / "a.jsonl", ["other", "texts"])
 
-    with pytest.raises(ConfigError, match="was begun with other settings, source files"):
+    with pytest.raises(ConfigError, match="was started with other settings, source files"):
         run(tmp_path, resume=True)
-    with pytest.raises(ConfigError, match="is half-written; --resume goes on"):
+    with pytest.raises(ConfigError, match="is half-written; --resume continues"):
         run(tmp_path)

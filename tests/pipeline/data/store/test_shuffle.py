@@ -126,7 +126,7 @@ def test_what_can_not_be_shuffled_or_cut_is_refused(tmp_path: Path) -> None:
         (["chunk", a, "--parts", "2", "--part", "2", *out], "part must be one of 0 to 1, got 2"),
         (["chunk", a, "--shares", "1,0", *out], "shares needs two numbers above 0"),
         (["shuffle", a, a, *out], "shuffle takes one file, got 2"),
-        (["shuffle", a, "--out", a], "is there already"),
+        (["shuffle", a, "--out", a], "already exists"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             main(words)

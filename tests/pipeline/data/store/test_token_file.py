@@ -107,7 +107,7 @@ def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
 
     for size in [*range(0, 4096, 101), *range(4090, len(whole))]:
         path.write_bytes(whole[:size])
-        with pytest.raises(DataError, match=r"not copied whole|no token file"):
+        with pytest.raises(DataError, match=r"not copied whole|not a token file"):
             TokenFile(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(DataError, match="goes on after byte 4,228"):
@@ -117,7 +117,7 @@ def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_token_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
 
-    with pytest.raises(DataError, match=r"rows.jsonl is no token file"):
+    with pytest.raises(DataError, match=r"rows.jsonl is not a token file"):
         TokenFile(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match="can't be read: Is a directory"):
         TokenFile(tmp_path)

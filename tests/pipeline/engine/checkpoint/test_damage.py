@@ -124,12 +124,12 @@ def test_no_flipped_bit_anywhere_goes_unnoticed(root: Path) -> None:
         (FILE, lambda file: os.truncate(file, 0), "has 0 bytes instead of 44,103"),
         (FILE, Path.unlink, "is missing"),
         (FILE, append, "has 44,104 bytes instead of 44,103"),
-        ("manifest.json", lambda file: os.truncate(file, 100), "is no manifest: "),
-        ("manifest.json", lambda file: os.truncate(file, 0), "is no manifest: "),
-        ("manifest.json", Path.unlink, "is no whole checkpoint"),
-        ("manifest.json", lambda file: file.write_bytes(b"\xff\x00"), "is no manifest: "),
+        ("manifest.json", lambda file: os.truncate(file, 100), "is not a manifest: "),
+        ("manifest.json", lambda file: os.truncate(file, 0), "is not a manifest: "),
+        ("manifest.json", Path.unlink, "is not a whole checkpoint"),
+        ("manifest.json", lambda file: file.write_bytes(b"\xff\x00"), "is not a manifest: "),
         ("manifest.json", lambda file: file.write_text("[1]"), "it holds no mapping"),
-        ("manifest.json", lambda file: file.write_text("[" * 99_999), "is no manifest: "),
+        ("manifest.json", lambda file: file.write_text("[" * 99_999), "is not a manifest: "),
         ("manifest.json", lambda file: file.write_text("{}"), "has format None"),
     ],
 )
@@ -158,10 +158,10 @@ def set_field(name: str, value: object) -> Callable[[dict[str, Any]], object]:
         (set_field("files", {}), "names no files"),
         (set_field("files", {"../x": {}}), "names the file '../x'; those of a checkpoint"),
         (set_field("files", {"/etc/passwd": {}}), "names the file '/etc/passwd'"),
-        (set_field("files", {FILE: 1}), "is no manifest"),
-        (set_field("files", {FILE: {"bytes": 44_103}}), "is no manifest"),
-        (set_field("base", "../base-1"), "names '../base-1', which is no directory of frozen"),
-        (set_field("base", 3), "names 3, which is no directory of frozen"),
+        (set_field("files", {FILE: 1}), "is not a manifest"),
+        (set_field("files", {FILE: {"bytes": 44_103}}), "is not a manifest"),
+        (set_field("base", "../base-1"), "names '../base-1', which is not a directory of frozen"),
+        (set_field("base", 3), "names 3, which is not a directory of frozen"),
         (set_field("base", "base-1"), "base-1/manifest.json is missing"),
         (
             lambda manifest: manifest["files"][FILE].update(fragments={}),
@@ -243,7 +243,7 @@ def test_a_pickle_in_disguise_runs_nothing(root: Path) -> None:
 
     for content in (pickle.dumps(attack), (root / "attack.pt").read_bytes()):
         forge_file(root / "step_00000002", content, header=8)
-        assert "is no safetensors file" in assert_falls_back(root)
+        assert "is not a safetensors file" in assert_falls_back(root)
         forge(root / "step_00000002", set_field("state", {"__reduce__": str(content)}))
         assert_falls_back(root)
 

@@ -57,7 +57,7 @@ def test_a_full_disk_costs_one_save_and_leaves_the_others(
 
     assert saver.failure == (
         f"saving step 3 to {root} failed: rank 0: No space left on device"
-        " (40,007 bytes needed); training goes on, and the next save tries again"
+        " (40,007 bytes needed); training continues, and the next save tries again"
     )
     assert [each.message for each in caplog.records if each.levelname == "ERROR"] == [saver.failure]
     assert "step 3 is saved in" not in caplog.text

@@ -90,7 +90,7 @@ def test_show_counts_tensors_elements_and_bytes_by_kind(
         (["verify"], "error: usage: python -m pipeline.engine.checkpoint verify DIR\n"),
         (["verfy", "x"], "error: there is no command 'verfy'; did you mean verify?\n"),
         (["show", "nowhere"], "error: there is no directory nowhere\n"),
-        (["verify", "docs"], "error: docs is no checkpoint and holds none\n"),
+        (["verify", "docs"], "error: docs is not a checkpoint and holds none\n"),
     ],
 )
 def test_wrong_words_are_a_sentence_and_exit_code_2(

@@ -1,4 +1,4 @@
-"""What was saved is read by any number of processes, to the bit."""
+"""What was saved is read by any number of processes, bit for bit."""
 
 import itertools
 import random
@@ -245,7 +245,7 @@ def test_a_tensor_with_a_gap_or_an_overlap_is_never_committed(
 
 def test_what_is_no_fragment_is_refused_at_once() -> None:
     for key in ("", "a|b", "a\nb"):
-        with pytest.raises(ValueError, match="is no name of a fragment"):
+        with pytest.raises(ValueError, match="is not a name of a fragment"):
             Fragment(key, 0, torch.zeros(3))
     for tensor in (torch.zeros(2, 2), torch.zeros(6)[::2]):
         with pytest.raises(ValueError, match="must be flat and contiguous"):

@@ -17,7 +17,15 @@ from pipeline.config import Kernels
 from pipeline.errors import KernelError
 from pipeline.kernels.adamw import cpu, definition
 from pipeline.kernels.adamw.cpu import Variant, library
-from pipeline.kernels.adamw.definition import COPIES, GRADIENTS, MOMENTS, AdamW, Weights
+from pipeline.kernels.adamw.definition import (
+    COPIES,
+    GRADIENTS,
+    MOMENTS,
+    AdamW,
+    Weights,
+    new_moments,
+    write_moments,
+)
 from pipeline.kernels.adamw.dispatch import adamw_
 from pipeline.kernels.toolchain.cpp import Built
 
@@ -48,11 +56,11 @@ def vectors(
         master, low_bits = definition.split_master(master)
     weights = Weights(
         master,
-        spread().to(moments),
-        spread().square().clamp(max=1e30).to(moments),
-        None if copy is None else torch.full((numel,), math.nan, dtype=copy),
-        low_bits,
+        **new_moments(spread(), moments),
+        copy=None if copy is None else torch.full((numel,), math.nan, dtype=copy),
+        low_bits=low_bits,
     )
+    write_moments(weights, spread(), spread().square().clamp(max=1e30))
     return weights, spread().clamp(-6e4, 6e4).to(gradient)
 
 
@@ -145,7 +153,7 @@ def test_the_number_of_threads_changes_no_bit(
     """PyTorch's threads, or new ones where it has none to lend."""
     if not lent:
         monkeypatch.setattr(cpu, "parallel", lambda: None)
-    option: dict[str, Any] = {"moments": BF16, "copy": BF16}
+    option: dict[str, Any] = {"moments": torch.uint8, "copy": BF16}
     weights, gradient = vectors(5 * 65536 + 123, **option)
     alone, together = copied(weights), copied(weights)
     before = torch.get_num_threads()
@@ -182,7 +190,8 @@ def test_nothing_to_step_is_no_step() -> None:
 
 REFUSED = {
     "exp_avg=torch.zeros(8, dtype=torch.float64)": (
-        "AdamW's exp_avg must be torch.float32 or torch.bfloat16 here, not torch.float64"
+        "AdamW's exp_avg must be torch.float32 or torch.bfloat16 or torch.uint8 here, not"
+        " torch.float64"
     ),
     "master=torch.zeros(8).half()": "AdamW's master must be torch.float32 here, not torch.float16",
     "copy=torch.zeros(8)": (
@@ -190,6 +199,9 @@ REFUSED = {
     ),
     "exp_avg=torch.zeros(8).bfloat16()": (
         "AdamW's exp_avg_sq must be torch.bfloat16 here, not torch.float32"
+    ),
+    "exp_avg=torch.zeros(8).byte(), exp_avg_sq=torch.zeros(8).byte()": (
+        "AdamW's exp_avg_exponents must be there if the moments are torch.uint8, and only then"
     ),
     "gradient=torch.zeros(8).int()": (
         "AdamW's gradient must be torch.float32 or torch.bfloat16 or torch.float16 here, not"

@@ -152,7 +152,7 @@ ODD_NANS = {
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("moments", MOMENTS[:2])
 @pytest.mark.parametrize("dtype", GRADIENTS)
 def test_gradients_that_are_not_finite_leave_what_is_not_finite(
     dtype: torch.dtype, moments: torch.dtype, *, split: bool

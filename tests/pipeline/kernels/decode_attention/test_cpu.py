@@ -29,7 +29,7 @@ def asked(dtype: torch.dtype, length: int, heads: int = 4, size: int = 48) -> to
 
 
 def after(length: int, *, window: int | None = None, size: int = 48) -> Scores:
-    """What the token at the end of so many sees."""
+    """What the token at the end of that many sees."""
     lengths = torch.tensor([length], dtype=torch.int32)
     return Scores(lengths=lengths, scaling=size**-0.5, sliding_window=window)
 

@@ -54,7 +54,7 @@ def test_no_bit_differs_from_the_definition(
 def test_real_vocabularies_keep_their_bits_on_any_threads(
     count: int, words: int, threads: int
 ) -> None:
-    """PyTorch shares a single sum of so many among threads, and a turn may have no single row."""
+    """PyTorch shares a single sum of that many among threads, and a turn may have no single row."""
     inputs = given(torch.bfloat16, count, words)
     before = torch.get_num_threads()
     try:

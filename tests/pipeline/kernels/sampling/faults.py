@@ -32,7 +32,7 @@ FAULTS = {
         "(their_highest == highest && their_first < first)",
         "(their_highest == highest && their_first > first)",
     ),
-    "ties are counted anew in each segment": ("const int up_to = before + ", "const int up_to = "),
+    "ties are counted again in each segment": ("const int up_to = before + ", "const int up_to = "),
     "one tie too many": (
         "(wanted - above + of_tie - 1) / of_tie",
         "(wanted - above + of_tie - 1) / of_tie + 1",

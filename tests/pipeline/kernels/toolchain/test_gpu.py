@@ -278,7 +278,7 @@ def test_what_is_no_driver_or_no_compiler_is_named(tmp_path: Path) -> None:
     library = tmp_path / "libnothing.so"
     library.write_text("")
 
-    with pytest.raises(KernelError, match=r"libnothing\.so is no CUDA driver"):
+    with pytest.raises(KernelError, match=r"libnothing\.so is not a CUDA driver"):
         Driver(library)
     with pytest.raises(KernelError, match=r"libnothing\.so can't be loaded as NVRTC"):
         Nvrtc(library)

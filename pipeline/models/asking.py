@@ -1,0 +1,192 @@
+"""Passes without gradients, on one process or through the stages of a pipeline.
+
+A step says what it asks of a micro-batch, and goes on as if the model were whole.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.data.batches import TokenBatch
+from pipeline.models.forward import Policy
+from pipeline.models.stages import Stage
+from pipeline.parallel.device import local_device
+from pipeline.parallel.group import Group
+from pipeline.parallel.schedules import Instruction
+from pipeline.parallel.transfer import Transfers
+from pipeline.scalars import read_scalars
+
+AHEAD = 4
+"""Micro-batches that a stage may be ahead of the next one, where none goes back."""
+
+
+class MicroBatch(Protocol):
+    """Rows that are run together."""
+
+    @property
+    def tokens(self) -> TokenBatch:
+        """Their sequences."""
+        ...
+
+
+T = TypeVar("T")
+B = TypeVar("B", bound=MicroBatch)
+Found = Callable[[B], Tensor]
+"""What is asked of a micro-batch, such as its loss, summed; it runs the engine over its tokens."""
+
+
+class Runs(Protocol):
+    """An engine, of a model that learns or of a frozen one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, or what this process has of it."""
+        ...
+
+    @property
+    def updates(self) -> int:
+        """How often its weights have changed."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run its forward pass."""
+        ...
+
+
+class Asking:
+    """The passes of a model that this process has whole."""
+
+    def ask(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
+        """What is found of each batch; on the last stage alone, and none elsewhere.
+
+        Without gradients where the caller has turned them off.
+        """
+        return [found(batch) for batch in batches]
+
+    def ask_all(
+        self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
+    ) -> list[Tensor]:
+        """The same on every stage, in fp32; `shape_of` says the shape of what is found."""
+        del shape_of
+        return [each.float() for each in self.ask(batches, found)]
+
+    def from_last(self, value: T) -> T:
+        """What the last stage has, on every stage; something small."""
+        return value
+
+    def total(self, losses: Sequence[Tensor]) -> float:
+        """The sum of what `ask` gave, on every stage, read from the device."""
+        return sum(read_scalars(losses))
+
+
+@dataclass
+class Waiting:
+    """A micro-batch that has gone forward here and may go back."""
+
+    output: Tensor
+    """Hidden states, or on the last stage the loss."""
+
+    received: Tensor | None
+    tied: Tensor | None
+
+
+class StagedAsking(Asking):
+    """The passes of a stage of a pipeline, in step with those of the others.
+
+    A weight that the last stage shares with the first has one home, the first stage. The last one
+    has a copy of it, which follows.
+    """
+
+    def __init__(self, engine: Runs, stage: Stage, stages: Group) -> None:
+        self._run = engine
+        self._stage, self._stages = stage, stages
+        self._transfers = Transfers(stages)
+        self._waiting: dict[int, Waiting] = {}
+        self._followed = -1
+        """How often the weights had changed when the last stage's copy was brought up to date."""
+
+    def ask(self, batches: Iterable[B], found: Found[B]) -> list[Tensor]:
+        """As one process does; only the last stage has what is found."""
+        self._follow()
+        outputs: list[Tensor] = []
+        for number, batch in enumerate(batches):
+            at = Instruction("forward", number)
+            outputs += self._forward(at, batch.tokens, lambda batch=batch: found(batch))
+            self._waiting.clear()
+            self._transfers.settle(but=AHEAD)
+        self._transfers.settle()
+        return outputs
+
+    def ask_all(
+        self, batches: Sequence[B], found: Found[B], shape_of: Callable[[B], Sequence[int]]
+    ) -> list[Tensor]:
+        """What is found of each batch, on every stage, in fp32."""
+        outputs = self.ask(batches, found)
+        shapes = [torch.Size(shape_of(batch)) for batch in batches]
+        together = torch.empty(sum(each.numel() for each in shapes), device=local_device())
+        parts = together.split([each.numel() for each in shapes])
+        for part, output in zip(parts, outputs, strict=self._stage.is_last):
+            part.copy_(output.reshape(-1))
+        self.shared(together)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def from_last(self, value: T) -> T:
+        """What the last stage has, on every stage."""
+        return self._stages.gather_objects(value if self._stage.is_last else None)[-1]  # pyright: ignore[reportReturnType]
+
+    def total(self, losses: Sequence[Tensor]) -> float:
+        """The sum of the last stage's losses, on every stage."""
+        return self._stages.sum(super().total(losses))
+
+    def everywhere(self, batch: TokenBatch, found: Callable[[], Tensor], out: Tensor) -> Tensor:
+        """What `found` computes on the last stage from a batch, on every stage; in `out`."""
+        self._follow()
+        for output in self._forward(Instruction("forward", 0), batch, found):
+            out.copy_(output)
+        self._waiting.clear()
+        self._transfers.settle()
+        return self.shared(out)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The last stage's tensor, on every stage."""
+        self._stages.broadcast(tensor, source=self._stages.size - 1)
+        return tensor
+
+    def _forward(
+        self, at: Instruction, batch: TokenBatch, found: Callable[[], Tensor]
+    ) -> list[Tensor]:
+        """Take a micro-batch on; on the last stage, where it ends, what is found there."""
+        stage, number = self._stage, at.micro_batch
+        received: Tensor | None = None
+        if isinstance(self._run.model, Policy):  # before it has what came for this micro-batch
+            self._run.model.settle(batch)
+        if stage.inlet is not None:
+            received = torch.empty(
+                1, batch.num_tokens, stage.width, dtype=stage.dtype, device=batch.input_ids.device
+            )
+            self._transfers.receive(received, stage.number - 1, "hidden states", number)
+            stage.inlet.received = received.requires_grad_(torch.is_grad_enabled())
+        if stage.is_last:
+            loss = found()
+            self._waiting[number] = Waiting(loss, received, None)
+            return [loss.detach()]
+        hidden: Tensor = self._run(batch)
+        tied = None if stage.tied is None else stage.tied.view_as(stage.tied)
+        self._waiting[number] = Waiting(hidden, received, tied)
+        self._transfers.send(hidden, stage.number + 1, "hidden states", number)
+        return []
+
+    def _follow(self) -> None:
+        """Have the last stage's copy of a shared weight be what the first stage has now."""
+        stage, updates = self._stage, self._run.updates
+        if self._followed == updates:
+            return
+        self._followed = updates
+        if stage.tied is not None:
+            self._transfers.send(stage.tied, stage.count - 1, "tied weights", updates)
+            self._transfers.settle()
+        if stage.borrowed is not None:
+            self._transfers.receive(stage.borrowed.detach(), 0, "tied weights", updates)

@@ -1,0 +1,192 @@
+"""Moments in 8 bits: what they round to, how far they may be off, and that their mean is right."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import Kernels
+from pipeline.kernels.adamw.definition import AdamW, Weights, new_moments, read_moments
+from pipeline.kernels.adamw.dispatch import adamw_
+from pipeline.kernels.adamw.eight_bits import (
+    AVERAGE,
+    BLOCK,
+    SQUARE,
+    Codes,
+    decode,
+    encode,
+    noise_of,
+)
+
+BOTH = pytest.mark.parametrize("codes", [AVERAGE, SQUARE], ids=["average", "square"])
+STEP = AdamW(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1)
+
+
+def noise(share: float, numel: int, codes: Codes) -> Tensor:
+    """Random bits that round a number up if it is nearer to the upper code than this share."""
+    bits = int(share * (2**20 - 1)) << (0 if codes.signed else 12)
+    return torch.full((numel,), bits, dtype=torch.int64).int()
+
+
+def both(share: float, values: Tensor, codes: Codes) -> Tensor:
+    """What values become, and are read as."""
+    return decode(*encode(values, noise(share, values.numel(), codes), codes), codes)
+
+
+def test_codes_of_a_block_by_hand() -> None:
+    # The largest is 1.5 * 2^3: exponent 127 + 3. Codes are exponent, then three bits of mantissa.
+    values = [12.0, 8.0, -9.0, 5.5, 2.0**-14, 0.0, -0.0, 3 * 2.0**-14, 2.0**-11]
+    values = torch.tensor([*values, *[0.0] * 20])
+    codes, exponents = encode(values, torch.zeros(29, dtype=torch.int32), AVERAGE)
+
+    top, sign = 15 << 3, 128
+    assert exponents.tolist() == [130]
+    assert codes.tolist()[:9] == [
+        top | 4,  # 1.5
+        top,  # 1
+        sign | top | 1,  # 1.125
+        (14 << 3) | 3,  # 1.375 / 2
+        1,  # the smallest, 2^-17 of 2^3
+        *(0, 128, 3, 1 << 3),  # and the first with an exponent
+    ]
+    assert torch.equal(decode(codes, exponents, AVERAGE), values)
+
+
+@BOTH
+def test_every_code_is_a_number_of_its_own_that_becomes_it_again(codes: Codes) -> None:
+    all_codes = torch.arange(256, dtype=torch.uint8)
+    for exponent in (64, 127, 253):
+        exponents = torch.full((256,), exponent, dtype=torch.uint8)
+        values = torch.zeros(256, BLOCK)
+        # Each in a block of its own, beside the largest that there can be.
+        of_codes = decode(all_codes, exponents[:8], codes)
+        values[:, 0], values[:, 1] = of_codes, math.ldexp(1.875, exponent - 127)
+        for share in (0.0, 1.0):
+            got, found = encode(values.flatten(), noise(share, 256 * BLOCK, codes), codes)
+            assert torch.equal(found, exponents)
+            assert torch.equal(got.view(256, BLOCK)[:, 0], all_codes)
+        assert of_codes.unique().numel() == (255 if codes.signed else 256)  # 0 and -0
+
+
+@BOTH
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_number_is_off_by_less_than_the_stated_error(codes: Codes, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1000 * BLOCK, generator=generator)
+    values *= (8 * torch.randn(1000 * BLOCK, generator=generator)).exp()
+    values = (values if codes.signed else values.abs()).clamp(-1e30, 1e30)
+
+    error = (both(share, values, codes).double() - values.double()).abs()
+
+    power = values.abs().view(-1, BLOCK).amax(1).log2().floor().repeat_interleave(BLOCK)
+    smallest = 2.0 ** (power - (16 if codes.signed else 32))
+    assert (error < torch.maximum(values.abs() / 8, smallest)).all()
+    assert (error[values.abs() > smallest * 16] > 0).any()
+
+
+@BOTH
+def test_the_mean_of_what_a_number_becomes_is_the_number(codes: Codes) -> None:
+    shares = (torch.arange(1024) + 0.5) / 1024
+    for value in (1.3, 1.0, 0.77, 3e-4, 1.1e-5 if codes.signed else 1.7e-10):
+        values = torch.tensor([1.875, value, *[0.0] * 30])
+        mean = sum(both(share.item(), values, codes)[1].item() for share in shares) / 1024
+        assert mean == pytest.approx(value, rel=2**-10)
+
+
+def test_a_square_above_zero_never_becomes_zero() -> None:
+    values = torch.tensor([1.0, 1e-30, 1e-44, 0.0])
+
+    got = both(0.0, values, SQUARE)
+
+    assert got.tolist() == [1.0, 2.0**-33, 2.0**-33, 0.0]
+    assert both(0.0, values, AVERAGE).tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
+def test_what_is_not_finite_ends_its_block_and_no_other(value: float) -> None:
+    values = torch.ones(3 * BLOCK)
+    values[BLOCK] = value
+
+    for codes in (AVERAGE, SQUARE):
+        got = both(0.5, values, codes).view(3, BLOCK)
+        assert got[[0, 2]].eq(1).all()
+        assert not got[1].isfinite().any()
+
+
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_kernels_lose_the_same_blocks(kernels: Kernels) -> None:
+    gradient = torch.ones(2 * BLOCK)
+    gradient[3] = math.inf
+    weights = Weights(torch.ones(2 * BLOCK), **new_moments(gradient, torch.uint8))
+
+    adamw_(weights, gradient, STEP, kernels=kernels)
+
+    for moment in read_moments(weights):
+        assert not moment[:BLOCK].isfinite().any()
+        assert moment[BLOCK:].isfinite().all()
+
+
+def trained(dtype: torch.dtype, gradients: Tensor, **changes: Any) -> Weights:
+    """Weights of 1 after a step by each row."""
+    weights = Weights(torch.ones(gradients.shape[1]), **new_moments(gradients[0], dtype))
+    for number, gradient in enumerate(gradients, start=1):
+        adamw_(weights, gradient.clone(), dataclasses.replace(STEP, step=number, **changes))
+    return weights
+
+
+def test_the_mean_of_moments_stays_that_of_fp32_over_many_steps() -> None:
+    # 4,096 elements see the same gradients in other orders of magnitude. Rounded to the nearest,
+    # second moments would stay up to 30 times too large: 1 - beta2 is less than a sixteenth.
+    generator = torch.Generator().manual_seed(1)
+    gradients = torch.randn(300, 4096, generator=generator) * torch.linspace(2, 0.5, 300)[:, None]
+    scales = (torch.rand(4096, generator=generator) * 4).exp()
+
+    ours = trained(torch.uint8, gradients * scales)
+    exact = trained(torch.float32, gradients * scales)
+
+    (m8, v8), (m32, v32) = read_moments(ours), read_moments(exact)
+    ratio = v8 / v32
+    assert ratio.mean().item() == pytest.approx(1, abs=0.02)
+    assert ratio.std().item() < 0.3
+    error = (m8 - m32) / v32.sqrt()
+    assert abs(error.mean().item()) < 5 * error.std().item() / 64
+    assert error.std().item() < 0.05
+    apart, moved = ours.master - exact.master, exact.master - 1
+    assert apart.norm().item() < 0.15 * moved.norm().item()
+
+
+def test_training_ends_as_near_the_minimum_as_with_fp32() -> None:
+    """Least squares from 64 noisy rows a step: the distance from the solution, 256 weights."""
+    generator = torch.Generator().manual_seed(2)
+    solution = torch.randn(256, generator=generator)
+    scales = torch.logspace(-2, 0, 256)  # so that gradients differ by two orders of magnitude
+    distances: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.uint8):
+        generator.manual_seed(3)
+        weights = Weights(torch.zeros(256), **new_moments(torch.zeros(256), dtype))
+        for number in range(1, 601):
+            rows = torch.randn(64, 256, generator=generator) * scales
+            noise = 0.1 * torch.randn(64, generator=generator)
+            gradient = rows.T @ (rows @ (weights.master - solution) - noise) / 64
+            rate = 0.05 * (1 - number / 600)
+            adamw_(weights, gradient, dataclasses.replace(STEP, step=number, lr=rate))
+        distances[dtype] = ((weights.master - solution) * scales).norm().item()
+
+    assert distances[torch.float32] < 0.05 * (solution * scales).norm().item()
+    assert distances[torch.uint8] == pytest.approx(distances[torch.float32], rel=0.05)
+
+
+def test_noise_differs_with_either_moment_and_is_even() -> None:
+    generator = torch.Generator().manual_seed(4)
+    average, square = torch.randn(2, 65536, generator=generator)
+    bits = noise_of(average, square)
+    other = noise_of(average.roll(1), square), noise_of(average, square.roll(1))
+
+    for each in other:
+        assert (each == bits).sum().item() <= 1
+    for bit in range(32):
+        share = ((bits >> bit) & 1).double().mean().item()
+        assert share == pytest.approx(0.5, abs=0.01)
